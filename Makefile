@@ -1,0 +1,62 @@
+# planaria: `make demo` and `make test` do everything on a machine with Python 3.11 or newer.
+#
+# PYTHON  the Python that makes the environment.
+# TORCH   what pip installs as torch. The plain version takes what the package index has for this
+#         machine; another build is chosen with the options of PyTorch's own installation page.
+#         It is read only when the environment is made; `make clean` first to change it.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+READY := .venv/ready
+# torch goes in first and every version is pinned: whatever else needs torch would otherwise pull
+# in its newest release. Wheels only: a clear error is better than twenty minutes of compiling.
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
+	--only-binary=:all: --no-compile --constraint constraints.txt
+SOURCES := src tests $(if $(wildcard benchmarks/*.py),benchmarks)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test check docs bench clean
+
+help:
+	@echo 'make demo    train the example job on five nodes of this machine'
+	@echo 'make test    check the code, then run all tests'
+	@echo 'make check   formatting, lint and types'
+	@echo 'make docs    write the generated pages in docs/'
+	@echo 'make bench   run every script in benchmarks/'
+	@echo 'make clean   remove the environment, caches and reports'
+
+demo: $(READY)
+	@rm -rf reports/demo && mkdir -p reports/demo
+	$(BIN)/planaria train examples/gpt2-text.toml --report reports/demo/report.json \
+		--set checkpoint.directory=reports/demo/checkpoints
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check --quiet $(SOURCES)
+	$(BIN)/ruff check --quiet $(SOURCES)
+	$(BIN)/mypy --no-error-summary $(SOURCES)
+
+docs: $(READY)
+	$(BIN)/python -m planaria.config > docs/JOB.md
+
+bench: $(READY)
+	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
+		echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; \
+	done
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis reports
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo 'planaria needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@echo 'Installing planaria and its dependencies into .venv (once, a minute or two) ...'
+	@$(PYTHON) -m venv .venv
+	@$(INSTALL) $(TORCH)
+	@$(INSTALL) hatchling
+	@$(INSTALL) --no-build-isolation --editable '.[hf,dev]'
+	@touch $@

@@ -1,0 +1,91 @@
+"""Every exception that planaria raises.
+
+PlanariaError
+|-- ConfigError          the user's mistake: exit code 2
+|-- InsufficientError    too few nodes or copies are left to go on: exit code 3
+|-- TrainingError        the user's code raised while it trained: exit code 1
+|-- ScheduleError        a schedule breaks a rule
+|   `-- DeadlockError    a schedule cannot finish
+|-- CheckpointError      a checkpoint cannot be written or read
+|-- AuthenticationError  the other end of a connection does not know the job's token
+|-- PeerLostError        a link to another rank is gone
+`-- AbortedError         an operation was freed because its epoch is over
+"""
+
+
+class PlanariaError(Exception):
+    """Raised only as one of its subclasses; catch it to catch all."""
+
+
+class ConfigError(PlanariaError):
+    """When what the user asked for is wrong or impossible.
+
+    Attributes:
+        field: the key or argument at fault, as the user writes it ("training.iterations").
+        value: what was given.
+        remedy: what would do, a sentence without a full stop.
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"{field} = {value!r}: {remedy}")
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+
+
+class InsufficientError(PlanariaError):
+    """When too few nodes or copies are left for the job to go on."""
+
+
+class TrainingError(PlanariaError):
+    """When the user's model, data or optimizer raised in a worker.
+
+    Attributes:
+        rank: the rank that failed, -1 where no rank was involved.
+        traceback: the formatted traceback of the user's error.
+    """
+
+    def __init__(self, rank: int, traceback: str) -> None:
+        super().__init__(traceback)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class ScheduleError(PlanariaError):
+    """When a schedule breaks a rule; the message holds the table with the step marked."""
+
+
+class DeadlockError(ScheduleError):
+    """When a schedule cannot finish.
+
+    Attributes:
+        waiting: for each rank that is stuck, the text of the action that it waits in.
+    """
+
+    def __init__(self, message: str, waiting: dict[int, str]) -> None:
+        super().__init__(message)
+        self.waiting = waiting
+
+
+class CheckpointError(PlanariaError):
+    """When a checkpoint cannot be written whole, or fails its checks when it is read."""
+
+
+class AuthenticationError(PlanariaError):
+    """When the other end of a connection does not prove that it knows the job's token."""
+
+
+class PeerLostError(PlanariaError):
+    """When the link to another rank closed or broke.
+
+    Attributes:
+        rank: the peer at the other end.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"lost rank {rank}: {reason}")
+        self.rank = rank
+
+
+class AbortedError(PlanariaError):
+    """When a blocked operation is freed because its links were aborted."""

@@ -1,0 +1,354 @@
+"""The rules of docs/ARCHITECTURE.md and of the code's style that a machine can check.
+
+A rule is a function from one file to its problems, each "line: what is wrong; the way out". Every
+rule runs over the whole tree, and over small snippets that it must and must not refuse.
+
+Source: TigerBeetle's tidy.zig, style as a test in which a banned call names its replacement.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the bottom up. What stands on one level is apart: only the top imports within its level.
+LEVELS = (
+    {"errors"},
+    {"core"},
+    {"observe"},
+    {"schedule"},
+    {"estimator"},
+    {"planner", "restorer"},
+    {"policies"},
+    {"coordinator"},
+    {"transport"},
+    {"checkpoint"},
+    {"engine", "nodes", "simulator"},
+    {"show", "simulator.compare"},
+    {"planaria", "cli", "config", "library", "planning"},
+)
+WALL = 8  # The levels below it decide, the others act.
+TOP = len(LEVELS) - 1
+# The worker does what the plan says; it never makes one.
+NEVER = {("engine", "policies"), ("engine", "coordinator")}
+
+TORCH = {"torch", "transformers", "datasets", "tokenizers"}
+ACTING = {
+    *("asyncio", "concurrent", "ctypes", "glob", "http", "io", "logging", "mmap"),
+    *("multiprocessing", "os", "pathlib", "psutil", "queue", "secrets", "select", "selectors"),
+    *("shutil", "signal", "socket", "subprocess", "sys", "tempfile", "threading", "time", "uuid"),
+}
+ACTING_CALLS = {
+    **dict.fromkeys(("open", "print", "input"), "return the data and let the caller act"),
+    **{
+        f"{module}.{name}": "take now_s as an argument"
+        for module in ("datetime", "datetime.datetime", "date", "datetime.date")
+        for name in ("now", "utcnow", "today")
+    },
+    **{
+        f"{module}.{name}": "take the data as an argument"
+        for module in ("np", "numpy")
+        for name in ("load", "save", "savez", "loadtxt", "savetxt", "fromfile", "memmap")
+    },
+}
+SEEDED = {"Random", "Generator", "default_rng", "SeedSequence", "BitGenerator", "PCG64", "Philox"}
+
+LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX = 400, 60, 100
+MARKERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
+MACHINE_PATH = re.compile(r"(?<![\w.<>])/(home|root|work)/")
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One Python file; `module` is its dotted name if it lies in src, else empty."""
+
+    path: str
+    module: str
+    source: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def part(self) -> str:
+        """The top-level module or folder, or simulator.compare, which has a level of its own."""
+        parts = self.module.split(".")
+        if parts[1:3] == ["simulator", "compare"]:
+            return "simulator.compare"
+        return parts[1] if len(parts) > 1 else parts[0]
+
+
+Problem = tuple[int, str]
+Rule = Callable[[File], Iterator[Problem]]
+
+
+def layers(file: File) -> Iterator[Problem]:
+    """Imports inside the package go down only."""
+    if not file.module:
+        return
+    own = _level(file.part)
+    if own is None:
+        yield 1, f"{file.part} has no layer; add it to LEVELS in tests/test_tidy.py"
+        return
+    for line, name in _imports(file.tree):
+        if name.startswith("."):
+            yield line, f"relative import {name}; write the whole name"
+        if name.split(".")[0] != "planaria":
+            continue
+        part = File("", name, "").part
+        level = _level(part)
+        if level is None:
+            part, level = "planaria", TOP
+        sideways = level == own and part != file.part and own != TOP
+        if level > own or sideways or (file.part, part) in NEVER:
+            yield line, f"{file.part} imports {name}; imports go down only: move it or pass it in"
+
+
+def torch_only_in_engine(file: File) -> Iterator[Problem]:
+    """Only engine may know what a tensor is."""
+    if not file.module or file.part == "engine":
+        return
+    for line, name in _imports(file.tree):
+        if name.split(".")[0] in TORCH or name.startswith("safetensors.torch"):
+            yield line, f"imports {name}; only engine does: use bytes or numpy, or move it there"
+
+
+def purity(file: File) -> Iterator[Problem]:
+    """Below the wall: no sockets, threads, processes, files, wall clock or global random state."""
+    level = _level(file.part) if file.module else None
+    if level is None or level >= WALL:
+        return
+    for line, name in _imports(file.tree):
+        if name.split(".")[0] in ACTING:
+            yield line, f"pure code imports {name}; take what it gives as an argument"
+        if re.fullmatch(r"random\.(?!Random$)\w+|numpy\.random\.[a-z]\w*", name):
+            yield line, f"pure code imports {name}; take rng as an argument"
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Call):
+            yield from _impure_call(node)
+
+
+def _impure_call(call: ast.Call) -> Iterator[Problem]:
+    name = ast.unparse(call.func)
+    if name in ACTING_CALLS:
+        yield call.lineno, f"pure code calls {name}(); {ACTING_CALLS[name]}"
+    drawn = re.fullmatch(r"(?:random|np\.random|numpy\.random)\.(\w+)", name)
+    unseeded = not call.args and not call.keywords
+    if drawn and (drawn[1] not in SEEDED or unseeded):
+        yield call.lineno, f"{name}() draws from global state; take rng or a seed as an argument"
+
+
+def sizes(file: File) -> Iterator[Problem]:
+    """400 lines a file, 60 a function, 100 columns, ASCII."""
+    lines = file.source.splitlines()
+    if len(lines) > LINES_MAX:
+        yield LINES_MAX + 1, f"{len(lines)} lines, {LINES_MAX} are allowed; split the file by idea"
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                yield node.lineno, f"{node.name} has {length} lines, {FUNCTION_LINES_MAX} allowed"
+    for number, text in enumerate(lines, start=1):
+        if len(text) > COLUMNS_MAX:
+            yield number, f"{len(text)} columns, {COLUMNS_MAX} are allowed; break the line"
+        if not text.isascii():
+            yield number, "is not ASCII; write it in ASCII or as an escape"
+
+
+def speech(file: File) -> Iterator[Problem]:
+    """Only cli, show and `if __name__ == "__main__"` blocks print."""
+    if not file.module or file.part in {"cli", "show"}:
+        return
+    tree = file.tree
+    allowed = {inner for block in _main_blocks(tree) for inner in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node not in allowed and ast.unparse(node.func) == "print":
+            yield node.lineno, "prints; return the text, or log it"
+
+
+def handlers(file: File) -> Iterator[Problem]:
+    """No bare except, and no handler that does nothing."""
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        if node.type is None:
+            yield node.lineno, "bare except; name the exception that is expected"
+        if all(isinstance(inner, ast.Pass) or _is_ellipsis(inner) for inner in node.body):
+            yield node.lineno, "handler does nothing; act on it, or let it through"
+
+
+def leftovers(file: File) -> Iterator[Problem]:
+    """No notes of unfinished work and no path of one machine."""
+    for number, text in enumerate(file.source.splitlines(), start=1):
+        if MARKERS.search(text):
+            yield number, "notes unfinished work; finish it or open an issue"
+        if MACHINE_PATH.search(text):
+            yield number, "names a path of one machine; use a relative one, or tmp_path in tests"
+
+
+def packages(file: File) -> Iterator[Problem]:
+    """Public names live in planaria/__init__.py and nowhere else."""
+    is_package = file.module.count(".") > 0 and file.path.endswith("__init__.py")
+    if is_package and file.source.strip():
+        yield 1, "a sub-package's __init__.py is empty; put the code in a module"
+
+
+def docstrings(file: File) -> Iterator[Problem]:
+    """Every module says what it is."""
+    if file.source.strip() and not ast.get_docstring(file.tree):
+        yield 1, "no module docstring; say in a sentence what it is"
+
+
+RULES: tuple[Rule, ...] = (
+    *(layers, torch_only_in_engine, purity, sizes),
+    *(speech, handlers, leftovers, packages, docstrings),
+)
+
+
+def _level(part: str) -> int | None:
+    return next((index for index, level in enumerate(LEVELS) if part in level), None)
+
+
+def _imports(tree: ast.Module) -> Iterator[Problem]:
+    """Line and dotted name of every import, also of those inside functions.
+
+    `from a import b` gives a.b, because b may be a module.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def _main_blocks(tree: ast.Module) -> Iterator[ast.If]:
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            yield node
+
+
+def _is_ellipsis(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and ast.unparse(node) == "..."
+
+
+def _tree_files() -> tuple[File, ...]:
+    found = []
+    for folder in ("src", "tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            parts = relative.with_suffix("").parts[1:] if folder == "src" else ()
+            module = ".".join(parts).removesuffix(".__init__")
+            found.append(File(str(relative), module, path.read_text(encoding="utf-8")))
+    return tuple(found)
+
+
+def _problems(rule: Rule, file: File) -> list[str]:
+    return [f"{file.path}:{line}: {text}" for line, text in rule(file)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps_every_rule(rule: Rule) -> None:
+    """Each problem names its file and line and the way out."""
+    files = _tree_files()
+
+    assert len(files) > 10
+    problems = [problem for file in files for problem in _problems(rule, file)]
+    assert not problems, "\n".join(problems)
+
+
+def test_text_files_name_no_machine_path_and_no_unfinished_work() -> None:
+    """What a reader copies from docs and examples must work on the reader's machine."""
+    names = ("Makefile", "README.md", "CHANGELOG.md", ".ci/run", "pyproject.toml")
+    texts = [ROOT / name for name in names] + [
+        path
+        for folder in ("docs", "examples", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in {".md", ".toml", ".json", ".txt"}
+    ]
+    files = [File(str(path.relative_to(ROOT)), "", path.read_text("utf-8")) for path in texts]
+
+    problems = [problem for file in files for problem in _problems(leftovers, file)]
+    assert not problems, "\n".join(problems)
+
+
+BAD: tuple[tuple[Rule, str, str, int], ...] = (
+    (layers, "planaria.core.plan", "from planaria.schedule.action import Action\n", 1),
+    (layers, "planaria.engine.worker", "import planaria.coordinator.coordinator\n", 1),
+    (layers, "planaria.engine.worker", "def f():\n    import planaria.nodes.agent\n", 2),
+    (layers, "planaria.planner.plans", "from planaria import cli\n", 1),
+    (layers, "planaria.planner.plans", "from planaria import __version__\n", 1),
+    (layers, "planaria.planner.plans", "from .templates import templates\n", 1),
+    (layers, "planaria.novel.thing", "x = 1\n", 1),
+    (torch_only_in_engine, "planaria.nodes.agent", "x = 1\nimport torch\n", 2),
+    (torch_only_in_engine, "planaria.cli", "def f():\n    from torch import nn\n", 2),
+    (torch_only_in_engine, "planaria.checkpoint.tiers", "import safetensors.torch\n", 1),
+    (purity, "planaria.planner.plans", "import time\n", 1),
+    (purity, "planaria.planner.plans", "import os.path\n", 1),
+    (purity, "planaria.coordinator.coordinator", "from threading import Lock\n", 1),
+    (purity, "planaria.core.job", "def f():\n    return open('x')\n", 2),
+    (purity, "planaria.core.job", "import datetime\nx = datetime.datetime.now()\n", 2),
+    (purity, "planaria.core.samples", "import numpy as np\nx = np.random.rand(3)\n", 2),
+    (purity, "planaria.core.samples", "import numpy as np\nx = np.random.default_rng()\n", 2),
+    (purity, "planaria.core.samples", "import random\nx = random.random()\n", 2),
+    (purity, "planaria.core.samples", "from random import shuffle\n", 1),
+    (purity, "planaria.core.samples", "import numpy as np\nx = np.load('x.npy')\n", 2),
+    (sizes, "planaria.core.plan", "x = 1\n" * 401, 401),
+    (sizes, "planaria.core.plan", "def f():\n" + "    x = 1\n" * 60, 1),
+    (sizes, "", "x = 1  # " + "x" * 93 + "\n", 1),
+    (sizes, "planaria.core.plan", "x = '\u00e9'\n", 1),
+    (speech, "planaria.engine.worker", "x = 1\nprint(x)\n", 2),
+    (handlers, "", "try:\n    x()\nexcept:\n    y()\n", 3),
+    (handlers, "", "try:\n    x()\nexcept OSError:\n    pass\n", 3),
+    (handlers, "", "try:\n    x()\nexcept OSError:\n    ...\n", 3),
+    (leftovers, "", "x = 1\n# TO" + "DO: more\n", 2),
+    (leftovers, "", "x = '/" + "home/me/data'\n", 1),
+    (packages, "planaria.core", "from planaria.core.plan import Plan\n", 1),
+    (docstrings, "planaria.core.plan", "x = 1\n", 1),
+)
+
+GOOD: tuple[tuple[Rule, str, str], ...] = (
+    (layers, "planaria.cli", "from planaria.library import Job\nimport planaria.config\n"),
+    (layers, "planaria.simulator.compare", "from planaria.simulator.loop import run\n"),
+    (layers, "planaria.nodes.agent", "from planaria.coordinator.coordinator import step\n"),
+    (layers, "", "import planaria.cli\n"),
+    (torch_only_in_engine, "planaria.engine.stage", "import torch\n"),
+    (torch_only_in_engine, "planaria.nodes.agent", "import torchless\n"),
+    (purity, "planaria.estimator.memory", "from planaria.estimator.time import timeline\n"),
+    (purity, "planaria.core.samples", "import numpy as np\nx = np.random.default_rng(3)\n"),
+    (purity, "planaria.core.samples", "import random\nx = random.Random(3).random()\n"),
+    (purity, "planaria.nodes.agent", "import os, time\nx = open('x')\n"),
+    (sizes, "planaria.core.plan", "def f():\n" + "    x = 1\n" * 59),
+    (speech, "planaria.cli", "print(1)\n"),
+    (speech, "planaria.config", "if __name__ == '__main__':\n    print(1)\n"),
+    (handlers, "", "try:\n    x()\nexcept OSError:\n    y()\n"),
+    (leftovers, "", "url = 'https://example.com/home/page'\n"),
+    (packages, "planaria", "from planaria.library import Job\n"),
+    (docstrings, "planaria.core", ""),
+)
+
+
+@pytest.mark.parametrize(("rule", "module", "source", "line"), BAD)
+def test_rules_refuse_bad_code(rule: Rule, module: str, source: str, line: int) -> None:
+    """A rule that lets its own bad example through checks nothing."""
+    lines = [number for number, _ in rule(File("x/__init__.py", module, source))]
+
+    assert lines == [line]
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), GOOD)
+def test_rules_let_good_code_through(rule: Rule, module: str, source: str) -> None:
+    """A rule that refuses what is allowed makes people write around it."""
+    assert list(rule(File("x/__init__.py", module, source))) == []
+
+
+def test_every_rule_has_a_bad_and_a_good_example() -> None:
+    """A new rule comes with its proof."""
+    assert {rule for rule, *_ in BAD} == set(RULES)
+    assert {rule for rule, *_ in GOOD} == set(RULES)
