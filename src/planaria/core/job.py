@@ -1,0 +1,117 @@
+"""What a job is: the tables of a job file as frozen records, each key with its default.
+
+`config.py` reads and checks a TOML file into a `JobConfig`; workers get it over the wire. The
+`about` text of each field is what the table of keys in docs/JOB.md prints.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _key(default: Any, about: str) -> Any:
+    """A field with a default and the sentence that documents it."""
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata={"about": about})
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    kind: Literal["hf", "python", "paced"] = _key(
+        "hf", "hf: a Hugging Face architecture; python: your own layers; paced: layers that sleep"
+    )
+    config: Mapping[str, Any] = _key(
+        {}, "hf: the model's configuration, model_type = ... and any key of that configuration"
+    )
+    path: str = _key(
+        "", "hf: a directory with config.json; its *.safetensors, if any, are the first weights"
+    )
+    target: str = _key(
+        "", "python: module:function that returns the layers (Sequential or list of modules)"
+    )
+    profile: str = _key(
+        "",
+        "a profile (planaria profile -o FILE) to plan with instead of measuring; paced: required",
+    )
+    time_scale: float = _key(1.0, "paced: factor on the profile's seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    kind: Literal["text", "hf", "python"] = _key(
+        "text", "text: a text file; hf: a saved dataset directory; python: your own dataset"
+    )
+    path: str = _key("", "text: the file, empty for the Python library's own prose; hf: directory")
+    target: str = _key("", "python: module:function that returns an indexable dataset")
+    sequence_length: int = _key(128, "tokens in a sample")
+    tokenizer: Literal["bytes", "bpe"] = _key(
+        "bytes", "bytes: one token a byte; bpe: a byte-pair encoding trained on the text itself"
+    )
+    vocabulary_size: int = _key(1024, "bpe: tokens to learn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    iterations: int = _key(100, "optimizer steps to train")
+    target_loss: float = _key(0.0, "stop after the first iteration with a loss this low; 0: never")
+    global_batch_size: int = _key(32, "samples in an iteration; never changed by a failure")
+    microbatch_size: int = _key(4, "samples in a microbatch; divides global_batch_size")
+    optimizer: Mapping[str, Any] = _key(
+        {"name": "AdamW"}, "a class of torch.optim by name, and its arguments"
+    )
+    learning_rate: float = _key(3e-4, "the highest of the schedule")
+    schedule: Mapping[str, Any] = _key(
+        {"name": "constant"},
+        "constant, linear or cosine; warmup_iterations = 0, final_fraction = 0.0",
+    )
+    gradient_clip: float = _key(0.0, "largest global gradient norm; 0: no clipping")
+    dtype: Literal["float32", "bfloat16"] = _key(
+        "float32", "of parameters in forward and backward; bfloat16 keeps float32 masters"
+    )
+    activation_checkpointing: bool = _key(
+        False, "recompute each block's activations in the backward"
+    )
+    seed: int = _key(0, "of parameters, order of samples and dropout")
+    deterministic: bool = _key(True, "the same bits on any number of nodes (float64 gradient sums)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResilienceConfig:
+    failures_tolerated: int = _key(
+        1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    directory: str = _key("checkpoints", "where the disk tier writes")
+    persist_every: int = _key(0, "iterations between saves to disk; 0: at the end and on Ctrl-C")
+    keep: int = _key(2, "newest saves kept; 0: all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    nodes: int = _key(2, "nodes to start with")
+    devices_per_node: int = _key(1, "devices in each node")
+    device_memory_bytes: int = _key(
+        0, "what a device may hold; 0: what the device has (emulated nodes: no limit)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """A whole job: model, data and how it trains, survives, saves and is spread."""
+
+    name: str = _key("job", "names the job in reports and logs")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the whole job in one iteration."""
+        return self.training.global_batch_size // self.training.microbatch_size

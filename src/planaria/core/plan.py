@@ -1,0 +1,210 @@
+"""The vocabulary of planning: profiles, stages, templates, pipelines, routes and plans.
+
+A `PipelineTemplate` cuts the model into stages for a number of nodes (Oobleck, section 3.1). A
+`Pipeline` is a template bound to nodes. A `Route` is the path of one microbatch: hops that
+together cover the model exactly once. A plain pipeline is the route along its own stages.
+
+Ranks: the rank of device d of node n is n * devices_per_node + d. It is the same in every
+epoch, so a rank means one device for the life of a job.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The cost of one kind of link: latency_s + bytes / bandwidth_bytes_per_s."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def seconds(self, num_bytes: int) -> float:
+        """The time in which num_bytes arrive, sent over an idle link."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """What one layer costs for one microbatch.
+
+    Attributes:
+        forward_s: seconds by number of devices; its keys are the counts that the layer supports.
+        backward_input_s: seconds of the gradient of the input alone, same keys.
+        backward_weight_s: seconds that the gradient of the weights adds, same keys.
+        parameter_bytes: of the layer's parameters.
+        optimizer_bytes: of their optimizer state.
+        activation_bytes: kept from forward to backward.
+        output_bytes: sent to the next layer.
+    """
+
+    name: str
+    forward_s: Mapping[int, float]
+    backward_input_s: Mapping[int, float]
+    backward_weight_s: Mapping[int, float]
+    parameter_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    output_bytes: int
+
+    def backward_s(self, num_devices: int) -> float:
+        """Seconds of the whole backward: input and weight."""
+        return self.backward_input_s[num_devices] + self.backward_weight_s[num_devices]
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParameters:
+    """One parameter that several layers use (tied embeddings), `layers` in order of first use."""
+
+    layers: tuple[int, ...]
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """A model's layers and the links of the cluster, as measured or as modelled.
+
+    Attributes:
+        links: by kind: "intra_node", "inter_node", and where measured "device_to_host".
+        device_memory_bytes: what a device may hold; 0 if unlimited.
+    """
+
+    model: str
+    microbatch_size: int
+    dtype: str
+    device: str
+    device_memory_bytes: int
+    layers: tuple[LayerProfile, ...]
+    links: Mapping[str, Link]
+    tied: tuple[TiedParameters, ...] = ()
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Stage:
+    """Layers [first_layer, end_layer) on num_devices devices of one node."""
+
+    first_layer: int
+    end_layer: int
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PipelineTemplate:
+    """How a pipeline of num_nodes nodes cuts the model (Oobleck, section 3.1)."""
+
+    stages: tuple[Stage, ...]
+    num_nodes: int
+
+    @property
+    def devices_per_node(self) -> int:
+        return sum(stage.num_devices for stage in self.stages) // self.num_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A template bound to nodes; stages take the nodes' devices in order."""
+
+    template: PipelineTemplate
+    nodes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.nodes) == self.template.num_nodes
+        assert len(set(self.nodes)) == len(self.nodes)
+
+    def stage_ranks(self, stage_index: int) -> tuple[int, ...]:
+        """The ranks of one stage, the one that its hops name first."""
+        per_node = self.template.devices_per_node
+        first = sum(stage.num_devices for stage in self.template.stages[:stage_index])
+        devices = range(first, first + self.template.stages[stage_index].num_devices)
+        return tuple(self.nodes[d // per_node] * per_node + d % per_node for d in devices)
+
+    def route(self) -> "Route":
+        """The route of a microbatch along this pipeline's own stages."""
+        return tuple(
+            Hop(self.stage_ranks(index)[0], stage.first_layer, stage.end_layer)
+            for index, stage in enumerate(self.template.stages)
+        )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Hop:
+    """One visit of a microbatch: `rank` computes layers [first_layer, end_layer)."""
+
+    rank: int
+    first_layer: int
+    end_layer: int
+
+
+Route = tuple[Hop, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who computes what: pipelines, and the route of every microbatch of an iteration.
+
+    Attributes:
+        epoch: rises by one with each membership record; older ones are fenced off.
+        routes: one per microbatch of the job, indexed by microbatch.
+    """
+
+    epoch: int
+    pipelines: tuple[Pipeline, ...]
+    routes: tuple[Route, ...]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.layers_by_rank()))
+
+    @property
+    def num_layers(self) -> int:
+        return self.pipelines[0].template.stages[-1].end_layer
+
+    def layers_by_rank(self) -> dict[int, range]:
+        """For every rank the layers whose parameters it holds."""
+        return {
+            rank: range(stage.first_layer, stage.end_layer)
+            for pipeline in self.pipelines
+            for index, stage in enumerate(pipeline.template.stages)
+            for rank in pipeline.stage_ranks(index)
+        }
+
+    def holders(self, layer: int) -> tuple[int, ...]:
+        """The ranks that hold the layer's parameters, ascending; the first is its owner."""
+        return tuple(sorted(r for r, layers in self.layers_by_rank().items() if layer in layers))
+
+
+def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[int, ...]) -> Plan:
+    """The plan in which pipeline p takes microbatches[p] microbatches, in order, on its own route.
+
+    Which microbatch is made of which samples does not depend on this (DESIGN 4.1).
+    """
+    assert len(pipelines) == len(microbatches)
+    routes = tuple(
+        route
+        for pipeline, count in zip(pipelines, microbatches, strict=True)
+        for route in (pipeline.route(),) * count
+    )
+    return Plan(epoch, pipelines, routes)
+
+
+def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
+    """The profile with the seconds of its layers multiplied."""
+
+    def times(seconds: Mapping[int, float]) -> dict[int, float]:
+        return {count: value * time_scale for count, value in seconds.items()}
+
+    layers = tuple(
+        replace(
+            layer,
+            forward_s=times(layer.forward_s),
+            backward_input_s=times(layer.backward_input_s),
+            backward_weight_s=times(layer.backward_weight_s),
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)

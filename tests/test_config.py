@@ -1,0 +1,288 @@
+"""Job files: what is read from them, and what is said about each mistake in them."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.config import job_from_dict, keys_page, keys_table, load_job
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALLEST: Mapping[str, Any] = {"model": {"config": {"model_type": "gpt2"}}}
+
+
+def job_file(folder: Path, text: str) -> Path:
+    """A job file with a model and the given further text."""
+    path = folder / "small.toml"
+    path.write_text('[model]\nconfig = { model_type = "gpt2", n_layer = 2 }\n' + text)
+    return path
+
+
+def test_a_file_that_names_only_a_model_gets_every_default(tmp_path: Path) -> None:
+    """What the table of keys prints as defaults is what a job gets."""
+    job = load_job(job_file(tmp_path, ""))
+
+    assert job.name == "small"
+    assert job.model.config == {"model_type": "gpt2", "n_layer": 2}
+    assert (job.data, job.training) == (JobConfig().data, JobConfig().training)
+    assert (job.resilience, job.cluster) == (JobConfig().resilience, JobConfig().cluster)
+
+
+def test_values_of_the_file_reach_their_keys(tmp_path: Path) -> None:
+    """An integer is a fine number, and a table of arguments stays as it was written."""
+    text = """
+        [training]
+        learning_rate = 1
+        dtype = "bfloat16"
+        optimizer = { name = "SGD", momentum = 0.9 }
+        [cluster]
+        nodes = 5
+    """
+
+    job = load_job(job_file(tmp_path, text))
+
+    assert job.training.learning_rate == 1.0
+    assert job.training.dtype == "bfloat16"
+    assert job.training.optimizer == {"name": "SGD", "momentum": 0.9}
+    assert job.cluster.nodes == 5
+
+
+def test_the_name_of_optimizer_and_schedule_stays_when_only_other_keys_are_given() -> None:
+    """`optimizer = { weight_decay = 0.1 }` means AdamW with it, not an optimizer without name."""
+    training = {"optimizer": {"weight_decay": 0.1}, "schedule": {"warmup_iterations": 3}}
+
+    job = job_from_dict({**SMALLEST, "training": training})
+
+    assert job.training.optimizer == {"name": "AdamW", "weight_decay": 0.1}
+    assert job.training.schedule == {"name": "constant", "warmup_iterations": 3}
+
+
+def test_overrides_beat_the_file_and_later_ones_beat_earlier(tmp_path: Path) -> None:
+    """Values are TOML where they can be, plain strings otherwise, at any depth."""
+    overrides = [
+        "name=night run",
+        "training.seed=1",
+        "training.seed = 2",
+        "model.config.n_layer=4",
+        "model.config.activation_function=gelu",
+        "training.optimizer={name='SGD', momentum=0.5}",
+        "training.deterministic=false",
+    ]
+
+    job = load_job(job_file(tmp_path, "[training]\nseed = 0\n"), overrides=overrides)
+
+    assert job.name == "night run"
+    assert job.training.seed == 2
+    assert job.model.config == {
+        "model_type": "gpt2",
+        "n_layer": 4,
+        "activation_function": "gelu",
+    }
+    assert job.training.optimizer == {"name": "SGD", "momentum": 0.5}
+    assert job.training.deterministic is False
+
+
+def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job file can be run from anywhere; a path in an override is typed where one stands."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "text.txt").write_text("beside the file")
+    (tmp_path / "here.txt").write_text("in the current directory")
+    path = job_file(tmp_path / "jobs", '[data]\npath = "text.txt"\n')
+    monkeypatch.chdir(tmp_path)
+
+    job = load_job(Path("jobs", path.name))
+    overridden = load_job(path, overrides=["data.path=here.txt"])
+
+    assert job.data.path == str(tmp_path / "jobs" / "text.txt")
+    assert overridden.data.path == str(tmp_path / "here.txt")
+    assert job.checkpoint.directory == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("tables", "field", "told"),
+    [
+        ({"trainning": {}}, "trainning", "did you mean training?"),
+        ({"training": {"microbatchsize": 4}}, "training.microbatchsize", "mean microbatch_size?"),
+        ({"training": 3}, "training", "must be a table: [training]"),
+        ({"name": 3}, "name", "must be a string"),
+        ({"name": "a/b"}, "name", "must not contain a slash"),
+        ({"training": {"iterations": "ten"}}, "training.iterations", "must be an integer"),
+        ({"training": {"iterations": 10.0}}, "training.iterations", "must be an integer"),
+        ({"training": {"iterations": True}}, "training.iterations", "must be an integer"),
+        ({"training": {"iterations": 0}}, "training.iterations", "must be at least 1"),
+        ({"training": {"learning_rate": "1e-3"}}, "training.learning_rate", "must be a number"),
+        ({"training": {"learning_rate": 0.0}}, "training.learning_rate", "must be more than 0"),
+        ({"training": {"learning_rate": 1e999}}, "training.learning_rate", "finite"),
+        ({"training": {"gradient_clip": -1.0}}, "training.gradient_clip", "must be at least 0"),
+        ({"training": {"seed": 2**63}}, "training.seed", "must fit in 64 bits"),
+        ({"training": {"dtype": "bf16"}}, "training.dtype", "did you mean bfloat16?"),
+        ({"training": {"deterministic": 1}}, "training.deterministic", "must be true or false"),
+        ({"training": {"optimizer": "AdamW"}}, "training.optimizer", "must be a table"),
+        ({"resilience": {"failures_tolerated": -1}}, "resilience.failures_tolerated", "at least 0"),
+        ({"cluster": {"nodes": 0}}, "cluster.nodes", "must be at least 1"),
+        ({"data": {"sequence_length": 0}}, "data.sequence_length", "must be at least 1"),
+        ({"data": {"kind": "hf"}}, "data.path", "must name the directory"),
+        ({"data": {"kind": "python"}}, "data.target", '"module:function"'),
+        ({"data": {"path": "no/such.txt"}}, "data.path", "no such file"),
+        ({"data": {"target": "m:f"}}, "data.target", 'data.kind = "python"'),
+        ({"data": {"tokenizer": "bpe", "vocabulary_size": 256}}, "data.vocabulary_size", "256"),
+        ({"model": {}}, "model.config.model_type", 'such as "gpt2"'),
+        ({"model": {"config": {"model_type": 2}}}, "model.config.model_type", "architecture"),
+        ({"model": {"path": "nowhere"}}, "model.path", "config.json"),
+        ({"model": {"kind": "python"}}, "model.target", "returns the layers"),
+        ({"model": {"kind": "python", "target": "a b"}}, "model.target", "returns the layers"),
+        ({"model": {"kind": "paced"}}, "model.profile", "must name a profile"),
+        ({"model": {"kind": "paced", "profile": "no.json"}}, "model.profile", "no such file"),
+        ({"model": {"kind": "paced", "path": "x"}}, "model.path", 'model.kind = "hf"'),
+        ({"checkpoint": {"directory": ""}}, "checkpoint.directory", "must name a directory"),
+        ({"checkpoint": {"directory": __file__}}, "checkpoint.directory", "directory"),
+    ],
+)
+def test_a_mistake_is_told_with_its_field_and_a_way_out(
+    tables: Mapping[str, Any], field: str, told: str
+) -> None:
+    """The field is written as the user writes it, and what would do stands beside it."""
+    with pytest.raises(ConfigError) as caught:
+        job_from_dict({**SMALLEST, **tables})
+
+    assert caught.value.field == field
+    assert told in caught.value.remedy
+
+
+def test_a_directory_names_the_model_and_the_configuration_may_add_to_it(tmp_path: Path) -> None:
+    """Weights of a directory are trained with another dropout, say."""
+    (tmp_path / "config.json").write_text("{}")
+    model = {"path": str(tmp_path), "config": {"resid_pdrop": 0.0}}
+
+    job = job_from_dict({"model": model})
+
+    assert (job.model.path, job.model.config) == (str(tmp_path), {"resid_pdrop": 0.0})
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch=st.integers(1, 500), microbatch=st.integers(1, 60))
+def test_an_indivisible_global_batch_is_told_the_nearest_sizes_that_do(
+    batch: int, microbatch: int
+) -> None:
+    """Each size that the message names is accepted, and none between them is."""
+
+    def job(size: int) -> JobConfig:
+        training = {"global_batch_size": size, "microbatch_size": microbatch}
+        return job_from_dict({**SMALLEST, "training": training})
+
+    if batch % microbatch == 0:
+        assert job(batch).num_microbatches * microbatch == batch
+        return
+    with pytest.raises(ConfigError) as caught:
+        job(batch)
+
+    named = caught.value.remedy.rpartition(":")[2]
+    sizes = [int(word) for word in named.split() if word.isdigit()]
+    assert max(sizes) - batch < microbatch
+    assert len(sizes) == (1 if batch < microbatch else 2)
+    assert all(job(size).training.global_batch_size == size for size in sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tables=st.dictionaries(
+        st.sampled_from([*(f.name for f in fields(JobConfig)), "other"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+            lambda inner: (
+                st.lists(inner, max_size=2)
+                | st.dictionaries(
+                    st.sampled_from(["kind", "config", "path", "target", "iterations", "nodes"]),
+                    inner,
+                    max_size=3,
+                )
+            ),
+            max_leaves=6,
+        ),
+        max_size=3,
+    )
+)
+def test_any_tables_give_a_job_or_a_config_error(tables: dict[str, Any]) -> None:
+    """Never another exception, whatever a file holds."""
+    told: tuple[str, ...] = ()
+    try:
+        job_from_dict(tables)
+    except ConfigError as error:
+        told = (error.field, error.remedy)
+
+    assert all(told)
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    """The user looks for it in an editor."""
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 4"):
+        load_job(job_file(tmp_path, "[training]\niterations = ten\n"))
+
+
+def test_files_that_cannot_be_read_are_told_apart(tmp_path: Path) -> None:
+    """A missing file names its nearest neighbour."""
+    job_file(tmp_path, "")
+    (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
+
+    with pytest.raises(ConfigError, match=r"no such file; did you mean small\.toml\?"):
+        load_job(tmp_path / "smal.toml")
+    with pytest.raises(ConfigError, match="not UTF-8 at byte 11"):
+        load_job(tmp_path / "latin.toml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_job(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("training.seed", "--set"),
+        ("=3", "--set"),
+        ("training..seed=3", "--set"),
+        ("training.seed.low=3", "training.seed.low"),
+        ("training.sed=3", "training.sed"),
+        ("training.seed=three", "training.seed"),
+        ("training=3", "training"),
+    ],
+)
+def test_a_wrong_override_is_told(tmp_path: Path, override: str, field: str) -> None:
+    """An override is checked as the file is."""
+    with pytest.raises(ConfigError) as caught:
+        load_job(job_file(tmp_path, "[training]\nseed = 0\n"), overrides=[override])
+
+    assert caught.value.field == field
+
+
+def test_the_page_of_keys_is_up_to_date() -> None:
+    """Run `make docs` after changing a key."""
+    assert (ROOT / "docs" / "JOB.md").read_text() == keys_page()
+
+
+def test_the_table_has_a_row_for_every_key() -> None:
+    """A key without a row is a key that nobody finds."""
+    tables = [field for field in fields(JobConfig) if field.name != "name"]
+    keys = [
+        f"{table.name}.{field.name}"
+        for table in tables
+        for field in fields(getattr(JobConfig(), table.name))
+    ]
+
+    rows = keys_table().splitlines()[2:]
+
+    assert [row.split("`")[1] for row in rows] == ["name", *keys]
+
+
+def test_the_example_is_a_job_that_at_least_two_pipelines_can_share() -> None:
+    """`make demo` trains it."""
+    job = load_job(ROOT / "examples" / "gpt2-text.toml")
+
+    assert job.name == "gpt2-text"
+    assert job.cluster.nodes == 5
+    assert job.num_microbatches > job.resilience.failures_tolerated + 1
