@@ -1,0 +1,267 @@
+"""Passes that turn forwards and backwards into a schedule that can run; and the check that it can.
+
+`place_transfers` puts a send and a receive wherever two hops of a route lie on different ranks;
+`place_reductions` cuts the gradients into buckets and puts each bucket's reduction behind the
+last backward that adds to it; `validate` refuses what breaks a rule, with the table of the
+schedule and the step marked. `execution_order` is the one walker that both the validator and the
+estimator use: sends never block, receives wait, and a rank hands reductions in bucket order to a
+communication thread, so that they never hold up its compute.
+
+Reductions run in one global order, in rounds: buckets that share a rank are never in the same
+round, so that the buckets of one round run side by side. Rounds are coloured greedily in layer
+order. Tied parameters come last, in rounds of their own.
+
+Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; Odyssey, section IV-B for
+coloured rounds; torch.distributed.pipelining for passes over action lists and the dry run.
+Differs: Oobleck and Odyssey reduce each layer by itself; here consecutive layers with the same
+holders are one bucket, so that few, large messages travel. Odyssey colours for the least number
+of rounds; layer order attains it where each rank holds consecutive layers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from planaria.core.plan import Plan, Route, TiedParameters
+from planaria.errors import DeadlockError
+from planaria.schedule.action import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE_BACKWARD,
+    RECEIVE_FORWARD,
+    REDUCE,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    Action,
+    Bucket,
+    Schedule,
+    crossings_of,
+    format_table,
+    slots_of,
+)
+from planaria.schedule.routed import routed_1f1b
+from planaria.schedule.rules import check_rules
+
+
+def lowered(plan: Plan, *, tied: Sequence[TiedParameters] = ()) -> Schedule:
+    """The schedule of a plan, whole and valid: what every rank runs in an iteration."""
+    schedule = routed_1f1b(plan)
+    schedule = place_transfers(schedule)
+    schedule = place_reductions(schedule, plan, tied=tied)
+    validate(schedule, plan.num_layers)
+    return schedule
+
+
+def place_transfers(schedule: Schedule) -> Schedule:
+    """The schedule with a receive before and a send after each action whose peer is elsewhere."""
+    crossings = crossings_of(schedule.routes)
+    return replace(
+        schedule,
+        actions={
+            rank: tuple(_with_transfers(actions, crossings))
+            for rank, actions in schedule.actions.items()
+        },
+    )
+
+
+def _with_transfers(
+    actions: Iterable[Action], crossings: Sequence[tuple[bool, ...]]
+) -> Iterator[Action]:
+    for action in actions:
+        microbatch, hop = action.microbatch, action.hop
+        before, after = crossings[microbatch][hop : hop + 2]
+        if action.kind is FORWARD:
+            if before:
+                yield Action(RECEIVE_FORWARD, microbatch, hop)
+            yield action
+            if after:
+                yield Action(SEND_FORWARD, microbatch, hop)
+        else:
+            assert action.kind is BACKWARD, f"{action} is neither a forward nor a backward"
+            if after:
+                yield Action(RECEIVE_BACKWARD, microbatch, hop)
+            yield action
+            if before:
+                yield Action(SEND_BACKWARD, microbatch, hop)
+
+
+def place_reductions(
+    schedule: Schedule, plan: Plan, *, tied: Sequence[TiedParameters] = ()
+) -> Schedule:
+    """The schedule with its buckets, each reduced where its last gradient is complete.
+
+    A layer with one holder needs no reduction, nor does a tied parameter all of whose layers
+    one rank holds: that rank has every gradient and adds them up by itself. A rank that holds
+    layers of a bucket but computes none of them reduces first of all: it adds nothing.
+    """
+    buckets = _coloured(*_buckets(plan, tied))
+    by_rank: dict[int, list[int]] = {rank: [] for rank in schedule.actions}
+    for index, bucket in enumerate(buckets):
+        for rank in bucket.ranks:
+            by_rank[rank].append(index)
+    actions = {
+        rank: _with_reductions(rank_actions, schedule.routes, by_rank[rank], buckets)
+        for rank, rank_actions in schedule.actions.items()
+    }
+    return Schedule(schedule.routes, actions, buckets)
+
+
+def _buckets(plan: Plan, tied: Sequence[TiedParameters]) -> tuple[list[Bucket], list[Bucket]]:
+    """The buckets of the layers' own parameters and those of tied ones, in layer order."""
+    holders: list[list[int]] = [[] for _ in range(plan.num_layers)]
+    for rank, layers in sorted(plan.layers_by_rank().items()):
+        for layer in layers:
+            holders[layer].append(rank)
+    own = [
+        Bucket(tuple(run), tuple(ranks))
+        for ranks, run in groupby(range(plan.num_layers), key=lambda layer: holders[layer])
+        if len(ranks) > 1
+    ]
+    shared = []
+    for index, parameter in enumerate(tied):
+        ranks = sorted({rank for layer in parameter.layers for rank in holders[layer]})
+        if len(ranks) > 1:
+            shared.append(Bucket(tuple(sorted(parameter.layers)), tuple(ranks), tied=index))
+    return own, sorted(shared, key=lambda bucket: (bucket.layers, bucket.tied))
+
+
+def _coloured(own: Iterable[Bucket], tied: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """All buckets with their rounds, in the order (round, first layer)."""
+    coloured: list[Bucket] = []
+    for group in (own, tied):
+        num_rounds = max((bucket.round_index + 1 for bucket in coloured), default=0)
+        taken: dict[int, set[int]] = {}
+        for bucket in group:
+            busy = {index for rank in bucket.ranks for index in taken.get(rank, ())}
+            free = next(index for index in range(len(busy) + 1) if index not in busy)
+            coloured.append(replace(bucket, round_index=num_rounds + free))
+            for rank in bucket.ranks:
+                taken.setdefault(rank, set()).add(free)
+    return tuple(sorted(coloured, key=lambda bucket: (bucket.round_index, bucket.layers)))
+
+
+def _with_reductions(
+    actions: tuple[Action, ...],
+    routes: Sequence[Route],
+    indices: Sequence[int],
+    buckets: Sequence[Bucket],
+) -> tuple[Action, ...]:
+    """One rank's actions and its reductions, ascending, each behind its last backward.
+
+    What upstream waits for goes first: a backward's send stays right behind it.
+    """
+    if not indices:
+        return actions
+    # Backward from the end, to the step behind which each layer's gradient is complete.
+    open_layers = {layer for index in indices for layer in buckets[index].layers}
+    last_step: dict[int, int] = {}
+    for step in range(len(actions) - 1, -1, -1):
+        if not open_layers:
+            break
+        action = actions[step]
+        if action.kind is BACKWARD or action.kind is SEND_BACKWARD:
+            hop = routes[action.microbatch][action.hop]
+            complete = open_layers.intersection(range(hop.first_layer, hop.end_layer))
+            open_layers -= complete
+            last_step.update(dict.fromkeys(complete, step))
+    placed: list[Action] = []
+    done = 0
+    for index in indices:
+        steps = (last_step.get(layer, -1) + 1 for layer in buckets[index].layers)
+        end = max(done, *steps)
+        placed += actions[done:end]
+        placed.append(Action(REDUCE, bucket=index))
+        done = end
+    return (*placed, *actions[done:])
+
+
+def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """All actions, each with its rank, in an order in which they can run. O(actions).
+
+    A reduction appears where its rank hands it over; it runs when all ranks of its bucket have
+    done so and their earlier reductions are over, so in ascending order of buckets. That within
+    a rank each action follows those of the same rank that it needs is `validate`'s to check.
+
+    Raises:
+        DeadlockError: after the last action that can run, if some cannot: a receive whose send
+            never comes, a reduction that some rank never joins or takes out of turn.
+    """
+    slots = slots_of(schedule.routes)
+    # A message is named by its receive: 2 * slot of the receiving hop, + 1 for a gradient.
+    sent = bytearray(2 * slots[-1] + 2)
+    waiting: dict[int, int] = {}
+    reductions = _reductions_by_rank(schedule)
+    steps = dict.fromkeys(schedule.actions, 0)
+    ready = sorted(schedule.actions, reverse=True)
+    while ready:
+        rank = ready.pop()
+        actions = schedule.actions[rank]
+        for step in range(steps[rank], len(actions)):
+            action = actions[step]
+            kind = action.kind
+            if kind is REDUCE:
+                if reductions[rank][-1:] != [action.bucket]:
+                    steps[rank] = step
+                    break
+                reductions[rank].pop()
+            elif kind is not FORWARD and kind is not BACKWARD:
+                message = 2 * (slots[action.microbatch] + action.hop)
+                if kind is RECEIVE_FORWARD or kind is RECEIVE_BACKWARD:
+                    message += kind is RECEIVE_BACKWARD
+                    if not sent[message]:
+                        waiting[message] = rank
+                        steps[rank] = step
+                        break
+                else:
+                    message += 2 if kind is SEND_FORWARD else -1
+                    sent[message] = 1
+                    if message in waiting:
+                        ready.append(waiting.pop(message))
+            yield rank, action
+        else:
+            steps[rank] = len(actions)
+    _refuse_stuck(schedule, steps, reductions)
+
+
+def _reductions_by_rank(schedule: Schedule) -> dict[int, list[int]]:
+    """The buckets of every rank in reverse: the last one is its next."""
+    by_rank: dict[int, list[int]] = {rank: [] for rank in schedule.actions}
+    for index in reversed(range(len(schedule.buckets))):
+        for rank in schedule.buckets[index].ranks:
+            by_rank.setdefault(rank, []).append(index)
+    return by_rank
+
+
+def _refuse_stuck(
+    schedule: Schedule, steps: Mapping[int, int], reductions: Mapping[int, Sequence[int]]
+) -> None:
+    """Raises if a rank did not come to its end or waits in a reduction that others never join.
+
+    Args:
+        steps: of every rank the step that it did not get past.
+        reductions: of every rank the buckets that it did not hand over.
+    """
+    marked = {rank: step for rank, step in steps.items() if step < len(schedule.actions[rank])}
+    missing = {index for indices in reductions.values() for index in indices}
+    for rank in schedule.actions.keys() - marked.keys():
+        for step, action in enumerate(schedule.actions[rank]):
+            if action.kind is REDUCE and action.bucket in missing:
+                marked[rank] = step
+                break
+    if marked or missing:
+        waiting = {rank: str(schedule.actions[rank][marked[rank]]) for rank in sorted(marked)}
+        who = ", ".join(f"rank {rank} in {text}" for rank, text in waiting.items())
+        table = format_table(schedule, marked)
+        raise DeadlockError(f"the schedule cannot finish: {who}\n{table}", waiting)
+
+
+def validate(schedule: Schedule, num_layers: int) -> None:
+    """Checks all rules of a schedule and that it can finish. O(actions).
+
+    Raises:
+        ScheduleError: a rule is broken; the message holds the table with the step marked.
+        DeadlockError: all rules hold, yet the schedule cannot finish.
+    """
+    check_rules(schedule, num_layers)
+    for _ in execution_order(schedule):
+        continue

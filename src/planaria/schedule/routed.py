@@ -1,0 +1,231 @@
+"""One-forward-one-backward over routes: plain, heterogeneous or rerouted, by one rule.
+
+Every rank runs in virtual time. Whenever it is free it takes, oldest microbatch first,
+
+1. what is under way: a backward whose gradient is there, or the forward of a microbatch that
+   this rank already holds activations of;
+2. else the forward of a new microbatch, if fewer than its limit are in flight on it;
+3. else nothing, and it waits.
+
+The limit is the number of hops from the rank to the end of the route, S - i for stage i of S: with
+it a plain pipeline comes out as textbook 1F1B, in three parts: *warmup*, min(S - i, N_b)
+forwards; *steady*, one backward and one forward by turns; *cooldown*, the backwards that are left.
+
+Virtual time counts a whole stage as one unit of its pipeline, 1 / S of the model, whatever its
+layers: the planner balances stages in seconds, which layer counts do not show. A hop over part
+of a stage costs its share of the layers; a backward costs two forwards.
+
+A rank that microbatches of several pipelines visit serves them evenly: a microbatch's turn is its
+place among those of equal route, as a fraction of their number.
+
+Limits cannot block each other where the ranks can be sorted so that every route visits them in
+that order: the last full rank can always finish what it holds. Routes that visit two ranks in
+both orders can block; then the oldest waiting microbatch is let in over the limit.
+
+Source: Narayanan et al. (SC '21), section 2.2.1 for 1F1B; ReCycle (SOSP '24), adaptive pipelining,
+for rerouted microbatches.
+Differs: ReCycle solves an integer program offline for every number of failures; this is a greedy
+list schedule, O(actions * log(microbatches)): 1,000 stages with 128 microbatches take 2 seconds.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import lcm
+
+from planaria.core.plan import Hop, Plan, Route
+from planaria.schedule.action import BACKWARD, FORWARD, Action, Schedule
+
+
+def routed_1f1b(plan: Plan) -> Schedule:
+    """The forwards and backwards of all routes of a plan, in the order of each rank.
+
+    Every rank of the plan has an entry, also one that no microbatch visits.
+    """
+    visits = _visits(plan)
+    ranks = {rank: _Rank(limit) for rank, limit in _limits(plan).items()}
+    for index, visit in enumerate(visits):
+        if visit.action.hop == 0:
+            ranks[visit.rank].admit(index, visit)
+    _run(visits, ranks)
+    return Schedule(plan.routes, {rank: tuple(ranks[rank].order) for rank in sorted(ranks)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """One hop of one microbatch.
+
+    Attributes:
+        action: its forward.
+        cost: virtual time of the forward.
+        enters: whether the microbatch comes to this rank for the first time.
+        is_last: whether it is the last hop of the route.
+    """
+
+    action: Action
+    rank: int
+    cost: int
+    enters: bool
+    is_last: bool
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank in virtual time; both heaps hold work that could start now, oldest first.
+
+    Attributes:
+        under_way: 2 * visit + 1 for a backward, 2 * visit for a forward.
+        entering: visits of microbatches that are new to the rank.
+    """
+
+    limit: int
+    order: list[Action] = field(default_factory=list)
+    under_way: list[int] = field(default_factory=list)
+    entering: list[int] = field(default_factory=list)
+    in_flight: int = 0
+    is_busy: bool = False
+
+    def admit(self, index: int, visit: _Visit) -> None:
+        if visit.enters:
+            heappush(self.entering, index)
+        else:
+            heappush(self.under_way, 2 * index)
+
+    def next_work(self) -> int:
+        """The work to start now, coded as in `under_way`; -1 if there is none."""
+        if self.under_way:
+            return heappop(self.under_way)
+        if self.entering and self.in_flight < self.limit:
+            self.in_flight += 1
+            return 2 * heappop(self.entering)
+        return -1
+
+
+def _visits(plan: Plan) -> list[_Visit]:
+    """All hops of all microbatches, sorted by the microbatch's turn: a smaller index is older."""
+    costs = _Costs(plan)
+    by_route: dict[Route, list[tuple[int, int, bool, bool]]] = {}
+    visits: list[_Visit] = []
+    for microbatch in _turns(plan.routes):
+        route = plan.routes[microbatch]
+        if route not in by_route:
+            by_route[route] = [
+                (hop.rank, costs.forward(hop), enters, hop.end_layer == plan.num_layers)
+                for hop, enters in zip(route, _entries(route), strict=True)
+            ]
+        visits += [
+            _Visit(Action(FORWARD, microbatch, index), *fields)
+            for index, fields in enumerate(by_route[route])
+        ]
+    return visits
+
+
+def _turns(routes: Sequence[Route]) -> list[int]:
+    """Microbatches by turn: those of one route in order, those of several routes interleaved."""
+    counts = Counter(routes)
+    numbers: Counter[Route] = Counter()
+    turns = []
+    for route in routes:
+        turns.append((2 * numbers[route] + 1) / counts[route])
+        numbers[route] += 1
+    return sorted(range(len(turns)), key=lambda microbatch: (turns[microbatch], microbatch))
+
+
+def _entries(route: Route) -> list[bool]:
+    """For every hop whether it is the first one on its rank."""
+    seen: set[int] = set()
+    entries = []
+    for hop in route:
+        entries.append(hop.rank not in seen)
+        seen.add(hop.rank)
+    return entries
+
+
+class _Costs:
+    """Virtual time in integers, so that what is simultaneous is so exactly."""
+
+    def __init__(self, plan: Plan) -> None:
+        scale = lcm(*(len(pipeline.template.stages) for pipeline in plan.pipelines))
+        self._layers = plan.layers_by_rank()
+        self._stage_cost = {
+            rank: plan.num_layers * scale // len(pipeline.template.stages)
+            for pipeline in plan.pipelines
+            for index in range(len(pipeline.template.stages))
+            for rank in pipeline.stage_ranks(index)
+        }
+
+    def forward(self, hop: Hop) -> int:
+        layers = self._layers[hop.rank]
+        assert layers.start <= hop.first_layer < hop.end_layer <= layers.stop
+        share = self._stage_cost[hop.rank] * (hop.end_layer - hop.first_layer)
+        return max(1, share // len(layers))
+
+
+def _limits(plan: Plan) -> dict[int, int]:
+    """For every rank how many microbatches 1F1B keeps in flight on it: hops to the end."""
+    limits = dict.fromkeys(plan.ranks, 1)
+    for route in set(plan.routes):
+        for index, hop in enumerate(route):
+            limits[hop.rank] = max(limits[hop.rank], len(route) - index)
+    return limits
+
+
+def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
+    """Runs all visits forward and backward in virtual time and records each rank's order."""
+    due: dict[int, list[int]] = {}
+    times: list[int] = []
+
+    def start(now: int, rank: _Rank, work: int) -> None:
+        visit = visits[work >> 1]
+        action = visit.action
+        if work & 1:
+            action = Action(BACKWARD, action.microbatch, action.hop)
+        rank.order.append(action)
+        rank.is_busy = True
+        end = now + (visit.cost << (work & 1))
+        if end not in due:
+            due[end] = []
+            heappush(times, end)
+        due[end].append(work)
+
+    now = 0
+    touched = set(ranks)
+    while True:
+        for number in touched:
+            rank = ranks[number]
+            if not rank.is_busy and (work := rank.next_work()) >= 0:
+                start(now, rank, work)
+        if not times:
+            blocked = [rank for rank in ranks.values() if rank.entering]
+            if not blocked:
+                return
+            rank = min(blocked, key=lambda rank: rank.entering[0])
+            rank.in_flight += 1
+            start(now, rank, 2 * heappop(rank.entering))
+        # All that ends at one instant ends before anyone chooses: a backward that frees a place
+        # and the forward that takes it meet exactly in steady 1F1B.
+        now = heappop(times)
+        touched = {number for work in due.pop(now) for number in _finish(work, visits, ranks)}
+
+
+def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> tuple[int, int]:
+    """Ends a piece of work, makes what it enables ready, and returns the ranks concerned."""
+    index = work >> 1
+    visit = visits[index]
+    rank = ranks[visit.rank]
+    rank.is_busy = False
+    if not work & 1:
+        if visit.is_last:
+            heappush(rank.under_way, work + 1)
+            return visit.rank, visit.rank
+        after = visits[index + 1]
+        ranks[after.rank].admit(index + 1, after)
+        return visit.rank, after.rank
+    if visit.enters:
+        rank.in_flight -= 1
+    if visit.action.hop == 0:
+        return visit.rank, visit.rank
+    before = visits[index - 1]
+    heappush(ranks[before.rank].under_way, work - 2)
+    return visit.rank, before.rank

@@ -1,0 +1,187 @@
+"""The rules of a schedule that can be read off it without running it.
+
+Every route covers the model once, in order. Every hop has its forward and its backward once, on
+its own rank; where the way to the neighbouring hop leads to another rank there is a receive, a
+send, and one of each for the gradient. Within a rank an action stands behind those of the same
+rank that it needs. A bucket has two ranks or more, is reduced once on each of them, and behind
+every backward there that adds to it; buckets of one round share no rank.
+
+Whether receives meet their sends in an order that can finish is for `lower.validate` to find out.
+"""
+
+from collections.abc import Collection, Mapping
+
+from planaria.core.plan import Route
+from planaria.errors import ScheduleError
+from planaria.schedule.action import (
+    BACKWARD,
+    FORWARD,
+    RECEIVE_BACKWARD,
+    RECEIVE_FORWARD,
+    REDUCE,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    Action,
+    Bucket,
+    Kind,
+    Schedule,
+    crossings_of,
+    format_table,
+    slots_of,
+)
+
+_NO_LAYERS: frozenset[int] = frozenset()
+_BY_HOP = tuple(kind for kind in Kind if kind is not REDUCE)
+
+
+def check_rules(schedule: Schedule, num_layers: int) -> None:
+    """Checks every rule above. O(actions).
+
+    Raises:
+        ScheduleError: with what is wrong, and the table of the schedule with the step marked.
+    """
+    for microbatch, route in enumerate(schedule.routes):
+        if not _covers_model(route, num_layers):
+            why = f"the route of microbatch {microbatch} does not cover layers 0 .. {num_layers}"
+            raise _error(schedule, why, {})
+    round_index, taken = 0, set[int]()
+    for index, bucket in enumerate(schedule.buckets):
+        if bucket.round_index > round_index:
+            round_index, taken = bucket.round_index, set()
+        if fault := _bucket_fault(bucket, num_layers, round_index=round_index, taken=taken):
+            raise _error(schedule, f"bucket {index} {fault}", {})
+        taken.update(bucket.ranks)
+    checker = _Checker(schedule)
+    for rank in sorted(schedule.actions):
+        for step, action in enumerate(schedule.actions[rank]):
+            if fault := checker.fault(rank, action):
+                raise _error(schedule, f"rank {rank}, step {step}: {action} {fault}", {rank: step})
+    if missing := checker.missing():
+        raise _error(schedule, missing, {})
+
+
+def _error(schedule: Schedule, why: str, marked: Mapping[int, int]) -> ScheduleError:
+    return ScheduleError(f"{why}\n{format_table(schedule, marked)}")
+
+
+def _covers_model(route: Route, num_layers: int) -> bool:
+    end = 0
+    for hop in route:
+        if hop.first_layer != end or hop.end_layer <= end:
+            return False
+        end = hop.end_layer
+    return end == num_layers
+
+
+def _bucket_fault(
+    bucket: Bucket, num_layers: int, *, round_index: int, taken: Collection[int]
+) -> str:
+    """What is wrong with a bucket; empty if nothing is.
+
+    Args:
+        round_index: the highest so far; taken: the ranks of its earlier buckets.
+    """
+    if len(bucket.ranks) < 2 or list(bucket.ranks) != sorted(set(bucket.ranks)):
+        return f"needs two ranks or more, ascending, not {bucket.ranks}"
+    if not bucket.layers or not all(0 <= layer < num_layers for layer in bucket.layers):
+        return f"holds layers {bucket.layers} of a model of {num_layers}"
+    if bucket.round_index < round_index:
+        return f"of round {bucket.round_index} follows one of round {round_index}"
+    if any(rank in taken for rank in bucket.ranks):
+        return f"shares a rank with another bucket of round {round_index}"
+    return ""
+
+
+class _Checker:
+    """Reads a schedule action by action and remembers what it has seen."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._slots = slots_of(schedule.routes)
+        self._crossings = crossings_of(schedule.routes)
+        self._seen = {kind: bytearray(self._slots[-1]) for kind in Kind}
+        self._reduced: set[tuple[int, int]] = set()
+        self._closed: dict[int, frozenset[int]] = {}
+
+    def fault(self, rank: int, action: Action) -> str:
+        """What is wrong with a rank's next action; empty if nothing is."""
+        kind, microbatch, index = action.kind, action.microbatch, action.hop
+        if kind is REDUCE:
+            return self._reduction_fault(rank, action.bucket)
+        routes = self._schedule.routes
+        if not (0 <= microbatch < len(routes) and 0 <= index < len(routes[microbatch])):
+            return "is no hop of a route"
+        hop = routes[microbatch][index]
+        if hop.rank != rank:
+            return f"belongs to rank {hop.rank}"
+        before, after = self._crossings[microbatch][index : index + 2]
+        if not _has_peer(kind, before, after):
+            return "has no other rank to talk to"
+        slot = self._slots[microbatch] + index
+        if self._seen[kind][slot]:
+            return "stands twice"
+        self._seen[kind][slot] = 1
+        needed = _needed(action, before, after, is_last=index + 1 == len(routes[microbatch]))
+        if needed and not self._seen[needed[0]][slot + needed[1]]:
+            return f"needs {Action(needed[0], microbatch, index + needed[1])} before it"
+        layers = range(hop.first_layer, hop.end_layer)
+        if kind is BACKWARD and not self._closed.get(rank, _NO_LAYERS).isdisjoint(layers):
+            return "adds to gradients that are already reduced"
+        return ""
+
+    def _reduction_fault(self, rank: int, index: int) -> str:
+        buckets = self._schedule.buckets
+        if not 0 <= index < len(buckets) or rank not in buckets[index].ranks:
+            return "is no bucket of this rank"
+        if (rank, index) in self._reduced:
+            return "stands twice"
+        self._reduced.add((rank, index))
+        self._closed[rank] = self._closed.get(rank, _NO_LAYERS) | set(buckets[index].layers)
+        return ""
+
+    def missing(self) -> str:
+        """The first action that a whole schedule would have and this one has not, or empty."""
+        for microbatch, route in enumerate(self._schedule.routes):
+            crossings = self._crossings[microbatch]
+            for index, hop in enumerate(route):
+                slot = self._slots[microbatch] + index
+                for kind in _BY_HOP:
+                    if not self._seen[kind][slot] and _has_peer(
+                        kind, crossings[index], crossings[index + 1]
+                    ):
+                        return f"rank {hop.rank} lacks {Action(kind, microbatch, index)}"
+        for index, bucket in enumerate(self._schedule.buckets):
+            for rank in bucket.ranks:
+                if (rank, index) not in self._reduced:
+                    return f"rank {rank} lacks {Action(REDUCE, bucket=index)}"
+        return ""
+
+
+def _has_peer(kind: Kind, before: bool, after: bool) -> bool:
+    """Whether an action has the peer that it needs; forwards and backwards need none.
+
+    Args:
+        before: whether the hop before lies on another rank; after: whether the next one does.
+    """
+    if kind is RECEIVE_FORWARD or kind is SEND_BACKWARD:
+        return before
+    if kind is SEND_FORWARD or kind is RECEIVE_BACKWARD:
+        return after
+    return True
+
+
+def _needed(action: Action, before: bool, after: bool, *, is_last: bool) -> tuple[Kind, int] | None:
+    """The kind and the relative hop of what must stand before an action on its own rank."""
+    if action.kind is FORWARD:
+        if before:
+            return RECEIVE_FORWARD, 0
+        return (FORWARD, -1) if action.hop else None
+    if action.kind is BACKWARD:
+        if after:
+            return RECEIVE_BACKWARD, 0
+        return (FORWARD, 0) if is_last else (BACKWARD, 1)
+    if action.kind is SEND_FORWARD:
+        return FORWARD, 0
+    if action.kind is SEND_BACKWARD:
+        return BACKWARD, 0
+    return None

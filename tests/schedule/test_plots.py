@@ -1,0 +1,67 @@
+"""The Chrome trace of predicted and measured timelines."""
+
+import json
+from typing import Any
+
+from planaria.estimator.time import Span, Timeline
+from planaria.schedule.action import parse_action
+from planaria.show.plots import chrome_trace
+
+PREDICTED = Timeline(
+    (
+        Span(0, "compute", parse_action("0F0"), 0.0, 0.5),
+        Span(0, "send", parse_action("0SF0"), 0.5, 0.75),
+        Span(3, "reduce", parse_action("R0"), 1.0, 1.5),
+    ),
+    2.0,
+)
+MEASURED = Timeline((Span(0, "compute", parse_action("0F0"), 0.25, 1.0),), 3.0)
+
+
+def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == phase]
+
+
+def test_a_trace_names_a_process_per_node_and_a_thread_per_lane() -> None:
+    """Rank 3 is device 1 of node 1; measured nodes are processes of their own."""
+    trace = chrome_trace(PREDICTED, [MEASURED], devices_per_node=2)
+
+    named = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events(trace, "M")
+        if event["name"] == "thread_name"
+    }
+    assert named == {
+        (0, 0): "rank 0 compute",
+        (0, 1): "rank 0 send",
+        (1, 5): "rank 3 reduce",
+        (2, 0): "rank 0 compute",
+    }
+    assert [
+        event["args"]["name"] for event in events(trace, "M") if event["name"] == "process_name"
+    ] == ["predicted: node 0", "predicted: node 1", "measured: node 0"]
+
+
+def test_spans_are_microseconds_and_named_by_their_action() -> None:
+    """As the format wants it, and plain enough for json."""
+    trace = json.loads(json.dumps(chrome_trace(PREDICTED, [])))
+
+    assert [(event["name"], event["ts"], event["dur"]) for event in events(trace, "X")] == [
+        ("0F0", 0.0, 5e5),
+        ("0SF0", 5e5, 2.5e5),
+        ("R0", 1e6, 5e5),
+    ]
+
+
+def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
+    """A slow iteration moves the next one; a fast one leaves room for its prediction."""
+    fast = Timeline(MEASURED.spans, 1.0)
+
+    trace = chrome_trace(PREDICTED, [MEASURED, fast, MEASURED])
+
+    starts = {True: [], False: []}  # type: dict[bool, list[float]]
+    for event in events(trace, "X"):
+        if event["name"] == "0F0":
+            starts[event["pid"] >= 4].append(event["ts"])
+    assert starts[False] == [0.0, 3e6, 5e6]
+    assert starts[True] == [0.25e6, 3.25e6, 5.25e6]
