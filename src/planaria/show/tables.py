@@ -1,0 +1,235 @@
+"""Templates and a plan as `planaria plan` shows them: tables for a terminal, or JSON.
+
+The iteration time of a template is that at the microbatches which it gets in the plan; of one that
+the plan does not use, at the job's microbatches divided among as many such pipelines as its nodes
+would hold, rounded up. The peak memory is that of the fullest device at the same microbatches.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from planaria.core.plan import PipelineTemplate, Plan, Stage
+from planaria.estimator.makespan import makespan_s, stage_seconds
+from planaria.estimator.memory import peak_bytes
+from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
+from planaria.planner.templates import Problem
+
+
+def plan_table(problem: Problem, templates: Mapping[int, PipelineTemplate], plan: Plan) -> Group:
+    """What rich prints: the templates, those in use first to the eye, then the plan."""
+    return Group(
+        _heading(problem, plan),
+        Text(),
+        _templates_table(problem, templates, plan),
+        Text(),
+        _pipelines_table(problem, plan),
+        Text(),
+        _summary(problem, plan),
+    )
+
+
+def plan_json(
+    problem: Problem,
+    templates: Mapping[int, PipelineTemplate],
+    plan: Plan,
+    *,
+    planning_s: float,
+) -> dict[str, Any]:
+    """The same as `planaria plan --json` prints it.
+
+    Args:
+        planning_s: what it took to make templates and plan.
+    """
+    iteration_s = plan_iteration_s(problem, plan)
+    costs = [_cost(problem, templates[size], plan) for size in sorted(templates)]
+    return {
+        "templates": [
+            {
+                "nodes": cost.template.num_nodes,
+                "stages": [
+                    {
+                        "first_layer": stage.first_layer,
+                        "end_layer": stage.end_layer,
+                        "devices": stage.num_devices,
+                    }
+                    for stage in cost.template.stages
+                ],
+                "iteration_s": cost.iteration_s,
+                "peak_bytes": cost.peak_bytes,
+            }
+            for cost in costs
+        ],
+        "plan": {
+            "pipelines": [
+                {"nodes": list(pipeline.nodes), "microbatches": count}
+                for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
+            ],
+            "iteration_s": iteration_s,
+            "samples_per_s": _num_samples(problem) / iteration_s,
+        },
+        "planning_s": planning_s,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What a template costs at the microbatches that it gets.
+
+    Attributes:
+        num_used: pipelines of this template in the plan.
+        peak_bytes: of the fullest device.
+    """
+
+    template: PipelineTemplate
+    num_used: int
+    iteration_s: float
+    peak_bytes: int
+
+
+def _cost(problem: Problem, template: PipelineTemplate, plan: Plan) -> _Cost:
+    used = [
+        count
+        for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
+        if pipeline.template == template
+    ]
+    would_fit = max(1, len(plan.nodes) // template.num_nodes)
+    microbatches = max(used, default=-(-problem.num_microbatches // would_fit))
+    return _Cost(
+        template=template,
+        num_used=len(used),
+        iteration_s=makespan_s(stage_seconds(problem.profile, template), microbatches),
+        peak_bytes=_peak_bytes(problem, template, microbatches),
+    )
+
+
+def _peak_bytes(problem: Problem, template: PipelineTemplate, num_microbatches: int) -> int:
+    return max(
+        peak_bytes(
+            problem.profile,
+            template,
+            num_microbatches=num_microbatches,
+            gradient_copies=problem.gradient_copies,
+        )
+    )
+
+
+def _num_samples(problem: Problem) -> int:
+    return problem.num_microbatches * problem.profile.microbatch_size
+
+
+def _heading(problem: Problem, plan: Plan) -> Text:
+    profile = problem.profile
+    num_nodes = len(plan.nodes)
+    return Text.assemble(
+        (profile.model, "bold"),
+        f"  {len(profile.layers)} layers, {profile.dtype} on {profile.device}\n",
+        f"{_counted(num_nodes, 'node')} of {_counted(problem.devices_per_node, 'device')}, ",
+        f"{_counted(problem.num_microbatches, 'microbatch')} ",
+        f"of {_counted(profile.microbatch_size, 'sample')}, ",
+        f"{_counted(problem.failures_tolerated, 'failure')} tolerated",
+    )
+
+
+def _templates_table(
+    problem: Problem, templates: Mapping[int, PipelineTemplate], plan: Plan
+) -> Table:
+    table = Table(title="Pipeline templates", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("nodes", justify="right")
+    table.add_column("used", justify="right")
+    table.add_column("stages: layers x devices")
+    table.add_column("iteration", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    for size in sorted(templates):
+        cost = _cost(problem, templates[size], plan)
+        table.add_row(
+            str(size),
+            str(cost.num_used or "-"),
+            _stages_text(cost.template.stages),
+            _seconds_text(cost.iteration_s),
+            _bytes_text(cost.peak_bytes),
+            style="bold green" if cost.num_used else "dim",
+        )
+    return table
+
+
+def _pipelines_table(problem: Problem, plan: Plan) -> Table:
+    table = Table(title="Plan", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("pipeline", justify="right")
+    table.add_column("nodes")
+    table.add_column("stages", justify="right")
+    table.add_column("microbatches", justify="right")
+    table.add_column("iteration", justify="right", no_wrap=True)
+    table.add_column("peak memory", justify="right", no_wrap=True)
+    counts = pipeline_microbatches(plan)
+    for index, (pipeline, count) in enumerate(zip(plan.pipelines, counts, strict=True)):
+        seconds = stage_seconds(problem.profile, pipeline.template)
+        table.add_row(
+            str(index),
+            _ranges_text(pipeline.nodes),
+            str(len(pipeline.template.stages)),
+            str(count),
+            _seconds_text(makespan_s(seconds, count)),
+            _bytes_text(_peak_bytes(problem, pipeline.template, count)),
+        )
+    return table
+
+
+def _summary(problem: Problem, plan: Plan) -> Text:
+    iteration_s = plan_iteration_s(problem, plan)
+    return Text.assemble(
+        "iteration ",
+        (_seconds_text(iteration_s), "bold"),
+        "   ",
+        (f"{_num_samples(problem) / iteration_s:,.1f} samples/s", "bold"),
+    )
+
+
+def _stages_text(stages: Iterable[Stage]) -> str:
+    return " | ".join(
+        _range_text(stage.first_layer, stage.end_layer - 1)
+        + (f" x{stage.num_devices}" if stage.num_devices > 1 else "")
+        for stage in stages
+    )
+
+
+def _ranges_text(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"; in the order given."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return ", ".join(_range_text(first, last) for first, last in ranges)
+
+
+def _range_text(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _counted(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def _seconds_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _bytes_text(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:,.1f} TiB"

@@ -1,0 +1,178 @@
+"""Plans, against every multiset and every distribution there is."""
+
+from itertools import combinations_with_replacement, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.plan import PipelineTemplate, Plan, Stage
+from planaria.errors import ConfigError
+from planaria.estimator.makespan import makespan_s, stage_seconds
+from planaria.planner.plans import (
+    best_plan,
+    bind,
+    distribute_microbatches,
+    instantiations,
+    pipeline_microbatches,
+    plan_iteration_s,
+)
+from planaria.planner.templates import Problem, pipeline_template, pipeline_templates
+from strategies import equal_problem, planned, problems
+
+Planned = tuple[Problem, dict[int, PipelineTemplate], Plan]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9), st.sets(st.integers(1, 6)), st.integers(1, 4))
+def test_instantiations_are_all_multisets(
+    num_nodes: int, sizes: set[int], min_pipelines: int
+) -> None:
+    """Equation 5 of Oobleck finds each feasible set once."""
+    expected = sorted(
+        multiset
+        for count in range(min_pipelines, num_nodes + 1)
+        for multiset in combinations_with_replacement(sorted(sizes), count)
+        if sum(multiset) == num_nodes
+    )
+
+    found = instantiations(num_nodes, tuple(sizes), min_pipelines=min_pipelines)
+
+    assert expected == sorted(found)
+
+
+def test_instantiations_of_oobleck_figure_4() -> None:
+    """13 nodes in templates of 2, 3 and 4: the two sets that section 4.2.1 names are there."""
+    found = set(instantiations(13, (2, 3, 4), min_pipelines=2))
+
+    assert {(2, 3, 4, 4), (3, 3, 3, 4)} <= found
+
+
+def test_every_number_of_surviving_nodes_has_an_instantiation() -> None:
+    """Oobleck, appendix A: no node ever idles, for all N <= 24, f <= 3 and n0 <= 4."""
+    for n0, f in product(range(1, 5), range(4)):
+        for num_nodes in range((f + 1) * n0, 25):
+            sizes = range(n0, num_nodes - f * n0 + 1)
+            for survivors in range((f + 1) * n0, num_nodes + 1):
+                found = instantiations(survivors, sizes, min_pipelines=f + 1)
+                assert next(found, None) is not None, (n0, f, num_nodes, survivors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_distribution_has_the_lowest_makespan_of_all(problem: Problem, sizes: list[int]) -> None:
+    """Against every distribution: equation 6 as a min-max over exact makespans."""
+    found = [pipeline_template(problem, size) for size in sizes]
+    templates = [template for template in found if template is not None]
+    total = problem.num_microbatches
+    if not templates or total < len(templates):
+        return
+
+    def slowest_s(counts: tuple[int, ...]) -> float:
+        pairs = zip(templates, counts, strict=True)
+        return max(makespan_s(stage_seconds(problem.profile, t), n) for t, n in pairs)
+
+    everything = [
+        counts
+        for counts in product(range(1, total + 1), repeat=len(templates))
+        if sum(counts) == total
+    ]
+    counts = distribute_microbatches(problem, templates)
+
+    assert counts in everything
+    assert min(map(slowest_s, everything)) == slowest_s(counts)
+
+
+def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
+    """The batch size is the user's: it is never changed, the nearest that works is named."""
+    problem = equal_problem(num_microbatches=2)
+    template = PipelineTemplate((Stage(0, 6, 1),), 1)
+
+    with pytest.raises(ConfigError) as caught:
+        distribute_microbatches(problem, [template] * 3)
+
+    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
+    assert "6 is the nearest" in caught.value.remedy
+    enough = equal_problem(num_microbatches=3)
+    assert distribute_microbatches(enough, [template] * 3) == (1, 1, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(planned())
+def test_best_plan_uses_every_node_and_no_instantiation_is_faster(planned: Planned) -> None:
+    """Each node once, f + 1 pipelines, all microbatches; and each alternative is priced."""
+    problem, templates, plan = planned
+    num_nodes = len(plan.nodes)
+    sizes = tuple(templates)
+
+    assert len(set(plan.nodes)) == num_nodes
+    assert len(plan.pipelines) >= problem.failures_tolerated + 1
+    assert len(plan.routes) == problem.num_microbatches == sum(pipeline_microbatches(plan))
+    assert min(pipeline_microbatches(plan)) >= 1
+    others = instantiations(num_nodes, sizes, min_pipelines=problem.failures_tolerated + 1)
+    times_s = [
+        plan_iteration_s(
+            problem, bind(problem, [templates[n] for n in other], range(num_nodes), epoch=0)
+        )
+        for other in others
+        if len(other) <= problem.num_microbatches
+    ]
+    assert min(times_s) == plan_iteration_s(problem, plan)
+
+
+def test_best_plan_depends_on_the_set_of_nodes_only() -> None:
+    """Every coordinator that sees the same survivors must write the same plan."""
+    problem = equal_problem(num_layers=5)
+    templates = pipeline_templates(problem, 5)
+    reverse = dict(reversed(templates.items()))
+
+    expected = best_plan(problem, (1, 4, 6, 7, 9), templates, epoch=3)
+
+    assert expected == best_plan(problem, (9, 4, 1, 7, 6), reverse, epoch=3)
+    assert expected.epoch == 3
+
+
+def test_bind_gives_nodes_to_templates_in_order() -> None:
+    """A test that needs a certain shape gets exactly that shape."""
+    problem = equal_problem()
+    templates = pipeline_templates(problem, 5)
+
+    plan = bind(problem, [templates[3], templates[2]], (4, 2, 0, 1, 3), epoch=1)
+
+    assert [pipeline.nodes for pipeline in plan.pipelines] == [(4, 2, 0), (1, 3)]
+    assert sum(pipeline_microbatches(plan)) == 16
+
+
+def test_larger_pipelines_get_more_microbatches() -> None:
+    """Heterogeneous pipelines end together only if work follows their speed."""
+    problem = equal_problem()
+    templates = pipeline_templates(problem, 5)
+
+    small, large = distribute_microbatches(problem, [templates[1], templates[3]])
+
+    assert small < large
+
+
+def test_nodes_that_no_templates_make_up_are_refused_with_the_nearest_number() -> None:
+    """Five nodes cannot be pipelines of three; three, or six, could."""
+    problem = equal_problem(failures_tolerated=0)
+    template = pipeline_template(problem, 3)
+    assert template is not None
+
+    with pytest.raises(ConfigError) as caught:
+        best_plan(problem, range(5), {3: template}, epoch=0)
+
+    assert (caught.value.field, caught.value.value) == ("cluster.nodes", 5)
+    assert "cluster.nodes = 6 would do" in caught.value.remedy
+
+
+def test_nodes_that_only_too_many_pipelines_use_are_refused_with_the_batch_that_works() -> None:
+    """With templates of one node only, four nodes need four microbatches."""
+    problem = equal_problem(num_layers=1, num_microbatches=3)
+    templates = pipeline_templates(problem, 4)
+
+    with pytest.raises(ConfigError) as caught:
+        best_plan(problem, range(4), templates, epoch=0)
+
+    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 6)
+    assert "8 is the nearest that would do" in caught.value.remedy

@@ -1,0 +1,263 @@
+"""Templates, against every partition there is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.plan import PipelineTemplate, Stage
+from planaria.errors import ConfigError
+from planaria.estimator.makespan import makespan_s, stage_seconds
+from planaria.estimator.memory import peak_bytes
+from planaria.planner.templates import (
+    Problem,
+    pipeline_template,
+    pipeline_templates,
+    smallest_num_nodes,
+    template_sizes,
+)
+from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
+
+
+def cuts(total: int, num_parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write total as a sum of num_parts positive numbers, in order."""
+    for inner in combinations(range(1, total), num_parts - 1):
+        edges = (0, *inner, total)
+        yield tuple(end - first for first, end in pairwise(edges))
+
+
+def partitions(problem: Problem, num_nodes: int) -> Iterator[PipelineTemplate]:
+    """Every template of num_nodes nodes that respects devices, layers and memory."""
+    layers = problem.profile.layers
+    per_node = problem.devices_per_node
+    node_splits = [split for n in range(1, per_node + 1) for split in cuts(per_node, n)]
+    for splits in product(node_splits, repeat=num_nodes):
+        counts = [count for split in splits for count in split]
+        for sizes in cuts(len(layers), len(counts)):
+            ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+            stages = tuple(
+                Stage(end - size, end, count)
+                for end, size, count in zip(ends, sizes, counts, strict=True)
+            )
+            template = PipelineTemplate(stages, num_nodes)
+            if supported(problem, template) and fits(problem, template):
+                yield template
+
+
+def supported(problem: Problem, template: PipelineTemplate) -> bool:
+    return all(
+        stage.num_devices in layer.forward_s
+        for stage in template.stages
+        for layer in problem.profile.layers[stage.first_layer : stage.end_layer]
+    )
+
+
+def fits(problem: Problem, template: PipelineTemplate) -> bool:
+    peaks = peak_bytes(
+        problem.profile,
+        template,
+        num_microbatches=problem.num_microbatches,
+        gradient_copies=problem.gradient_copies,
+    )
+    limit_bytes = problem.profile.device_memory_bytes
+    return limit_bytes == 0 or max(peaks) <= limit_bytes
+
+
+def bottleneck_s(problem: Problem, template: PipelineTemplate) -> float:
+    layers = problem.profile.layers
+    return max(
+        sum(
+            layer.forward_s[stage.num_devices] + layer.backward_s(stage.num_devices)
+            for layer in layers[stage.first_layer : stage.end_layer]
+        )
+        for stage in template.stages
+    )
+
+
+def template_s(problem: Problem, template: PipelineTemplate) -> float:
+    return makespan_s(stage_seconds(problem.profile, template), problem.num_microbatches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_devices_per_node=2), st.integers(1, 3))
+def test_template_is_the_fastest_of_those_with_the_best_bottleneck(
+    problem: Problem, num_nodes: int
+) -> None:
+    """Against all partitions: none reaches a lower bottleneck, none of its equals is faster."""
+    template = pipeline_template(problem, num_nodes)
+    everything = list(partitions(problem, num_nodes))
+
+    assert (template is None) == (not everything)
+    if template is not None:
+        assert template in everything
+        best_s: dict[int, float] = {}
+        for other in everything:
+            key = len(other.stages)
+            best_s[key] = min(best_s.get(key, 1e9), bottleneck_s(problem, other))
+        assert best_s[len(template.stages)] == bottleneck_s(problem, template)
+        balanced = [
+            other
+            for other in everything
+            if bottleneck_s(problem, other) == best_s[len(other.stages)]
+        ]
+        expected = min(template_s(problem, other) for other in balanced)
+        assert expected == pytest.approx(template_s(problem, template), rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(max_devices_per_node=2))
+def test_smallest_number_of_nodes_is_the_first_with_a_partition(problem: Problem) -> None:
+    """n0 decides what may fail; one too many wastes nodes, one too few runs out of memory."""
+    num_layers = len(problem.profile.layers)
+    feasible = (n for n in range(1, num_layers + 1) if any(partitions(problem, n)))
+    expected = next(feasible, None)
+
+    if expected is None:
+        with pytest.raises(ConfigError):
+            smallest_num_nodes(problem)
+    else:
+        assert expected == smallest_num_nodes(problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(max_devices_per_node=2), st.integers(1, 6))
+def test_templates_use_every_device_within_memory(problem: Problem, num_nodes: int) -> None:
+    """A stage never straddles two nodes, layers follow each other, every device has a stage."""
+    try:
+        templates = pipeline_templates(problem, num_nodes)
+    except ConfigError:
+        return
+    per_node = problem.devices_per_node
+    for size, template in templates.items():
+        stages = template.stages
+        edges = [0, *(stage.end_layer for stage in stages)]
+
+        assert size == template.num_nodes
+        assert [stage.first_layer for stage in stages] == edges[:-1]
+        assert edges[-1] == len(problem.profile.layers)
+        assert all(stage.first_layer < stage.end_layer for stage in stages)
+        device_ends = {sum(s.num_devices for s in stages[:i]) for i in range(len(stages) + 1)}
+        assert device_ends >= {node * per_node for node in range(size + 1)}
+        assert max(device_ends) == size * per_node
+        assert fits(problem, template)
+
+
+def test_memory_moves_a_cut_that_time_alone_would_place_elsewhere() -> None:
+    """The first of two stages keeps two microbatches in flight: there, three layers take 96 MiB."""
+    layers = tuple(
+        layer_profile(f"layer {i}", forward_s, activation_bytes=8 * MEBIBYTE)
+        for i, forward_s in enumerate((0.01, 0.01, 0.01, 0.01, 0.02))
+    )
+    loose = Problem(
+        profile=model_profile(layers, device_memory_bytes=96 * MEBIBYTE),
+        devices_per_node=1,
+        num_microbatches=4,
+        failures_tolerated=0,
+    )
+    tight = replace(loose, profile=model_profile(layers, device_memory_bytes=96 * MEBIBYTE - 1))
+
+    assert pipeline_template(loose, 2) == PipelineTemplate((Stage(0, 3, 1), Stage(3, 5, 1)), 2)
+    assert pipeline_template(tight, 2) == PipelineTemplate((Stage(0, 2, 1), Stage(2, 5, 1)), 2)
+
+
+def test_equal_problems_get_equal_templates() -> None:
+    """Many partitions are equally fast; each coordinator must pick the same one."""
+    first, second = (equal_problem(num_layers=9, num_microbatches=8) for _ in range(2))
+
+    assert pipeline_templates(first, 7) == pipeline_templates(second, 7)
+
+
+def test_sizes_run_from_n0_to_what_f_smallest_pipelines_leave() -> None:
+    """Oobleck, 4.1.1: with two layers a device, six layers need three nodes; 13 - 2 * 3 = 7."""
+    problem = equal_problem(device_memory_bytes=40 * MEBIBYTE, failures_tolerated=2)
+
+    assert smallest_num_nodes(problem) == 3
+    assert template_sizes(problem, 13) == (3, 4, 5, 6, 7)
+
+
+def test_a_size_with_more_devices_than_layers_has_no_template() -> None:
+    """Each stage needs a layer; the plan must do without such a template, not fail."""
+    problem = equal_problem(num_layers=3)
+
+    assert pipeline_template(problem, 4) is None
+    assert list(pipeline_templates(problem, 8)) == [1, 2, 3]
+
+
+def test_too_few_nodes_are_refused_with_each_way_out_and_each_works() -> None:
+    """The remedy is followed to the letter: more nodes, a smaller f, or more memory."""
+    problem = equal_problem(device_memory_bytes=40 * MEBIBYTE, failures_tolerated=2)
+
+    with pytest.raises(ConfigError) as caught:
+        template_sizes(problem, 6)
+
+    assert (caught.value.field, caught.value.value) == ("cluster.nodes", 6)
+    assert "cluster.nodes = 9 or more" in caught.value.remedy
+    assert "resilience.failures_tolerated = 1" in caught.value.remedy
+    needed = (3 * 16 + 2 * 3) * MEBIBYTE
+    assert f"cluster.device_memory_bytes = {needed} or more" in caught.value.remedy
+    assert template_sizes(problem, 9) == (3,)
+    assert template_sizes(with_limits(problem, failures_tolerated=1), 6) == (3,)
+    assert template_sizes(with_limits(problem, device_memory_bytes=needed), 6) == (2,)
+    with pytest.raises(ConfigError):
+        template_sizes(with_limits(problem, device_memory_bytes=needed - 1), 6)
+
+
+def with_limits(
+    problem: Problem, *, failures_tolerated: int = 2, device_memory_bytes: int = 40 * MEBIBYTE
+) -> Problem:
+    return equal_problem(
+        num_layers=len(problem.profile.layers),
+        device_memory_bytes=device_memory_bytes,
+        failures_tolerated=failures_tolerated,
+    )
+
+
+def test_a_model_that_no_cluster_holds_is_refused_with_the_memory_that_would_do() -> None:
+    """Stages of one layer each: 16 MiB stay, and the first keeps up to six microbatches."""
+    problem = equal_problem(device_memory_bytes=16 * MEBIBYTE)
+
+    with pytest.raises(ConfigError) as caught:
+        smallest_num_nodes(problem)
+
+    assert caught.value.field == "cluster.device_memory_bytes"
+    needed = int(caught.value.remedy.split(" bytes or more would do")[0].split()[-1])
+    assert 1 <= smallest_num_nodes(with_limits(problem, device_memory_bytes=needed)) <= 6
+    with pytest.raises(ConfigError):
+        smallest_num_nodes(with_limits(problem, device_memory_bytes=needed - 1))
+
+
+def test_more_devices_than_layers_in_a_node_is_the_devices_fault() -> None:
+    """No memory helps when one node has more devices than the model has layers."""
+    problem = Problem(
+        profile=equal_problem(num_layers=2).profile,
+        devices_per_node=3,
+        num_microbatches=4,
+        failures_tolerated=0,
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        smallest_num_nodes(problem)
+
+    assert (caught.value.field, caught.value.value) == ("cluster.devices_per_node", 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [
+        ("cluster.devices_per_node", "devices_per_node"),
+        ("training.global_batch_size", "num_microbatches"),
+        ("resilience.failures_tolerated", "failures_tolerated"),
+    ],
+)
+def test_impossible_numbers_are_refused_by_the_name_the_user_wrote(field: str, key: str) -> None:
+    """What a search would meet as an odd shape is said before it starts."""
+    numbers = {"devices_per_node": 1, "num_microbatches": 1, "failures_tolerated": 0}
+    numbers[key] = -1
+
+    with pytest.raises(ConfigError) as caught:
+        Problem(profile=equal_problem().profile, **numbers)
+
+    assert field == caught.value.field
