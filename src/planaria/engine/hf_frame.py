@@ -1,0 +1,323 @@
+"""A Hugging Face model around its blocks: doorways, visitors and ghosts.
+
+In place of each block stands a doorway that hands its call to a visitor, so the model's own
+forward can be run for what is before the blocks, for what it gives to them, or for what is after
+them. Parameters that must not take memory are ghosts: one NaN seen as every element, so a value
+that came from one shows.
+
+`ownership` reads off the autograd graph which parameters come before the blocks and which after:
+the embedding owns what the first block's input depends on, the head what the logits depend on,
+given the last block's output. The blocks must be a chain: each takes what the one before it
+returned, and nothing else that depends on parameters.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from planaria.engine.layers import OWN_LAYERS
+from planaria.errors import ConfigError
+
+# B microbatch, L sequence, D model
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one block, its hidden states left out.
+
+    Attributes:
+        is_named: whether the hidden states go by name.
+    """
+
+    is_named: bool
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def output(self, block: nn.Module, hidden_BLD: Tensor) -> object:
+        """What the block returns for these hidden states."""
+        if self.is_named:
+            return block(hidden_states=hidden_BLD, **self.kwargs)
+        return block(hidden_BLD, *self.args, **self.kwargs)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor among the arguments."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+Visit = Callable[[int, Tensor, Call], Tensor]
+
+
+class Reached(Exception):
+    """Raised by a visitor to leave the model's forward with the hidden states."""
+
+    def __init__(self, hidden_BLD: Tensor) -> None:
+        super().__init__()
+        self.hidden_BLD = hidden_BLD
+
+
+class _Visitor:
+    """Whom all doorways of one model call."""
+
+    def __init__(self) -> None:
+        self.visit: Visit | None = None
+
+
+class Doorway(nn.Module):
+    """Stands where a block was, with the plain attributes that the model's forward may read.
+
+    Attributes:
+        num_outputs: the length of the tuple that the block returns, 0 for a bare tensor.
+    """
+
+    def __init__(self, index: int, block: nn.Module, visitor: _Visitor) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if not name.startswith("_") and not isinstance(value, nn.Module):
+                setattr(self, name, value)
+        self._index = index
+        self._visitor = visitor
+        self.num_outputs = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        visit = self._visitor.visit
+        assert visit is not None
+        is_named = not args
+        hidden_BLD = kwargs.pop("hidden_states") if is_named else args[0]
+        hidden_BLD = visit(self._index, hidden_BLD, Call(is_named, args[1:], kwargs))
+        # What else a block returns must not matter: attention weights that nobody asked for.
+        nothing = hidden_BLD.new_full((), float("nan"))
+        extras = (nothing,) * (self.num_outputs - 1)
+        return (hidden_BLD, *extras) if self.num_outputs else hidden_BLD
+
+
+class Frame:
+    """A model with doorways for blocks; `copy.deepcopy` gives an independent one."""
+
+    def __init__(self, model: Any, doorways: nn.ModuleList) -> None:
+        self.model = model
+        self.doorways = doorways
+        self._visitor = _Visitor()
+        for index, block in enumerate(doorways):
+            doorways[index] = Doorway(index, block, self._visitor)
+
+    def logits(self, ids_BL: Tensor, visit: Visit) -> Tensor:
+        """What the model's own forward returns, the visitor standing for its blocks."""
+        self._visitor.visit = visit
+        try:
+            logits: Tensor = self.model(ids_BL).logits
+        finally:
+            self._visitor.visit = None
+        return logits
+
+    def hidden(self, ids_BL: Tensor, visit: Visit) -> Tensor:
+        """The hidden states with which the visitor leaves."""
+        try:
+            self.logits(ids_BL, visit)
+        except Reached as reached:
+            return reached.hidden_BLD
+        raise refusal(self.model, "its forward passes by some of its blocks")
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which parameters come before the blocks and after them; how many values a block returns."""
+
+    embedding: frozenset[str]
+    head: frozenset[str]
+    num_outputs: tuple[int, ...]
+
+
+def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
+    """The longest, then shallowest, list of modules that is in no other list, and its name."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    ]
+    outermost = [
+        (name, module)
+        for name, module in lists
+        if not any(name.startswith(f"{other}.") for other, _ in lists)
+    ]
+    if not outermost:
+        raise refusal(model, "it has no nn.ModuleList of blocks")
+    return max(outermost, key=lambda entry: (len(entry[1]), -entry[0].count(".")))
+
+
+def refusal(model: Any, why: str) -> ConfigError:
+    """The error for an architecture that is no chain of layers."""
+    return ConfigError("model.config.model_type", model.config.model_type, f"{why}; {OWN_LAYERS}")
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter under every name that it has, in the model's order."""
+    return {
+        f"{path}.{name}" if path else name: parameter
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+
+
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts a parameter or a ghost in the place of the one of this name."""
+    path, _, own_name = name.rpartition(".")
+    module = model.get_submodule(path)
+    delattr(module, own_name)
+    setattr(module, own_name, tensor)
+
+
+def ghost(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of NaN that takes the memory of one element.
+
+    It is no nn.Parameter, so a copy of its module stays as small and does not list it.
+    """
+    tensor = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+    mark_initialised(tensor)
+    return tensor
+
+
+def mark_initialised(tensor: Tensor) -> None:
+    """Makes the initialisation of transformers leave the tensor as it is."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def initialise(model: Any, *, seed: int) -> None:
+    """Draws what is not marked, and computes all buffers, by the model's own rules on the CPU."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            empty = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype)
+            setattr(module, name, empty)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.initialize_weights()
+    for name, buffer in model.named_buffers():
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+        if buffer.dtype != torch.bool and bool(unset.any()):
+            raise refusal(model, f"its initialisation leaves buffer {name} undefined")
+    for name, module in model.named_modules():
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            raise refusal(model, f"{name} keeps a tensor that is neither parameter nor buffer")
+
+
+def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) -> Ownership:
+    """Who owns what around the blocks, from one forward on ghosts and one on the meta device.
+
+    Args:
+        frame: a copy to use up; its parameters on the meta device, its buffers valid.
+        blocks: on the meta device.
+
+    Raises:
+        ConfigError: the model is no chain of layers.
+        IndexError: the ids are more than the model has positions or tokens for.
+    """
+    parameters = parameters_of(frame.model)
+    with torch.enable_grad():
+        first_BLD, num_outputs = _walk_blocks(frame, blocks, ids_BL)
+        embedding = _names_reached(first_BLD, frame.model, parameters)
+        # The head runs on the meta device: its product with a ghost would fill real memory.
+        for name, parameter in parameters.items():
+            if name not in embedding:
+                set_tensor(frame.model, name, parameter)
+        for doorway, count in zip(frame.doorways, num_outputs, strict=True):
+            doorway.num_outputs = count  # type: ignore[assignment]
+        logits = _logits_after(frame, ids_BL, torch.empty_like(first_BLD, device="meta"))
+        head = _names_reached(logits, frame.model, parameters)
+    if embedding & head:
+        why = f"{min(embedding & head)} is used before and after its blocks"
+        raise refusal(frame.model, why)
+    return Ownership(embedding, head, num_outputs)
+
+
+def _walk_blocks(
+    frame: Frame, blocks: tuple[nn.Module, ...], ids_BL: Tensor
+) -> tuple[Tensor, tuple[int, ...]]:
+    """What the first block takes, and the number of values that each block returns."""
+    for name, parameter in parameters_of(frame.model).items():
+        stand_in = ghost(parameter.shape, dtype=torch.float32, device=torch.device("cpu"))
+        set_tensor(frame.model, name, stand_in.requires_grad_())
+    taken: list[Tensor] = []
+    returned: list[Tensor] = []
+    num_outputs: dict[type[nn.Module], int] = {}
+
+    def walk(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
+        is_chain = index == len(taken) and (index == 0 or hidden_BLD is returned[-1])
+        if not is_chain:
+            raise refusal(frame.model, "its blocks are no chain")
+        if any(tensor.requires_grad for tensor in call.tensors()):
+            raise refusal(frame.model, "its blocks take more than hidden states")
+        taken.append(hidden_BLD)
+        returned.append(hidden_BLD.detach().requires_grad_())
+        block = blocks[index]
+        if type(block) not in num_outputs:
+            num_outputs[type(block)] = _num_outputs(frame, block, hidden_BLD, call)
+        if index == len(blocks) - 1:
+            raise Reached(taken[0])
+        frame.doorways[index].num_outputs = num_outputs[type(block)]  # type: ignore[assignment]
+        return returned[-1]
+
+    first_BLD = frame.hidden(ids_BL, walk)
+    return first_BLD, tuple(num_outputs[type(block)] for block in blocks)
+
+
+def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+    """The logits on the meta device for what the last block returns; each block runs once."""
+    visited: list[int] = []
+
+    def pass_by(index: int, _hidden_BLD: Tensor, _call: Call) -> Tensor:
+        visited.append(index)
+        return hidden_BLD
+
+    try:
+        logits = frame.logits(ids_BL, pass_by)
+    except (RuntimeError, NotImplementedError) as error:
+        why = f"what comes after its blocks cannot run alone ({error})"
+        raise refusal(frame.model, why) from error
+    if visited != list(range(len(frame.doorways))):
+        raise refusal(frame.model, "it runs a block more than once")
+    return logits
+
+
+@torch.no_grad()
+def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call) -> int:
+    """The length of the tuple that a block returns, 0 for a bare tensor."""
+    args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (call.args, dict(call.kwargs)))
+    meta_BLD = torch.empty_like(hidden_BLD, device="meta")
+    try:
+        output = Call(call.is_named, args, kwargs).output(block, meta_BLD)
+    except (RuntimeError, NotImplementedError) as error:
+        raise refusal(frame.model, f"a block cannot run without values ({error})") from error
+    hidden = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(hidden, Tensor) or hidden.shape != hidden_BLD.shape:
+        raise refusal(frame.model, "its blocks do not return hidden states")
+    return len(output) if isinstance(output, tuple) else 0
+
+
+def _names_reached(output: Tensor, model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """The parameters that the output depends on."""
+    variables: set[int] = set()
+    seen: set[Any] = set()
+    stack = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variables.add(id(getattr(node, "variable", None)))
+        stack.extend(function for function, _ in node.next_functions)
+    return frozenset(name for name in names if id(_tensor(model, name)) in variables)
+
+
+def _tensor(model: nn.Module, name: str) -> object:
+    path, _, own_name = name.rpartition(".")
+    return getattr(model.get_submodule(path), own_name)
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,0 +1,395 @@
+"""A Hugging Face model as layers: embedding, one per block, head.
+
+The model is built once on the meta device, its blocks taken out (`hf_frame.py`). A layer is a
+module that holds its own part of the model under the model's own names:
+
+- embedding: the model's forward until it reaches the first block;
+- block: called directly, with the arguments (mask, positions, ...) that the model's forward hands
+  to it, noted once per shape of ids and dtype. They depend on those only, as there is no padding
+  mask; what depends on more is refused;
+- head: the model's forward with the layer's input put in the place of the last block's output.
+
+Weights are drawn under a seed of the layer's own by the model's own rules, or read from disk. A
+parameter shared with an earlier layer is drawn as that layer draws it.
+
+A layer runs the operations of the whole model on the same tensors, so the bits are the same
+however the model is split. Attention is "eager" unless the config names another: products and a
+softmax, where "sdpa" picks a kernel, and so the bits, by device, shape and mask.
+
+Source: Oobleck (SOSP '23), section 6 (layers of a model, each built by the ranks that own it).
+Differs: Oobleck traces with torch.fx, which cannot read the models of transformers 5.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planaria.core.job import ModelConfig
+from planaria.engine.hf_frame import (
+    Call,
+    Frame,
+    Ownership,
+    Reached,
+    find_blocks,
+    ghost,
+    initialise,
+    mark_initialised,
+    ownership,
+    parameters_of,
+    refusal,
+    set_tensor,
+)
+from planaria.engine.hf_model import (
+    Weights,
+    hf_config,
+    meta_model,
+    too_few_positions,
+    weights_on_disk,
+)
+from planaria.engine.layers import (
+    TiedGroup,
+    boundary,
+    layer_seed,
+    refuse_running_statistics,
+    tied_groups,
+)
+from planaria.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# B microbatch, L sequence, D model
+
+# Shapes of microbatches whose block arguments are kept: one, and one for profiling another size.
+_MAX_SHAPES = 8
+
+
+class _BlockArguments:
+    """What the model's own forward hands to its blocks, noted once per shape and dtype.
+
+    One object serves all layers of a process and their copies.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self._shapes = {name: p.shape for name, p in parameters_of(frame.model).items()}
+        self._calls: dict[object, tuple[Call, ...]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_BlockArguments":
+        return self
+
+    def call(self, block: int, hidden_BLD: Tensor) -> Call:
+        """The arguments of a block for hidden states of this shape, dtype and device."""
+        key = (hidden_BLD.shape[:2], hidden_BLD.dtype, hidden_BLD.device)
+        if key not in self._calls:
+            if len(self._calls) == _MAX_SHAPES:
+                self._calls.clear()
+            ids_BL = torch.zeros(key[0], dtype=torch.int64, device=hidden_BLD.device)
+            self._calls[key] = self.noted(ids_BL, hidden_BLD.dtype)
+        return self._calls[key][block]
+
+    @torch.no_grad()
+    def noted(self, ids_BL: Tensor, dtype: torch.dtype) -> tuple[Call, ...]:
+        """The arguments of all blocks for these ids.
+
+        Raises:
+            ConfigError: they depend on weights.
+        """
+        model = self.frame.model
+        for name, shape in self._shapes.items():
+            set_tensor(model, name, ghost(shape, dtype=dtype, device=ids_BL.device))
+        # Buffers (rotary frequencies) follow the device and stay in float32.
+        model.to(ids_BL.device)
+        calls: list[Call] = []
+
+        def note(index: int, hidden_BLD: Tensor, call: Call) -> Tensor:
+            calls.append(call)
+            if index == len(self.frame.doorways) - 1:
+                raise Reached(hidden_BLD)
+            return hidden_BLD
+
+        self.frame.hidden(ids_BL, note)
+        if any(bool(tensor.isnan().any()) for call in calls for tensor in call.tensors()):
+            raise refusal(model, "its blocks take more than hidden states")
+        return tuple(calls)
+
+
+class _Embedding(nn.Module):
+    """From ids to what the first block takes."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self._frame = frame
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        model = self._frame.model
+        if model.training != self.training:
+            model.train(self.training)
+        # Buffers that are no part of the layer (rotary frequencies) follow its device, not dtype.
+        if any(buffer.device != ids_BL.device for buffer in model.buffers()):
+            model.to(ids_BL.device)
+        return boundary(self._frame.hidden(ids_BL, _leave), "embedding")
+
+
+class _Block(nn.Module):
+    """One block, with the arguments that the model's own forward would give to it."""
+
+    def __init__(self, index: int, path: str, arguments: _BlockArguments) -> None:
+        super().__init__()
+        self._index = index
+        self._path = path
+        self._arguments = arguments
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        call = self._arguments.call(self._index, hidden_BLD)
+        output = call.output(self.get_submodule(self._path), hidden_BLD)
+        return boundary(output[0] if isinstance(output, tuple) else output, self._path)
+
+
+class _Head(nn.Module):
+    """From what the last block returned to the logits."""
+
+    def __init__(self, frame: Frame) -> None:
+        super().__init__()
+        self._frame = frame
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        if self._frame.model.training != self.training:
+            self._frame.model.train(self.training)
+        # The ghosts of the embedding run on the CPU, wherever the head is.
+        ids_BL = torch.zeros(hidden_BLD.shape[:2], dtype=torch.int64)
+        logits = self._frame.logits(ids_BL, lambda _index, _hidden, _call: hidden_BLD)
+        return boundary(logits, "head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfLayers:
+    """The builder for the layers of a Hugging Face model.
+
+    Attributes:
+        frame: the model around its blocks, all on the meta device.
+        blocks: the blocks, all on the meta device.
+        leaves: by layer, each full parameter name -> the name of the leaf that it is; two names
+            have one leaf where the layer itself uses a parameter twice.
+        shapes: by layer, of each leaf, in the model's order.
+        aliases: all names of the parameter behind a name, itself included.
+        weights: the first weights where there are any on disk.
+    """
+
+    frame: Frame
+    blocks: tuple[nn.Module, ...]
+    layer_names: tuple[str, ...]
+    leaves: tuple[Mapping[str, str], ...]
+    shapes: tuple[Mapping[str, torch.Size], ...]
+    aliases: Mapping[str, tuple[str, ...]]
+    tied: tuple[TiedGroup, ...]
+    arguments: _BlockArguments
+    weights: Weights
+    seed: int
+
+    def materialise(self, layer: int) -> nn.Module:
+        """The layer with its weights from disk, or else drawn by the model's own rules."""
+        frame = self._assembled(layer)
+        owners = {
+            use.name: group.uses[0]
+            for group in self.tied
+            for use in group.uses[1:]
+            if use.layer == layer
+        }
+        for name, leaf in frame.model.named_parameters():
+            stored_name = next(filter(self.weights.has, self.aliases[name]), "")
+            if stored_name:
+                leaf.data.copy_(self.weights.tensor(stored_name))
+                mark_initialised(leaf)
+            elif name in owners:
+                owner = self.materialise(owners[name].layer)
+                leaf.data = owner.get_parameter(owners[name].name).data
+                mark_initialised(leaf)
+        initialise(frame.model, seed=layer_seed(self.seed, layer))
+        return self._module(frame, layer)
+
+    def structure(self, layer: int) -> nn.Module:
+        """The layer with parameters of undefined value and buffers that are valid."""
+        frame = self._assembled(layer)
+        for leaf in frame.model.parameters():
+            mark_initialised(leaf)
+        initialise(frame.model, seed=0)
+        return self._module(frame, layer)
+
+    def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
+        return dict(self.shapes[layer])
+
+    def _assembled(self, layer: int) -> Frame:
+        """The frame with memory for this layer's parameters, and ghosts for all others."""
+        frame = copy.deepcopy(self.frame)
+        if 0 < layer <= len(self.blocks):
+            frame.doorways[layer - 1] = copy.deepcopy(self.blocks[layer - 1])
+        made: dict[str, nn.Parameter] = {}
+        for name, old in parameters_of(frame.model).items():
+            leaf = self.leaves[layer].get(name)
+            if leaf is None:
+                cpu = torch.device("cpu")
+                set_tensor(frame.model, name, ghost(old.shape, dtype=old.dtype, device=cpu))
+                continue
+            if leaf not in made:
+                empty = torch.empty(old.shape, dtype=torch.float32)
+                made[leaf] = nn.Parameter(empty, requires_grad=old.requires_grad)
+            set_tensor(frame.model, name, made[leaf])
+        return frame
+
+    def _module(self, frame: Frame, layer: int) -> nn.Module:
+        """The layer's own modules under their full names, in a module that runs them."""
+        module: nn.Module
+        if layer == 0:
+            module = _Embedding(frame)
+        elif layer <= len(self.blocks):
+            module = _Block(layer - 1, self.layer_names[layer], self.arguments)
+        else:
+            module = _Head(frame)
+        _attach(module, frame.model, "", frozenset(self.leaves[layer]))
+        return module.train()
+
+
+def split_hf_model(
+    model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
+) -> tuple[HfLayers, str]:
+    """The builder of a Hugging Face model's layers, and the model's objective.
+
+    Raises:
+        ConfigError: the config is wrong, or the architecture is no chain of layers.
+    """
+    config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
+    skeleton, objective = meta_model(config)
+    identities = {name: id(p) for name, p in parameters_of(skeleton).items()}
+    shapes = {name: p.shape for name, p in parameters_of(skeleton).items()}
+    path, doorways = find_blocks(skeleton)
+    blocks = tuple(doorways)
+    frame = Frame(skeleton.eval(), doorways)
+    layer_names = ("embedding", *(f"{path}.{index}" for index in range(len(blocks))), "head")
+    for name, part in zip(layer_names, (skeleton, *blocks, skeleton), strict=True):
+        refuse_running_statistics(name, part)
+    own, arguments = _examined(frame, blocks, sequence_length=sequence_length)
+    aliases = _aliases(identities)
+    leaves = _leaves_by_layer(frame, own, aliases=aliases, layer_names=layer_names)
+    weights = weights_on_disk(model.path, prefix=skeleton.base_model_prefix)
+    _check_weights(weights, leaves, aliases=aliases, shapes=shapes)
+    own_names = [dict.fromkeys(layer.values()) for layer in leaves]
+    builder = HfLayers(
+        frame=frame,
+        blocks=blocks,
+        layer_names=layer_names,
+        leaves=leaves,
+        shapes=tuple({name: shapes[name] for name in layer} for layer in own_names),
+        aliases=aliases,
+        tied=tied_groups([{name: identities[name] for name in layer} for layer in own_names]),
+        arguments=arguments,
+        weights=weights,
+        seed=seed,
+    )
+    return builder, objective
+
+
+def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:
+    raise Reached(hidden_BLD)
+
+
+def _attach(target: nn.Module, source: nn.Module, prefix: str, names: frozenset[str]) -> None:
+    """Registers the modules whose parameters are all named under the paths that they have."""
+    for name, parameter in source.named_parameters(recurse=False, remove_duplicate=False):
+        if f"{prefix}{name}" in names:
+            target.register_parameter(name, parameter)
+    for name, child in source.named_children():
+        paths = {f"{prefix}{name}.{own_name}" for own_name in parameters_of(child)}
+        if paths and paths <= names:
+            target.add_module(name, child)
+        elif paths & names:
+            container = nn.Module()
+            _attach(container, child, f"{prefix}{name}.", names)
+            target.add_module(name, container)
+
+
+def _examined(
+    frame: Frame, blocks: tuple[nn.Module, ...], *, sequence_length: int
+) -> tuple[Ownership, _BlockArguments]:
+    """Who owns which parameter, and the arguments of the blocks, found to depend on shapes only."""
+    model = frame.model
+    probe = copy.deepcopy(frame)
+    initialise(probe.model, seed=0)
+    arguments = _BlockArguments(copy.deepcopy(probe))
+    ids_BL = torch.full((1, sequence_length), model.config.vocab_size - 1)
+    try:
+        own = ownership(probe, blocks, ids_BL=ids_BL)
+    except (IndexError, RuntimeError) as error:
+        # Looking up a position that is not there is an IndexError, gathering it a RuntimeError.
+        if "out of" not in str(error):
+            raise
+        num_positions = getattr(model.config, "max_position_embeddings", None)
+        raise too_few_positions(num_positions, sequence_length) from error
+    for each in (frame, arguments.frame):
+        for doorway, count in zip(each.doorways, own.num_outputs, strict=True):
+            doorway.num_outputs = count  # type: ignore[assignment]
+    calls = [arguments.noted(ids, torch.float32) for ids in (ids_BL, torch.zeros_like(ids_BL))]
+    for call, other in zip(*calls, strict=True):
+        if not all(map(torch.equal, call.tensors(), other.tensors())):
+            raise refusal(model, "its blocks take more than hidden states")
+    return own, arguments
+
+
+def _aliases(identities: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, identity in identities.items():
+        names.setdefault(identity, []).append(name)
+    return {name: tuple(names[identity]) for name, identity in identities.items()}
+
+
+def _leaves_by_layer(
+    frame: Frame,
+    own: Ownership,
+    *,
+    aliases: Mapping[str, tuple[str, ...]],
+    layer_names: tuple[str, ...],
+) -> tuple[dict[str, str], ...]:
+    """By layer, each of its parameter names -> the first name of the leaf behind it."""
+    around = set(parameters_of(frame.model))
+    layer_of = dict.fromkeys(own.embedding, 0) | dict.fromkeys(own.head, len(layer_names) - 1)
+    for layer, path in enumerate(layer_names[1:-1], start=1):
+        layer_of |= {name: layer for name in aliases if name.startswith(f"{path}.")}
+    for name in around - layer_of.keys():
+        # A second name of a parameter that the model never reads by this name (BERT's bias).
+        layers = [layer_of[alias] for alias in aliases[name] if alias in layer_of]
+        if not layers:
+            raise refusal(frame.model, f"parameter {name} does not change its output")
+        layer_of[name] = max(layers)
+    return tuple(
+        {
+            name: next(alias for alias in aliases[name] if layer_of[alias] == layer)
+            for name in aliases
+            if layer_of[name] == layer
+        }
+        for layer in range(len(layer_names))
+    )
+
+
+def _check_weights(
+    weights: Weights,
+    leaves: tuple[Mapping[str, str], ...],
+    *,
+    aliases: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, torch.Size],
+) -> None:
+    """Raises ConfigError where the files lack a block's parameter, or hold another shape."""
+    if not weights.entries:
+        return
+    for layer, names in enumerate(leaves):
+        for name in names:
+            stored = [alias for alias in aliases[name] if weights.has(alias)]
+            for alias in stored:
+                weights.check_shape(alias, shapes[alias])
+            if not stored and 0 < layer < len(leaves) - 1:
+                raise ConfigError("model.path", weights.directory, f"no file there holds {name}")
+            if not stored:
+                logger.warning("%s is not in %s: it is drawn anew", name, weights.directory)

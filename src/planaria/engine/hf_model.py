@@ -1,0 +1,205 @@
+"""A Hugging Face architecture: its config, its model on the meta device, its weights on disk.
+
+Nothing here holds a parameter: the model is built on the meta device, and weights are read from
+safetensors files one tensor at a time. Files are never unpickled.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from planaria.core.job import ModelConfig
+from planaria.engine.layers import OWN_LAYERS
+from planaria.errors import ConfigError
+
+# Keys that transformers reads besides those that it stores under the same name.
+_FURTHER_KEYS = frozenset(
+    {"model_type", "attn_implementation", "rope_theta", "rope_scaling", "head_dim"}
+)
+
+
+def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int) -> Any:
+    """The transformers config of a job's model, checked against the job's data.
+
+    The keys of `model.config` go before those of config.json in `model.path`.
+
+    Raises:
+        ConfigError: a key is unknown, a value impossible, or too small for the data.
+    """
+    keys = {**_keys_on_disk(model.path), **model.config}
+    keys.setdefault("vocab_size", vocabulary_size)
+    model_type = keys.get("model_type", "")
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            "model.config.model_type", model_type, _nearest(model_type, CONFIG_MAPPING)
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    known = {*vars(config_class()), *config_class.attribute_map, *_FURTHER_KEYS}
+    for key in model.config:
+        if key not in known:
+            raise ConfigError(f"model.config.{key}", model.config[key], _nearest(key, known))
+    try:
+        config = config_class.from_dict(keys)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError("model.config", dict(model.config), str(error)) from error
+    config.use_cache = False
+    _check_sizes(config, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
+    _refuse_what_no_chain_does(config)
+    return config
+
+
+def meta_model(config: Any) -> tuple[Any, str]:
+    """The model of a config on the meta device in float32, and its objective.
+
+    A type that can fill in hidden tokens does so ("masked"), unless the config makes it a
+    decoder; other types predict the next token ("causal").
+    """
+    is_decoder = getattr(config, "is_decoder", False)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+        auto_class, objective = AutoModelForMaskedLM, "masked"
+    elif config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        auto_class, objective = AutoModelForCausalLM, "causal"
+    else:
+        remedy = f"neither a causal nor a masked language model; {OWN_LAYERS}"
+        raise ConfigError("model.config.model_type", config.model_type, remedy)
+    try:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config,
+                attn_implementation=config._attn_implementation or "eager",
+                dtype=torch.float32,
+            )
+    except (AssertionError, TypeError, ValueError, ImportError) as error:
+        raise ConfigError("model.config", config.model_type, str(error)) from error
+    return model, objective
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: Path
+    key: str
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The safetensors files of a directory, looked up with or without the base model's prefix."""
+
+    directory: str
+    prefix: str
+    entries: Mapping[str, _Entry]
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold the parameter."""
+        return self._plain(name) in self.entries
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raises ConfigError where the files hold the parameter in another shape."""
+        found = self.entries[self._plain(name)].shape
+        if found != shape:
+            remedy = f"{name} is {tuple(found)} on disk and {tuple(shape)} in the model's config"
+            raise ConfigError("model.path", self.directory, remedy)
+
+    def tensor(self, name: str) -> Tensor:
+        """The parameter in float32, read alone."""
+        entry = self.entries[self._plain(name)]
+        with safe_open(entry.file, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(entry.key)
+        return tensor.to(torch.float32)
+
+    def _plain(self, name: str) -> str:
+        return name.removeprefix(f"{self.prefix}.")
+
+
+def weights_on_disk(directory: str, *, prefix: str) -> Weights:
+    """The weights in a directory; none where it is "" or holds no safetensors file.
+
+    Args:
+        prefix: the name of the base model inside the whole model ("transformer").
+    """
+    entries: dict[str, _Entry] = {}
+    for path in _weight_files(Path(directory)) if directory else ():
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (a safetensors file is not iterable)
+                shape = torch.Size(file.get_slice(key).get_shape())
+                entries[key.removeprefix(f"{prefix}.")] = _Entry(path, key, shape)
+    return Weights(directory, prefix, entries)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"].values()
+        files = [directory / name for name in sorted(set(names))]
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ConfigError("model.path", str(directory), f"lacks {', '.join(missing)}")
+    if not files and any(directory.glob("*.bin")):
+        remedy = "its weights are pickled; load them with transformers and save_pretrained them"
+        raise ConfigError("model.path", str(directory), remedy)
+    return files
+
+
+def _keys_on_disk(path: str) -> dict[str, Any]:
+    if not path:
+        return {}
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ConfigError("model.path", path, "not a directory with a config.json")
+    try:
+        keys: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError("model.path", path, f"config.json is no JSON: {error}") from error
+    return keys
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
+    return f"unknown; near it: {', '.join(close)}" if close else "unknown to transformers"
+
+
+def _check_sizes(config: Any, *, vocabulary_size: int, sequence_length: int) -> None:
+    if config.vocab_size < vocabulary_size:
+        remedy = f"the data has {vocabulary_size} tokens; give as many, or leave the key out"
+        raise ConfigError("model.config.vocab_size", config.vocab_size, remedy)
+    num_positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(num_positions, int) and num_positions < sequence_length:
+        raise too_few_positions(num_positions, sequence_length)
+
+
+def too_few_positions(num_positions: object, sequence_length: int) -> ConfigError:
+    """The error for a model that cannot tell as many positions apart as a sample has."""
+    return ConfigError(
+        "model.config.max_position_embeddings",
+        num_positions,
+        f"too few for data.sequence_length = {sequence_length}; raise it, or shorten the samples",
+    )
+
+
+def _refuse_what_no_chain_does(config: Any) -> None:
+    if config.is_encoder_decoder:
+        remedy = f"an encoder and a decoder are no chain of layers; {OWN_LAYERS}"
+        raise ConfigError("model.config.model_type", config.model_type, remedy)
+    if getattr(config, "output_router_logits", False):
+        remedy = f"a loss of the routers needs more than one tensor a layer; {OWN_LAYERS}"
+        raise ConfigError("model.config.output_router_logits", True, remedy)
+    if getattr(config, "layerdrop", 0.0):
+        remedy = "a layer runs for every microbatch; set it to 0.0"
+        raise ConfigError("model.config.layerdrop", config.layerdrop, remedy)

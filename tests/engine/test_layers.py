@@ -1,0 +1,228 @@
+"""Layers of the user's own are the user's own model, each built alone."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planaria.core.job import ModelConfig
+from planaria.engine.layers import (
+    SplitModel,
+    TiedUse,
+    boundary,
+    buffer_values,
+    refuse_changing_buffers,
+    split_model,
+)
+from planaria.errors import ConfigError
+
+_SEED = 7
+
+
+def _layers() -> list[nn.Module]:
+    return [nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), nn.Linear(8, 3)]
+
+
+def _sequential() -> nn.Sequential:
+    return nn.Sequential(*_layers())
+
+
+def _factories() -> list[Any]:
+    return [lambda: nn.Linear(4, 8), nn.ReLU, nn.Linear(8, 3)]
+
+
+def _with_loss() -> Any:
+    return _layers(), nn.MSELoss(reduction="sum")
+
+
+def _tied() -> list[nn.Module]:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last]
+
+
+def _running() -> list[nn.Module]:
+    return [nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4))]
+
+
+def _half() -> list[nn.Module]:
+    return [nn.Linear(4, 4).to(torch.bfloat16)]
+
+
+def _number() -> int:
+    return 3
+
+
+def _number_inside() -> list[Any]:
+    return [nn.Linear(4, 4), 3]
+
+
+def _failing() -> list[nn.Module]:
+    raise RuntimeError("the user's own words")
+
+
+@pytest.fixture
+def own_module() -> Iterator[str]:
+    """The name under which this file can be imported as a user's module."""
+    name = "module_of_a_user"
+    sys.modules[name] = sys.modules[__name__]
+    yield name
+    del sys.modules[name]
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _assert_same_bits(expected: nn.Module, actual: nn.Module) -> None:
+    before, after = _tensors(expected), _tensors(actual)
+    assert list(before) == list(after)
+    for name in before:
+        assert torch.equal(before[name], after[name]), name
+
+
+def _own(target: str) -> SplitModel:
+    return split_model(
+        ModelConfig(kind="python", target=target),
+        seed=_SEED,
+        vocabulary_size=0,
+        sequence_length=0,
+    )
+
+
+@pytest.mark.parametrize("name", ["_layers", "_sequential"])
+def test_layers_of_the_user_start_as_in_plain_torch(own_module: str, name: str) -> None:
+    """The same seed, the same function: the values and names of the user's own nn.Sequential."""
+    split = _own(f"{own_module}:{name}")
+    layers = [split.materialise(layer) for layer in range(split.num_layers)]
+    torch.manual_seed(_SEED)
+    whole = _sequential()
+    inputs = torch.randn(5, 4)
+
+    assert split.layer_names == ("0.Linear", "1.Sequential", "2.Linear")
+    assert split.objective == "supervised"
+    merged = {name: p for layer in layers for name, p in layer.named_parameters()}
+    assert list(merged) == [name for name, _ in whole.named_parameters()]
+    for parameter_name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, merged[parameter_name])
+    assert torch.equal(whole(inputs), nn.Sequential(*layers)(inputs))
+    for layer, module in enumerate(layers):
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        assert shapes == split.parameter_shapes(layer)
+        _assert_same_bits(module, split.structure(layer))
+
+
+def test_functions_of_layers_are_called_for_the_layer_that_is_wanted(
+    own_module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer has the same bits without the others, and its shapes need no memory."""
+    devices: list[str] = []
+
+    def noticed() -> nn.Module:
+        module = nn.Linear(4, 8)
+        devices.append(module.weight.device.type)
+        return module
+
+    monkeypatch.setattr(sys.modules[__name__], "_factories", lambda: [noticed, nn.ReLU, noticed])
+    split = _own(f"{own_module}:_factories")
+    one, other = split.materialise(2), split.materialise(2)
+
+    assert devices == ["meta", "meta", "cpu", "cpu"]
+    _assert_same_bits(one, other)
+    assert split.parameter_shapes(2) == {
+        "2.weight": torch.Size([8, 4]),
+        "2.bias": torch.Size([8]),
+    }
+    first = split.materialise(0).get_parameter("0.weight")
+    assert not torch.equal(first, one.get_parameter("2.weight"))
+
+
+def test_a_loss_beside_the_layers_is_the_loss(own_module: str) -> None:
+    """Without one, class numbers have cross entropy and other targets are refused."""
+    output, targets = torch.ones(2, 3), torch.zeros(2, 3)
+
+    assert _own(f"{own_module}:_with_loss").loss_sum(output, targets).item() == 6.0
+    plain = _own(f"{own_module}:_layers")
+    assert plain.loss_sum(output, torch.tensor([1, -100])).item() == pytest.approx(1.0986123)
+    with pytest.raises(ConfigError, match=r"\(layers, loss_function\)"):
+        plain.loss_sum(output, targets)
+
+
+def test_a_parameter_shared_by_layers_is_a_leaf_in_each(own_module: str) -> None:
+    """Its uses are one group, whose leaves start equal and get gradients of their own."""
+    split = _own(f"{own_module}:_tied")
+    first, last = split.materialise(0), split.materialise(2)
+
+    (group,) = split.tied
+    assert group.uses == (TiedUse(0, "0.weight"), TiedUse(2, "2.weight"))
+    assert torch.equal(first.get_parameter("0.weight"), last.get_parameter("2.weight"))
+    torch.autograd.backward(last(torch.ones(1, 4)).sum())
+    assert first.get_parameter("0.weight").grad is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("_running", "GroupNorm"),
+        ("_half", "float32"),
+        ("_number", "nn.Sequential"),
+        ("_number_inside", "nn.Sequential"),
+        ("_missing", "no function '_missing'"),
+    ],
+)
+def test_what_a_users_function_must_not_return_is_refused(
+    own_module: str, name: str, words: str
+) -> None:
+    """The remedy says what to return, or which norm to use, in place of what was given."""
+    with pytest.raises(ConfigError) as caught:
+        _own(f"{own_module}:{name}")
+
+    assert words in caught.value.remedy
+
+
+@pytest.mark.parametrize("target", ["", "nothing_like_it", "nothing_like_it:layers"])
+def test_a_target_that_cannot_be_imported_is_refused(target: str) -> None:
+    """The field that is at fault is model.target."""
+    with pytest.raises(ConfigError) as caught:
+        _own(target)
+
+    assert caught.value.field == "model.target"
+
+
+def test_errors_of_the_users_function_pass_unchanged(own_module: str) -> None:
+    """Their traceback is what the user needs, not ours."""
+    with pytest.raises(RuntimeError, match="the user's own words"):
+        _own(f"{own_module}:_failing")
+
+
+def test_outputs_cross_as_one_contiguous_tensor() -> None:
+    """Strides would change the bits of the next layer's products."""
+    transposed = torch.arange(6.0).reshape(2, 3).t()
+
+    assert boundary(transposed, "1.Linear").is_contiguous()
+    assert torch.equal(transposed, boundary(transposed, "1.Linear"))
+    with pytest.raises(ConfigError, match="exactly one tensor"):
+        boundary((transposed, transposed), "1.LSTM")
+
+
+def test_a_buffer_that_a_forward_changes_is_refused() -> None:
+    """What counts batches in some other way than BatchNorm has its trouble too."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.total.add_(x.detach().mean())
+            return x
+
+    module = Counting()
+    before = buffer_values(module)
+    refuse_changing_buffers("0.Counting", before, module)
+    module(torch.ones(3))
+    with pytest.raises(ConfigError, match="GroupNorm"):
+        refuse_changing_buffers("0.Counting", before, module)
