@@ -1,0 +1,354 @@
+"""Datasets: what a sample is, and how a microbatch is made of samples.
+
+Everything random in a sample (masks, transforms) comes from a seed that is a function of the
+job's seed, the iteration and the sample's number, so it does not matter which node loads it.
+
+Kinds: "text" is prose or any file (text.py). "hf" is a directory written by `save_to_disk` of
+Hugging Face datasets, with a column input_ids (and perhaps labels) or a column text. "python" is
+the user's own function, which returns anything with a length and (inputs, targets) by index.
+
+Targets follow the objective: "causal", the next token at each position; "masked", the hidden
+tokens; "supervised", whatever the model's loss takes. -100 marks a position without a target.
+"""
+
+import importlib
+import importlib.util
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from planaria.core.job import DataConfig
+from planaria.core.samples import mix
+from planaria.engine.targets import user_function
+from planaria.engine.text import (
+    IGNORED,
+    TextSource,
+    TokenDataset,
+    file_source,
+    made_once,
+    num_token_ids,
+    prose_source,
+    shifted,
+    text_dataset,
+    tokenizer_size,
+)
+from planaria.errors import ConfigError
+
+
+class Dataset(Protocol):
+    """Samples by number.
+
+    Attributes:
+        vocabulary_size: token ids are below it; 0 where there are none.
+    """
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one sample; the same for the same index and seed."""
+
+
+def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory: Path) -> Dataset:
+    """The job's data; tokens are kept in cache_directory, made once by one process of all.
+
+    Args:
+        objective: "causal", "masked" or "supervised".
+        seed: of the function that builds a "python" dataset.
+
+    Raises:
+        ConfigError: it cannot be read, or does not fit the objective or the sequence length.
+    """
+    assert objective in ("causal", "masked", "supervised")
+    if data.kind == "python":
+        return _user_dataset(data.target, objective=objective, seed=seed)
+    if data.kind == "hf":
+        return _saved_dataset(data, objective=objective, cache_directory=cache_directory)
+    source = file_source(data.path) if data.path else prose_source()
+    return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
+
+
+def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str = "causal") -> int:
+    """The vocabulary_size of the data's dataset; of text without tokenising it.
+
+    Raises:
+        ConfigError: as `load_dataset`.
+    """
+    if data.kind == "text":
+        return num_token_ids(tokenizer_size(data), objective)
+    return load_dataset(
+        data, objective=objective, seed=0, cache_directory=cache_directory
+    ).vocabulary_size
+
+
+def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of some samples, each stacked along a new first dimension.
+
+    Args:
+        samples: their numbers, int64 [B].
+        seed: of the iteration's data, `data_seed` of core.samples.
+
+    Raises:
+        ConfigError: the samples have different shapes.
+    """
+    pairs = [_sample(dataset, number, seed) for number in samples]
+    return _stacked([pair[0] for pair in pairs]), _stacked([pair[1] for pair in pairs])
+
+
+def num_targets(dataset: Dataset, samples: np.ndarray, *, seed: int) -> int:
+    """How many targets some samples have: what a mean loss over them is divided by.
+
+    Float targets and single numbers count every element, as all samples have the same shape;
+    rows of integers count where they are not -100. Only those rows are loaded to be counted,
+    and not where masks or rows are of a known length. So it is cheap but for rows of labels.
+
+    Args:
+        samples, seed: as of `microbatch`.
+    """
+    if isinstance(dataset, TokenDataset):
+        return len(samples) * dataset.targets_per_sample
+    first = _sample(dataset, samples[0], seed)[1]
+    if first.is_floating_point() or first.dim() == 0:
+        return len(samples) * first.numel()
+    return sum(int((_sample(dataset, number, seed)[1] != IGNORED).sum()) for number in samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _UserDataset:
+    """The user's indexable object; whatever random numbers it draws are of the sample's seed."""
+
+    items: Any
+    target: str
+    objective: str
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The object's own, if it has any."""
+        return int(getattr(self.items, "vocabulary_size", 0))
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        with _seeded(seed):
+            item = self.items[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            remedy = f"sample {index} is a {type(item).__name__}; return (inputs, targets)"
+            raise ConfigError("data.target", self.target, remedy)
+        try:
+            inputs, targets = torch.as_tensor(item[0]), torch.as_tensor(item[1])
+        except (TypeError, ValueError, RuntimeError) as error:
+            remedy = f"sample {index} holds what is no tensor ({error}); return tensors"
+            raise ConfigError("data.target", self.target, remedy) from error
+        if self.objective != "supervised" and targets.dtype != torch.int64:
+            remedy = f"targets of a {self.objective} model are token ids, int64; sample {index} "
+            raise ConfigError("data.target", self.target, f"{remedy} has {targets.dtype}")
+        return inputs, targets
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelledRows:
+    """Rows of a saved dataset with labels: one a row ("supervised") or one a token.
+
+    Token labels stand under their own token, as in Hugging Face; for "causal" they are moved by
+    one here, because planaria's targets are what the model predicts at a position.
+    """
+
+    rows: Any
+    objective: str
+    sequence_length: int
+    vocabulary_size: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        assert seed >= 0
+        row = self.rows[index]
+        tokens = np.asarray(row["input_ids"]).astype(np.int64)[: self.sequence_length]
+        # A copy: what datasets returns may be read-only, which torch does not know.
+        labels = np.array(row["labels"])
+        if self.objective == "causal":
+            labels = labels[: self.sequence_length].astype(np.int64)
+            tokens, labels = shifted(tokens, labels, sequence_length=self.sequence_length)
+        elif self.objective == "masked":
+            labels = labels[: self.sequence_length].astype(np.int64)
+        return torch.from_numpy(tokens), torch.as_tensor(labels)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenRows:
+    """The column input_ids, cut to one length."""
+
+    rows: Any
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        return np.asarray(self.rows[index]["input_ids"])[: self.length]
+
+
+def _sample(dataset: Dataset, number: Any, seed: int) -> tuple[Tensor, Tensor]:
+    return dataset.sample(int(number), seed=mix(seed, int(number)))
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        remedy = "samples of a microbatch have different shapes; cut or pad them to one"
+        raise ConfigError("data", shapes, remedy)
+    return torch.stack(tensors).contiguous()
+
+
+def _user_dataset(target: str, *, objective: str, seed: int) -> _UserDataset:
+    function = user_function(target, field="data.target")
+    with _seeded(seed):
+        items = function()
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(items, method):
+            remedy = f"it returned a {type(items).__name__}, which has no {method}"
+            raise ConfigError("data.target", target, remedy)
+    return _UserDataset(items, target, objective)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the random numbers of torch on the CPU, numpy and Python; restores them after."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    # torch.manual_seed would also change the generators of every accelerator, and for good.
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -> Dataset:
+    saved = _loaded_from_disk(data.path)
+    columns = saved.column_names
+    if "input_ids" not in columns and "text" not in columns:
+        remedy = f"it has the columns {', '.join(columns)}; planaria takes input_ids or text"
+        raise ConfigError("data.path", data.path, remedy)
+    if "input_ids" not in columns:
+        source = TextSource(data.path, _saved_digest(data.path), partial(_row_texts, saved))
+        return text_dataset(source, data, objective=objective, cache_directory=cache_directory)
+    names = [name for name in ("input_ids", "labels") if name in columns]
+    if objective == "supervised" and "labels" not in names:
+        remedy = f"it has the columns {', '.join(columns)}; a supervised model needs labels"
+        raise ConfigError("data.path", data.path, remedy)
+    checked = names if objective != "supervised" else ["input_ids"]
+    for name in checked:
+        _check_lengths(saved, name, data)
+    num_ids = _num_ids(saved, data.path, cache_directory)
+    rows = saved.with_format("numpy", columns=names)
+    if "labels" in names:
+        _check_labels(rows, data.path)
+        return _LabelledRows(rows, objective, data.sequence_length, num_ids)
+    token_rows = _TokenRows(rows, data.sequence_length)
+    return TokenDataset(token_rows, objective, data.sequence_length, num_ids)
+
+
+def _loaded_from_disk(path: str) -> Any:
+    """The saved `datasets.Dataset`, of several splits the one called train."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError("data.kind", "hf", "pip install 'planaria[hf]'")
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(path)
+    except (OSError, ValueError, KeyError) as error:
+        remedy = f"{error}; give a directory that save_to_disk of datasets wrote"
+        raise ConfigError("data.path", path, remedy) from error
+    if not isinstance(saved, datasets.DatasetDict):
+        return saved
+    if "train" not in saved:
+        remedy = f"it has the splits {', '.join(saved)}; give the directory of one of them"
+        raise ConfigError("data.path", path, remedy)
+    return saved["train"]
+
+
+def _check_lengths(saved: Any, column: str, data: DataConfig) -> None:
+    """Refuses a column whose rows are no lists of integers or shorter than a sample."""
+    arrow, compute = _arrow()
+    values = saved.data.column(column)
+    is_list = arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type)
+    is_list = is_list or arrow.types.is_fixed_size_list(values.type)
+    if not is_list or not arrow.types.is_integer(values.type.value_type):
+        remedy = f"its column {column} holds {values.type}; planaria takes lists of integers"
+        raise ConfigError("data.path", data.path, remedy)
+    shortest = compute.min(compute.list_value_length(values)).as_py() or 0
+    if shortest < data.sequence_length:
+        remedy = (
+            f"the shortest row of {column} in {data.path} has {shortest} tokens; pack the rows to "
+            "one length, or set this to the shortest"
+        )
+        raise ConfigError("data.sequence_length", data.sequence_length, remedy)
+
+
+def _check_labels(rows: Any, path: str) -> None:
+    """Refuses labels that make no tensor, by the first row: text, or rows of many lengths."""
+    labels = np.asarray(rows[0]["labels"])
+    if labels.dtype.kind not in "biuf":
+        remedy = f"its column labels holds {labels.dtype}; planaria takes numbers"
+        raise ConfigError("data.path", path, remedy)
+
+
+def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
+    """One more than the largest of input_ids; the scan's result is kept in the cache."""
+
+    def scan(partial_path: Path) -> None:
+        _, compute = _arrow()
+        ends = compute.min_max(compute.list_flatten(saved.data.column("input_ids"))).as_py()
+        if ends["min"] < 0:
+            raise ConfigError("data.path", path, f"input_ids holds {ends['min']}; give ids from 0")
+        partial_path.write_text(str(ends["max"] + 1))
+
+    try:
+        digest = _saved_digest(path)
+        return int(made_once(cache_directory / f"num-ids-{digest}", scan).read_text())
+    except OSError as error:
+        reason = f"{error.strerror} ({error.filename})"
+        raise ConfigError("data.path", path, f"cannot be read or kept: {reason}") from error
+
+
+def _arrow() -> tuple[Any, Any]:
+    """pyarrow and pyarrow.compute, which come with datasets and have no types."""
+    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.compute")
+
+
+def _saved_digest(path: str) -> str:
+    """Of a saved dataset's descriptions and of its files' names, sizes and times.
+
+    Their content may be terabytes; datasets itself tells versions apart by the descriptions.
+    """
+    digest = xxhash.xxh3_128()
+    for file in sorted(Path(path).rglob("*")):
+        if file.suffix == ".json":
+            digest.update(file.read_bytes())
+        elif file.is_file():
+            status = file.stat()
+            name = file.relative_to(path)
+            digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _row_texts(saved: Any) -> Iterator[bytes]:
+    for row in saved.select_columns(["text"]):
+        yield f"{row['text']}\n\n".encode()

@@ -1,0 +1,222 @@
+"""Optimizers by name, their state by parameter name, and the learning rate of an iteration.
+
+Every layer has an optimizer of its own, made by the factory, so a layer with its state can move
+between ranks. The state travels as named tensors: "{parameter}/{name}", as in "weight/exp_avg",
+with every step count as int64. Any class of torch.optim serves whose state is kept per parameter.
+
+Differs: foreach and fused are switched off where a class has them. Both round differently from
+the plain loop on some devices or builds, and the bits of a parameter must not depend on the node
+that steps it.
+"""
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from planaria.core.job import TrainingConfig
+from planaria.errors import CheckpointError, ConfigError
+
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+
+_PINNED = {"foreach": False, "fused": False}
+_REFUSED_CLASSES = {
+    "LBFGS": "it steps on all parameters at once and calls the model several times a step",
+    "SparseAdam": "it needs sparse gradients, which are not summed over pipelines",
+}
+_REFUSED_ARGUMENTS = {
+    "lr": "give it as training.learning_rate",
+    "foreach": "leave it out: planaria fixes it to false, one implementation gives one result",
+    "fused": "leave it out: planaria fixes it to false, one implementation gives one result",
+    "capturable": "leave it out: it is for CUDA graphs, which planaria does not capture",
+    "differentiable": "leave it out: nothing differentiates through the optimizer's step",
+}
+_SCHEDULES = ("constant", "linear", "cosine")
+
+
+def optimizer_factory(training: TrainingConfig) -> OptimizerFactory:
+    """What makes a layer's optimizer from its named parameters, at least one.
+
+    Raises:
+        ConfigError: no such class or argument, or one that cannot work here; from the factory
+            itself where the class refuses these parameters (Muon takes matrices only).
+    """
+    arguments = dict(training.optimizer)
+    optimizer_class = _optimizer_class(arguments.pop("name", ""))
+    known = inspect.signature(optimizer_class).parameters
+    for key, value in arguments.items():
+        _check_argument(optimizer_class, key, value)
+    # TOML has no tuples, and torch unpacks them only as tuples in some classes.
+    settings = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+    settings |= {key: value for key, value in _PINNED.items() if key in known}
+    settings["lr"] = float(training.learning_rate)
+    factory = partial(_optimizer, optimizer_class, settings, training)
+    # Wrong values are found here, once, and not by every worker later.
+    factory([("trial", nn.Parameter(torch.zeros(1, 1)))])
+    return factory
+
+
+def optimizer_state(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """The state of the named parameters, "{parameter}/{name}" to tensor, as of the last step.
+
+    The tensors are the optimizer's own, not copies, except the step counts. A parameter that has
+    never been stepped has none: before the first step the whole state is empty.
+    """
+    state = {}
+    for name, parameter in parameters.items():
+        tensors = optimizer.state.get(parameter, {})
+        if int(tensors.get("step", 1)) == 0:
+            continue
+        for key, value in tensors.items():
+            assert isinstance(value, Tensor), f"{type(optimizer).__name__} keeps {key} = {value!r}"
+            state[f"{name}/{key}"] = (
+                torch.tensor(int(value), dtype=torch.int64) if key == "step" else value.detach()
+            )
+    return state
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
+) -> None:
+    """Puts the optimizer where `optimizer_state` found it; the tensors are copied.
+
+    Raises:
+        CheckpointError: the state names a parameter that is not among these.
+    """
+    tensors_by_name: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    for path, tensor in state.items():
+        name, _, key = path.rpartition("/")
+        if name not in tensors_by_name:
+            raise CheckpointError(
+                f"optimizer state {path!r} fits no parameter; known: {', '.join(parameters)}"
+            )
+        tensors_by_name[name][key] = tensor
+    for name, tensors in tensors_by_name.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = (
+            {key: _loaded(key, value, parameter) for key, value in tensors.items()}
+            if tensors
+            else _initial_state(optimizer, parameter)
+        )
+
+
+def learning_rate(training: TrainingConfig, iteration: int) -> float:
+    """The learning rate of an iteration, counted from 0.
+
+    It rises in warmup_iterations equal steps to training.learning_rate, then stays there, or
+    falls in a line or a half cosine so that it would reach final_fraction of it at the end of
+    training, training.iterations.
+
+    Raises:
+        ConfigError: the schedule has an unknown name, key or value.
+    """
+    assert iteration >= 0
+    name, warmup_iterations, final_fraction = _schedule(training.schedule)
+    highest = training.learning_rate
+    if iteration < warmup_iterations:
+        return highest * (iteration + 1) / warmup_iterations
+    if name == "constant":
+        return highest
+    length = max(1, training.iterations - warmup_iterations)
+    progress = min(1.0, (iteration - warmup_iterations) / length)
+    left = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return highest * (final_fraction + (1 - final_fraction) * left)
+
+
+def _optimizer_class(name: object) -> type[Optimizer]:
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+    }
+    found = classes.get(str(name).lower())
+    if found is None:
+        names = sorted(c.__name__ for c in classes.values() if c.__name__ not in _REFUSED_CLASSES)
+        raise ConfigError("training.optimizer.name", name, _choose(str(name), names))
+    if found.__name__ in _REFUSED_CLASSES:
+        reason = _REFUSED_CLASSES[found.__name__]
+        raise ConfigError("training.optimizer.name", name, f"{reason}; take another, as AdamW")
+    return found
+
+
+def _check_argument(optimizer_class: type[Optimizer], key: str, value: object) -> None:
+    if key in _REFUSED_ARGUMENTS:
+        raise ConfigError(f"training.optimizer.{key}", value, _REFUSED_ARGUMENTS[key])
+    known = inspect.signature(optimizer_class).parameters.keys() - _REFUSED_ARGUMENTS - {"params"}
+    if key not in known:
+        remedy = f"{optimizer_class.__name__} has no such argument; {_choose(key, sorted(known))}"
+        raise ConfigError(f"training.optimizer.{key}", value, remedy)
+
+
+def _optimizer(
+    optimizer_class: type[Optimizer],
+    settings: Mapping[str, Any],
+    training: TrainingConfig,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> Optimizer:
+    parameters = list(named_parameters)
+    assert parameters, "a layer without parameters has no optimizer"
+    try:
+        return optimizer_class(parameters, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "training.optimizer",
+            dict(training.optimizer),
+            f"torch refuses it with learning rate {training.learning_rate}: {error}",
+        ) from error
+
+
+def _loaded(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The value as torch holds it: step counts are float32, and scalars stay on the host."""
+    if key == "step":
+        return torch.tensor(float(value), dtype=torch.float32)
+    device = parameter.device if value.dim() > 0 else torch.device("cpu")
+    return value.detach().to(device, copy=True)
+
+
+def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    """What a new optimizer of this kind holds for the parameter; only Adagrad holds anything."""
+    known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    group = optimizer.param_groups[0]
+    # mypy sees Optimizer itself, whose constructor takes other arguments than every subclass.
+    new: Any = type(optimizer)
+    settings = {key: value for key, value in group.items() if key in known}
+    return dict(new([parameter], **settings).state.get(parameter, {}))
+
+
+def _schedule(schedule: Mapping[str, Any]) -> tuple[str, int, float]:
+    known = ("name", "warmup_iterations", "final_fraction")
+    for key, value in schedule.items():
+        if key not in known:
+            remedy = f"there is no such key; {_choose(key, known)}"
+            raise ConfigError(f"training.schedule.{key}", value, remedy)
+    name = schedule.get("name", "constant")
+    warmup_iterations = schedule.get("warmup_iterations", 0)
+    final_fraction = schedule.get("final_fraction", 0.0)
+    if name not in _SCHEDULES:
+        raise ConfigError("training.schedule.name", name, _choose(str(name), _SCHEDULES))
+    if type(warmup_iterations) is not int or warmup_iterations < 0:
+        remedy = "give a whole number of iterations, 0 or more"
+        raise ConfigError("training.schedule.warmup_iterations", warmup_iterations, remedy)
+    if type(final_fraction) not in (int, float) or not 0 <= final_fraction <= 1:
+        remedy = "give a part of the learning rate between 0 and 1"
+        raise ConfigError("training.schedule.final_fraction", final_fraction, remedy)
+    return name, warmup_iterations, float(final_fraction)
+
+
+def _choose(given: str, known: Iterable[str]) -> str:
+    """Names the nearest known word, and all of them."""
+    words = {word.lower(): word for word in known}
+    nearest = difflib.get_close_matches(given.lower(), words, n=1, cutoff=0.5)
+    hint = f"did you mean {words[nearest[0]]}? " if nearest else ""
+    return f"{hint}known: {', '.join(words.values())}"

@@ -1,0 +1,373 @@
+"""Text as tokens: tokenised once into a file that every worker maps, cut into samples.
+
+    {cache}/tokens-{digest}             the tokens, little-endian, 1, 2 or 4 bytes each
+    {cache}/tokenizer-{digest}.json     of "bpe": the byte-pair encoding learned from the text
+
+The digest is of the text's source and of the settings, so a name never changes its content. One
+process makes a file, under another name, while others wait for it; a rename puts it in place.
+
+Samples do not overlap. "causal": the targets are the inputs moved by one token. "masked": 15% of
+the positions, at least one, are targets; of these 80% show the mask token, 10% a random token and
+10% their own.
+
+Source: Devlin et al., BERT (NAACL '19), section 3.1, for masks; Radford et al., GPT-2 (2019),
+section 2.2, for byte-level pairs. Differs: the number of masked positions is the same in every
+sample, so the targets of a batch are counted without loading it.
+"""
+
+import ast
+import fcntl
+import importlib.util
+import os
+import secrets
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from planaria.core.job import DataConfig
+from planaria.core.samples import random_words
+from planaria.errors import ConfigError
+
+# What cross entropy skips in torch.
+IGNORED = -100
+
+# Part of every digest; raise it when the same source gives other tokens.
+_FORMAT = "1"
+_NUM_BYTE_TOKENS = 256
+_PIECE_BYTES = 1 << 20
+_PIECES_AT_ONCE = 16
+_DOCSTRING_CHARACTERS_MIN = 80
+# Tests are code about code; what is installed beside the library differs between machines.
+_NOT_PROSE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_MAKING_TIMEOUT_S = 600.0
+_MAKING_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """Where text comes from.
+
+    Attributes:
+        name: for messages.
+        digest: differs where the text does.
+        pieces: the text from its start, cut anywhere.
+    """
+
+    name: str
+    digest: str
+    pieces: Callable[[], Iterator[bytes]]
+
+
+class Rows(Protocol):
+    """Arrays of tokens by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDataset:
+    """Samples from rows of tokens, as a language model wants them.
+
+    Attributes:
+        rows: all of one length: sequence_length, or one more with the last target.
+        objective: "causal" or "masked".
+        num_tokens: of the tokenizer; the mask token is the next one.
+    """
+
+    rows: Rows
+    objective: str
+    sequence_length: int
+    num_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return num_token_ids(self.num_tokens, self.objective)
+
+    @property
+    def targets_per_sample(self) -> int:
+        if self.objective == "masked":
+            return _num_masked(self.sequence_length)
+        return len(self.rows[0]) - 1
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, both int64 [sequence_length]."""
+        tokens = np.asarray(self.rows[index]).astype(np.int64)
+        if self.objective == "masked":
+            inputs, targets = masked(tokens, mask_token=self.num_tokens, seed=seed)
+        else:
+            inputs, targets = shifted(tokens, tokens, sequence_length=self.sequence_length)
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def text_dataset(
+    source: TextSource, data: DataConfig, *, objective: str, cache_directory: Path
+) -> TokenDataset:
+    """The samples of a text, tokenised now if it never was.
+
+    Raises:
+        ConfigError: the text cannot be read or is too short for one sample.
+    """
+    if objective not in ("causal", "masked"):
+        remedy = f"text has no {objective} targets; give a kind of data that has"
+        raise ConfigError("data.kind", data.kind, remedy)
+    try:
+        path = _token_file(source, data, cache_directory)
+    except OSError as error:
+        reason = f"{error.strerror} ({error.filename})"
+        raise ConfigError("data.path", source.name, f"cannot be read or kept: {reason}") from error
+    dtype = _token_dtype(data)
+    num_tokens = path.stat().st_size // dtype.itemsize
+    extra = 1 if objective == "causal" else 0
+    num_samples = (num_tokens - extra) // data.sequence_length
+    if num_samples < 1:
+        remedy = (
+            f"one sample needs {data.sequence_length + extra} tokens and {source.name} has "
+            f"{num_tokens}; give a longer text or shorter sequences"
+        )
+        raise ConfigError("data.sequence_length", data.sequence_length, remedy)
+    tokens = np.memmap(path, dtype=dtype, mode="r", shape=(num_tokens,))
+    rows = _PackedRows(tokens, data.sequence_length, extra, num_samples)
+    return TokenDataset(rows, objective, data.sequence_length, tokenizer_size(data))
+
+
+def tokenizer_size(data: DataConfig) -> int:
+    """How many tokens the text's tokenizer has, the mask token not counted."""
+    return _NUM_BYTE_TOKENS if data.tokenizer == "bytes" else data.vocabulary_size
+
+
+def num_token_ids(num_tokens: int, objective: str) -> int:
+    """How many tokens a model may meet: the tokenizer's, and the mask token where it is used."""
+    return num_tokens + 1 if objective == "masked" else num_tokens
+
+
+def prose_source() -> TextSource:
+    """The Python library's own prose: its language reference and its longer docstrings, 2 MB.
+
+    It is the same for one build of Python, and nothing has to be downloaded.
+    """
+    return TextSource("the Python library's prose", _digest("prose", sys.version), _prose)
+
+
+def file_source(path: str) -> TextSource:
+    """The content of a file, in any encoding.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    content = xxhash.xxh3_128()
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                content.update(piece)
+    except OSError as error:
+        remedy = f"cannot be read: {error.strerror}; give a text file, or none"
+        raise ConfigError("data.path", path, remedy) from error
+    return TextSource(path, _digest("file", content.hexdigest()), lambda: _file_pieces(Path(path)))
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """The path, once `make` has put its content at the path it is given; by one process of all.
+
+    The lock only saves the others the work: the rename makes two makers harmless.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.lock", "w") as lock:
+        _wait_locked(lock, timeout_s=_MAKING_TIMEOUT_S)
+        if not path.exists():
+            partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+            try:
+                make(partial)
+                # Without this a power cut may leave the name with nothing in it.
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+    return path
+
+
+def shifted(
+    tokens: np.ndarray, labels: np.ndarray, *, sequence_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs, and as targets the next labels; a last one that the row lacks is ignored."""
+    targets = np.full(sequence_length, IGNORED, dtype=np.int64)
+    following = labels[1 : sequence_length + 1]
+    targets[: len(following)] = following
+    return tokens[:sequence_length], targets
+
+
+def masked(tokens: np.ndarray, *, mask_token: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs with some tokens hidden and, as targets, what they were; all int64 [length]."""
+    length = len(tokens)
+    order, kind, other = random_words(seed, 3 * length).reshape(3, length)
+    places = np.argsort(order, kind="stable")[: _num_masked(length)]
+    inputs, targets = tokens.copy(), np.full(length, IGNORED, dtype=np.int64)
+    targets[places] = tokens[places]
+    tenth = kind[places] % 10
+    inputs[places[tenth < 8]] = mask_token
+    replaced = places[tenth == 8]
+    inputs[replaced] = other[replaced] % mask_token
+    return inputs, targets
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedRows:
+    """A long row of tokens cut into samples; `extra` tokens of the next one come along."""
+
+    tokens: np.ndarray
+    sequence_length: int
+    extra: int
+    num_samples: int
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        assert 0 <= index < self.num_samples
+        first = index * self.sequence_length
+        return self.tokens[first : first + self.sequence_length + self.extra]
+
+
+def _num_masked(length: int) -> int:
+    return max(1, (15 * length + 50) // 100)
+
+
+def _digest(*parts: str) -> str:
+    return xxhash.xxh3_128_hexdigest("\0".join((_FORMAT, *parts)).encode())
+
+
+def _token_dtype(data: DataConfig) -> np.dtype[Any]:
+    size = tokenizer_size(data)
+    return np.dtype("u1" if size <= 1 << 8 else "<u2" if size <= 1 << 16 else "<u4")
+
+
+def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> Path:
+    bytes_path = cache_directory / f"tokens-{_digest(source.digest, 'bytes')}"
+    if data.tokenizer == "bytes":
+        return made_once(bytes_path, lambda partial: _write(partial, source.pieces()))
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ConfigError("data.tokenizer", "bpe", "pip install 'planaria[hf]', or take bytes")
+    if data.vocabulary_size < _NUM_BYTE_TOKENS:
+        remedy = f"{_NUM_BYTE_TOKENS} single bytes come first; give more"
+        raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
+    digest = _digest(source.digest, "bpe", str(data.vocabulary_size))
+
+    def texts() -> Iterator[str]:
+        # Gathering the text can take longer than all that follows, so it is done once.
+        made_once(bytes_path, lambda partial: _write(partial, source.pieces()))
+        return _decoded(bytes_path, source.name)
+
+    def train(partial: Path) -> None:
+        _trained_tokenizer(texts(), data.vocabulary_size).save(str(partial))
+
+    def encode(partial: Path) -> None:
+        _write(partial, _encoded(texts(), tokenizer_path, _token_dtype(data)))
+
+    tokenizer_path = made_once(cache_directory / f"tokenizer-{digest}.json", train)
+    return made_once(cache_directory / f"tokens-{digest}", encode)
+
+
+def _trained_tokenizer(texts: Iterator[str], vocabulary_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _encoded(texts: Iterator[str], tokenizer_path: Path, dtype: np.dtype[Any]) -> Iterator[bytes]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
+    while batch := list(islice(texts, _PIECES_AT_ONCE)):
+        for encoding in tokenizer.encode_batch(batch):
+            yield np.array(encoding.ids, dtype=dtype).tobytes()
+
+
+def _decoded(path: Path, name: str) -> Iterator[str]:
+    for piece in _file_pieces(path):
+        try:
+            yield piece.decode()
+        except UnicodeDecodeError as error:
+            remedy = f'is not UTF-8 ({error.reason}); convert it, or set data.tokenizer = "bytes"'
+            raise ConfigError("data.path", name, remedy) from error
+
+
+def _write(path: Path, pieces: Iterable[bytes]) -> None:
+    with path.open("wb") as file:
+        file.writelines(pieces)
+
+
+def _wait_locked(file: IO[str], *, timeout_s: float) -> None:
+    """Returns with the file locked, or without where that takes too long or cannot be done."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_MAKING_POLL_S)
+        except OSError:
+            # Some network file systems have no locks.
+            return
+        else:
+            return
+
+
+def _file_pieces(path: Path) -> Iterator[bytes]:
+    """Pieces of 1 MiB and up to a line's end, where no word and no character of UTF-8 is cut."""
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece + file.readline()
+
+
+def _prose() -> Iterator[bytes]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"{topics[name]}\n\n".encode()
+    for directory, directories, files in os.walk(sysconfig.get_path("stdlib")):
+        # os.walk goes where this list says, in its order.
+        directories[:] = sorted(set(directories) - _NOT_PROSE)
+        for file in sorted(files):
+            if file.endswith(".py"):
+                yield from _docstrings(Path(directory, file).read_bytes())
+
+
+def _docstrings(source: bytes) -> Iterator[bytes]:
+    # Expressions, most of a tree, hold no docstrings: skipping them halves the time.
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if len(text) > _DOCSTRING_CHARACTERS_MIN:
+                yield f"{text}\n\n".encode()
+        inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr)]
+        nodes += reversed(inside)

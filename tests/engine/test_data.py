@@ -1,0 +1,338 @@
+"""Datasets: saved ones, the user's own, microbatches of them, and what mistakes are told."""
+
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from planaria.core.job import DataConfig
+from planaria.engine.data import (
+    Dataset,
+    load_dataset,
+    microbatch,
+    num_targets,
+    vocabulary_size,
+)
+from planaria.engine.targets import user_function
+from planaria.errors import ConfigError
+
+torch.set_num_threads(1)
+
+IGNORED = -100
+
+
+def text_file(directory: Path, content: bytes) -> str:
+    path = directory / "text"
+    path.write_bytes(content)
+    return str(path)
+
+
+def load(data: DataConfig, cache: Path, *, objective: str = "causal") -> Dataset:
+    return load_dataset(data, objective=objective, seed=1, cache_directory=cache)
+
+
+def test_microbatches_are_stacked_int64_and_contiguous(tmp_path: Path) -> None:
+    """Layout changes bits: what the first layer gets is always laid out the same."""
+    data = DataConfig(path=text_file(tmp_path, b"abcdefghi" * 9), sequence_length=8)
+
+    inputs, targets = microbatch(load(data, tmp_path / "cache"), np.array([1, 0]), seed=0)
+
+    assert inputs.shape == targets.shape == (2, 8)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert bytes(inputs[1].tolist()) == b"abcdefgh"
+
+
+def saved_dataset(directory: Path, columns: dict[str, list[Any]], *, split: str = "") -> DataConfig:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    saved = datasets.Dataset.from_dict(columns)
+    if split:
+        saved = datasets.DatasetDict({split: saved})
+    saved.save_to_disk(directory / "saved")
+    return DataConfig(kind="hf", path=str(directory / "saved"), sequence_length=4)
+
+
+def test_saved_token_rows_are_cut_and_shifted(tmp_path: Path) -> None:
+    """The last position has no next token; the vocabulary is what the ids need."""
+    data = saved_dataset(tmp_path, {"input_ids": [[1, 2, 3, 4, 9], [5, 6, 7, 8, 9]]}, split="train")
+    dataset = load(data, tmp_path / "cache")
+
+    inputs, targets = microbatch(dataset, np.array([1, 0]), seed=0)
+
+    assert inputs.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert targets.tolist() == [[6, 7, 8, IGNORED], [2, 3, 4, IGNORED]]
+    assert num_targets(dataset, np.array([1, 0]), seed=0) == 6
+    assert dataset.vocabulary_size == 10
+    assert vocabulary_size(data, cache_directory=tmp_path / "cache") == 10
+
+
+def test_saved_token_rows_are_masked_with_a_token_of_their_own(tmp_path: Path) -> None:
+    """Without labels the masks are drawn, and the mask token is one past the largest id."""
+    data = saved_dataset(tmp_path, {"input_ids": [[1, 2, 3, 4], [5, 6, 7, 8]]})
+    dataset = load(data, tmp_path / "cache", objective="masked")
+
+    targets = microbatch(dataset, np.array([0, 1]), seed=0)[1]
+
+    assert dataset.vocabulary_size == 10
+    assert num_targets(dataset, np.array([0, 1]), seed=0) == 2 == int((targets != IGNORED).sum())
+
+
+def test_saved_labels_are_the_targets(tmp_path: Path) -> None:
+    """Under their own token in the file, as in Hugging Face; moved only where the model predicts
+    the next one.
+    """
+    columns = {
+        "input_ids": [[1, 2, 3, 4], [5, 6, 7, 8]],
+        "labels": [[IGNORED, 2, IGNORED, 4], [5, IGNORED, 7, 8]],
+    }
+    data = saved_dataset(tmp_path, columns)
+    samples = np.array([0, 1])
+    causal = load(data, tmp_path / "cache")
+    hidden = load(data, tmp_path / "cache", objective="masked")
+
+    assert microbatch(hidden, samples, seed=0)[1].tolist() == columns["labels"]
+    assert num_targets(hidden, samples, seed=0) == 5
+    shifted = [[2, IGNORED, 4, IGNORED], [IGNORED, 7, 8, IGNORED]]
+    assert microbatch(causal, samples, seed=0)[1].tolist() == shifted
+    assert num_targets(causal, samples, seed=0) == 4
+
+
+def test_saved_classes_are_supervised_targets(tmp_path: Path) -> None:
+    """One label a row: a sentence classifier."""
+    data = saved_dataset(tmp_path, {"input_ids": [[1, 2, 3, 4]] * 3, "labels": [2, 0, 1]})
+    dataset = load(data, tmp_path / "cache", objective="supervised")
+
+    targets = microbatch(dataset, np.array([2, 0]), seed=0)[1]
+
+    assert targets.tolist() == [1, 2]
+    assert targets.dtype == torch.int64
+    assert num_targets(dataset, np.array([2, 0]), seed=0) == 2
+
+
+def test_saved_text_is_tokenised_and_packed(tmp_path: Path) -> None:
+    """Rows in order, an empty line between them, cut into samples without padding."""
+    data = saved_dataset(tmp_path, {"text": ["abc", "defg"], "n": [1, 2]})
+    dataset = load(data, tmp_path / "cache")
+
+    samples = [bytes(dataset.sample(k, seed=0)[0].tolist()) for k in range(len(dataset))]
+
+    assert b"".join(samples) == b"abc\n\ndef"
+    assert dataset.vocabulary_size == 256
+
+
+@pytest.mark.parametrize(
+    ("columns", "split", "objective", "field", "message"),
+    [
+        ({"words": ["a"]}, "", "causal", "data.path", "columns words; planaria takes"),
+        ({"text": ["a"] * 9}, "test", "causal", "data.path", "splits test"),
+        ({"input_ids": [[1, 2, 3]]}, "", "causal", "data.sequence_length", "has 3 tokens"),
+        ({"input_ids": ["a b c d"]}, "", "causal", "data.path", "holds string"),
+        ({"input_ids": [[1.5] * 4]}, "", "causal", "data.path", "lists of integers"),
+        ({"input_ids": [[-1, 2, 3, 4]]}, "", "causal", "data.path", "ids from 0"),
+        ({"input_ids": [[1] * 4], "labels": [[1]]}, "", "causal", "data.sequence_length", "labels"),
+        ({"input_ids": [[1] * 4]}, "", "supervised", "data.path", "needs labels"),
+        ({"input_ids": [[1] * 4], "labels": ["x"]}, "", "supervised", "data.path", "takes numbers"),
+        ({"text": ["a"]}, "", "causal", "data.sequence_length", "needs 5 tokens.*has 3"),
+        ({"text": ["a"] * 9}, "", "supervised", "data.kind", "no supervised targets"),
+    ],
+)
+def test_saved_datasets_that_do_not_fit_are_refused(
+    tmp_path: Path,
+    columns: dict[str, list[Any]],
+    split: str,
+    objective: str,
+    field: str,
+    message: str,
+) -> None:
+    """The message names what was found and what would do."""
+    data = saved_dataset(tmp_path, columns, split=split)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(data, tmp_path / "cache", objective=objective)
+
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "message"),
+    [
+        (DataConfig(path="none/here.txt"), "data.path", "No such file"),
+        (DataConfig(path="."), "data.path", "directory"),
+        (DataConfig(kind="hf", path="none/here"), "data.path", "save_to_disk"),
+        (DataConfig(kind="python", target="nowhere:make"), "data.target", "no module 'nowhere'"),
+        (DataConfig(kind="python", target="json"), "data.target", "module:function"),
+        (DataConfig(kind="python", target="json:nothing"), "data.target", "no function"),
+    ],
+    ids=str,
+)
+def test_data_that_is_not_there_is_refused(
+    tmp_path: Path, data: DataConfig, field: str, message: str
+) -> None:
+    """Before anything is started, by the key to change."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(data, tmp_path)
+
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("library", "data", "field"),
+    [
+        ("datasets", DataConfig(kind="hf", path="."), "data.kind"),
+        ("tokenizers", DataConfig(tokenizer="bpe", path=__file__), "data.tokenizer"),
+    ],
+)
+def test_a_missing_extra_is_told_with_its_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, data: DataConfig, field: str
+) -> None:
+    """The core installs neither library."""
+
+    def find_spec(name: str) -> None:
+        assert name == library
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    with pytest.raises(ConfigError, match=r"planaria\[hf\]") as caught:
+        load(data, tmp_path)
+
+    assert caught.value.field == field
+
+
+class Noisy:
+    """A user's dataset that draws from every generator that users draw from."""
+
+    vocabulary_size = 12
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(2) + float(np.random.rand()) + random.random()
+        return noise + 10 * index, torch.tensor([float(index), 0.0, 0.0])
+
+
+def user_module(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object]) -> DataConfig:
+    module = ModuleType("user_data")
+    module.make = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "user_data", module)
+    return DataConfig(kind="python", target="user_data:make")
+
+
+def generator_states() -> list[str]:
+    return [
+        str(torch.get_rng_state().tolist()),
+        repr(np.random.get_state()),
+        str(random.getstate()),
+    ]
+
+
+def test_random_transforms_are_a_function_of_seed_and_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the process drew before, and without a trace in what it draws after."""
+    dataset = load(user_module(monkeypatch, Noisy), tmp_path, objective="supervised")
+    samples = np.array([4, 1])
+    before = generator_states()
+    first = microbatch(dataset, samples, seed=6)[0]
+    after = generator_states()
+    torch.rand(3)
+    np.random.rand(3)
+    random.random()
+
+    again = microbatch(dataset, samples, seed=6)[0]
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, microbatch(dataset, samples, seed=7)[0])
+    assert not torch.equal(first[0] - 40, first[1] - 10)
+    assert before == after
+    assert vocabulary_size(user_module(monkeypatch, Noisy), cache_directory=tmp_path) == 12
+
+
+def test_a_dataset_is_built_under_the_jobs_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random data drawn when it is built must be the same in every worker."""
+
+    def make() -> list[tuple[Tensor, Tensor]]:
+        return [(torch.rand(3), torch.rand(1)) for _ in range(4)]
+
+    data = user_module(monkeypatch, make)
+    first, again = (load(data, tmp_path, objective="supervised").sample(2, seed=0) for _ in "ab")
+
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ([torch.zeros(3), torch.zeros(3)], 6),
+        ([torch.tensor(1), torch.tensor(IGNORED)], 2),
+        ([1, 2], 2),
+        ([np.array([1, IGNORED, 2]), np.array([IGNORED, IGNORED, 4])], 3),
+    ],
+    ids=["elements", "classes", "integers", "rows with gaps"],
+)
+def test_num_targets_is_what_a_mean_loss_divides_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: list[Any], expected: int
+) -> None:
+    """Elements of a regression, samples of a classification, positions that are not ignored."""
+    items = [(torch.zeros(2), target) for target in targets]
+    dataset = load(user_module(monkeypatch, lambda: items), tmp_path, objective="supervised")
+
+    assert num_targets(dataset, np.array([0, 1]), seed=0) == expected
+
+
+@pytest.mark.parametrize(
+    ("items", "objective", "message"),
+    [
+        (7, "supervised", "returned a int, which has no __len__"),
+        ([torch.zeros(2)], "supervised", r"return \(inputs, targets\)"),
+        ([("text", torch.zeros(1))], "supervised", "no tensor"),
+        ([(torch.zeros(2), torch.zeros(2))], "causal", "token ids, int64.*float32"),
+        ([(torch.zeros(2), 1), (torch.zeros(3), 1)], "supervised", "different shapes"),
+    ],
+)
+def test_user_datasets_that_return_something_else_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    items: object,
+    objective: str,
+    message: str,
+) -> None:
+    """The message names the sample and its fault instead of failing inside the model."""
+    data = user_module(monkeypatch, lambda: items)
+
+    with pytest.raises(ConfigError, match=message):
+        microbatch(
+            load(data, tmp_path, objective=objective),
+            np.arange(len(items) if isinstance(items, list) else 1),
+            seed=0,
+        )
+
+
+def test_what_user_code_raises_passes_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the user's bug, shown with the user's traceback; generators are restored."""
+
+    def make() -> object:
+        torch.rand(5)
+        raise ZeroDivisionError("mine")
+
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        load(user_module(monkeypatch, make), tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+
+    (tmp_path / "user_broken.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        user_function("user_broken:make", field="data.target")

@@ -1,0 +1,289 @@
+"""Optimizers by name, their state as named tensors, and the learning rate."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from planaria.core.job import TrainingConfig
+from planaria.engine.optimizer import (
+    learning_rate,
+    load_optimizer_state,
+    optimizer_factory,
+    optimizer_state,
+)
+from planaria.errors import CheckpointError, ConfigError
+
+torch.set_num_threads(1)
+
+REFUSED = {"Optimizer", "LBFGS", "SparseAdam"}
+ACCEPTED = sorted(
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in REFUSED
+)
+SETTINGS: list[dict[str, Any]] = [
+    *({"name": name} for name in ACCEPTED),
+    {"name": "SGD", "momentum": 0.9, "nesterov": True},
+    {"name": "Adam", "amsgrad": True, "betas": [0.8, 0.99]},
+    {"name": "RMSprop", "momentum": 0.9, "centered": True},
+    {"name": "Adagrad", "initial_accumulator_value": 0.5},
+]
+
+
+def training(optimizer: dict[str, Any], **keys: Any) -> TrainingConfig:
+    return TrainingConfig(optimizer=optimizer, learning_rate=0.01, **keys)
+
+
+def layer(name: str, *, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    """Parameters of a layer; Muon takes matrices only."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"weight": (4, 3), "head.weight": (2, 4)}
+    if name.lower() != "muon":
+        shapes["bias"] = (4,)  # type: ignore[assignment]
+    return {
+        key: nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for key, shape in shapes.items()
+    }
+
+
+def step(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters.values():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = gradient.to(parameter.dtype)
+    optimizer.step()
+
+
+def copied(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value.detach().clone()) for name, value in parameters.items()}
+
+
+def put(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter]) -> None:
+    with torch.no_grad():
+        for name, value in source.items():
+            target[name].copy_(value)
+
+
+def assert_same_bits(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        assert value.dtype == actual[name].dtype, name
+        assert torch.equal(value, actual[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings_", SETTINGS, ids=str)
+def test_training_goes_on_with_the_same_bits(settings_: dict[str, Any], dtype: torch.dtype) -> None:
+    """Three steps, the state moved to new parameters through named tensors, three more."""
+    factory = optimizer_factory(training(settings_))
+    stayed = layer(settings_["name"], dtype=dtype)
+    optimizer = factory(stayed.items())
+    for seed in range(3):
+        step(optimizer, stayed, seed)
+    state = {key: value.clone() for key, value in optimizer_state(optimizer, stayed).items()}
+    moved = copied(stayed)
+    restored = factory(moved.items())
+    step(restored, moved, 99)  # What it holds before must not shine through.
+    put(stayed, moved)
+
+    load_optimizer_state(restored, moved, state)
+
+    assert_same_bits(state, optimizer_state(restored, moved))
+    for parameter, twin in zip(stayed.values(), moved.values(), strict=True):
+        assert_same_bits(dict(optimizer.state[parameter]), dict(restored.state[twin]))
+    for seed in range(3, 6):
+        step(optimizer, stayed, seed)
+        step(restored, moved, seed)
+    assert_same_bits(dict(stayed), dict(moved))
+    assert_same_bits(optimizer_state(optimizer, stayed), optimizer_state(restored, moved))
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_optimizer_moves_its_parameters(name: str) -> None:
+    """An accepted class that did nothing would pass every comparison."""
+    parameters = layer(name)
+    before = copied(parameters)
+
+    step(optimizer_factory(training({"name": name}))(parameters.items()), parameters, 0)
+
+    assert all(not torch.equal(before[key], parameters[key]) for key in parameters)
+
+
+def test_state_has_the_names_that_files_hold() -> None:
+    """Names and element types are on disk and on the wire: they must not drift."""
+    parameters = layer("AdamW")
+    optimizer = optimizer_factory(training({"name": "AdamW"}))(parameters.items())
+    for seed in range(2):
+        step(optimizer, parameters, seed)
+
+    state = optimizer_state(optimizer, parameters)
+
+    names = ("exp_avg", "exp_avg_sq", "step")
+    assert sorted(state) == sorted(f"{p}/{name}" for p in parameters for name in names)
+    assert state["bias/exp_avg"].shape == parameters["bias"].shape
+    assert state["head.weight/step"].dtype == torch.int64
+    assert state["head.weight/step"].item() == 2
+    assert state["head.weight/step"].shape == ()
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_state_is_empty_before_the_first_step_and_loads_so(name: str) -> None:
+    """Going back to the seed: an optimizer that has stepped is as new again, Adagrad too."""
+    factory = optimizer_factory(training({"name": name}))
+    parameters = layer(name)
+    optimizer = factory(parameters.items())
+    assert optimizer_state(optimizer, parameters) == {}
+    start = copied(parameters)
+    step(optimizer, parameters, 0)
+    first = copied(parameters)
+
+    load_optimizer_state(optimizer, parameters, {})
+    put(start, parameters)
+
+    assert optimizer_state(optimizer, parameters) == {}
+    new = factory(parameters.items())
+    for parameter in parameters.values():
+        assert_same_bits(dict(new.state.get(parameter, {})), dict(optimizer.state[parameter]))
+    step(optimizer, parameters, 0)
+    assert_same_bits(dict(first), dict(parameters))
+
+
+def test_state_of_another_layer_is_refused() -> None:
+    """A checkpoint of a model with other names must not be half loaded."""
+    parameters = layer("AdamW")
+    optimizer = optimizer_factory(training({"name": "AdamW"}))(parameters.items())
+
+    with pytest.raises(CheckpointError, match=r"'other/exp_avg' fits no parameter.*weight"):
+        load_optimizer_state(optimizer, parameters, {"other/exp_avg": torch.zeros(4)})
+
+
+def test_loaded_state_is_a_copy() -> None:
+    """The tensors may lie in a buffer that the next message overwrites."""
+    parameters = layer("SGD")
+    optimizer = optimizer_factory(training({"name": "SGD", "momentum": 0.9}))(parameters.items())
+    state = {"weight/momentum_buffer": torch.ones(4, 3)}
+    load_optimizer_state(optimizer, parameters, state)
+
+    state["weight/momentum_buffer"].zero_()
+
+    held: Tensor = optimizer.state[parameters["weight"]]["momentum_buffer"]
+    assert held.eq(1).all()
+
+
+def test_one_implementation_is_pinned_and_names_ignore_case() -> None:
+    """The foreach and fused kernels may round differently on another node."""
+    parameters = layer("adamw")
+
+    optimizer = optimizer_factory(training({"name": "adamw", "betas": [0.5, 0.6]}))(
+        parameters.items()
+    )
+
+    group = optimizer.param_groups[0]
+    assert type(optimizer) is torch.optim.AdamW
+    assert (group["foreach"], group["fused"]) == (False, False)
+    assert group["betas"] == (0.5, 0.6)
+    assert group["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings_", "field", "message"),
+    [
+        ({"name": "AdmW"}, "training.optimizer.name", "did you mean Adam"),
+        ({}, "training.optimizer.name", "known: ASGD"),
+        ({"name": "LBFGS"}, "training.optimizer.name", "several times a step"),
+        ({"name": "sparseadam"}, "training.optimizer.name", "sparse gradients"),
+        ({"name": "Optimizer"}, "training.optimizer.name", "did you mean|known"),
+        ({"name": "AdamW", "beta": 1}, "training.optimizer.beta", "did you mean betas"),
+        ({"name": "AdamW", "momentum": 1}, "training.optimizer.momentum", "no such argument"),
+        ({"name": "AdamW", "lr": 1.0}, "training.optimizer.lr", r"training\.learning_rate"),
+        ({"name": "AdamW", "fused": True}, "training.optimizer.fused", "leave it out"),
+        ({"name": "AdamW", "foreach": False}, "training.optimizer.foreach", "leave it out"),
+        ({"name": "Adam", "capturable": True}, "training.optimizer.capturable", "CUDA graphs"),
+        ({"name": "SGD", "differentiable": True}, "training.optimizer.differentiable", "step"),
+        ({"name": "AdamW", "betas": [2.0, 0.9]}, "training.optimizer", "Invalid beta"),
+        ({"name": "AdamW", "eps": "small"}, "training.optimizer", "torch refuses it"),
+        ({"name": "SGD", "nesterov": True}, "training.optimizer", "Nesterov"),
+    ],
+    ids=str,
+)
+def test_wrong_optimizers_are_refused_by_key(
+    settings_: dict[str, Any], field: str, message: str
+) -> None:
+    """At start, with the key and the way out, not in a worker after an hour."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        optimizer_factory(training(settings_))
+
+    assert caught.value.field == field
+
+
+def test_parameters_that_a_class_refuses_are_the_users_mistake() -> None:
+    """Muon orthogonalises matrices and has no rule for a bias."""
+    factory = optimizer_factory(training({"name": "Muon"}))
+
+    with pytest.raises(ConfigError, match="2D"):
+        factory(layer("AdamW").items())
+
+
+def test_learning_rates_are_the_published_curves() -> None:
+    """Warmup in equal steps; a line and a half cosine that end after the last iteration."""
+    warmup = {"warmup_iterations": 2, "final_fraction": 0.2}
+
+    def curve(name: str, **schedule: Any) -> list[float]:
+        config = TrainingConfig(
+            iterations=6, learning_rate=1.0, schedule={"name": name, **schedule}
+        )
+        return [learning_rate(config, iteration) for iteration in range(8)]
+
+    assert curve("constant") == [1.0] * 8
+    assert curve("constant", **warmup) == [0.5] + [1.0] * 7
+    assert curve("linear", **warmup) == pytest.approx([0.5, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = [0.5, 1, 1, 0.2 + 0.8 * 0.8535534, 0.6, 0.2 + 0.8 * 0.1464466, 0.2, 0.2]
+    assert curve("cosine", **warmup) == pytest.approx(cosine)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["constant", "linear", "cosine"]),
+    iterations=st.integers(1, 50),
+    warmup=st.integers(0, 60),
+    final=st.floats(0, 1),
+)
+def test_learning_rate_rises_then_never_rises_again(
+    name: str, iterations: int, warmup: int, final: float
+) -> None:
+    """Also where the warmup is longer than training; never above the highest, never below 0."""
+    schedule = {"name": name, "warmup_iterations": warmup, "final_fraction": final}
+    config = TrainingConfig(iterations=iterations, learning_rate=0.25, schedule=schedule)
+
+    rates = [learning_rate(config, iteration) for iteration in range(warmup + iterations + 5)]
+
+    assert all(0 <= rate <= 0.25 for rate in rates)
+    assert rates[:warmup] == sorted(rates[:warmup])
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert rates[warmup] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("schedule", "field", "message"),
+    [
+        ({"name": "cosin"}, "training.schedule.name", "did you mean cosine"),
+        ({"warmup": 5}, "training.schedule.warmup", "did you mean warmup_iterations"),
+        ({"warmup_iterations": -1}, "training.schedule.warmup_iterations", "0 or more"),
+        ({"warmup_iterations": 0.5}, "training.schedule.warmup_iterations", "whole number"),
+        ({"final_fraction": 1.5}, "training.schedule.final_fraction", "between 0 and 1"),
+        ({"final_fraction": "x"}, "training.schedule.final_fraction", "between 0 and 1"),
+    ],
+    ids=str,
+)
+def test_wrong_schedules_are_refused_by_key(
+    schedule: dict[str, Any], field: str, message: str
+) -> None:
+    """A misspelt key would silently train without a warmup."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        learning_rate(TrainingConfig(schedule=schedule), 0)
+
+    assert caught.value.field == field
