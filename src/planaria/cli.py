@@ -1,0 +1,229 @@
+"""The command line: `planaria train | profile | plan`.
+
+Exit codes: 0 done; 1 the user's code raised, or a mistake of ours; 2 the user's mistake; 3 too few
+nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from planaria.core.profile_json import encode_profile
+from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.library import Job, TrainingResult
+from planaria.observe.metrics import IterationRecord
+from planaria.planner.plans import best_plan
+from planaria.planner.templates import Problem, pipeline_templates
+from planaria.planning import Planned, read_profile
+from planaria.show.live import LiveDisplay, summary
+from planaria.show.plots import chrome_trace
+from planaria.show.tables import plan_json, plan_table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Trains large PyTorch models on nodes that fail.",
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
+]
+
+
+def main() -> None:
+    """The console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    with _exit_codes():
+        app()
+
+
+@app.callback()
+def _commands() -> None:
+    """Trains large PyTorch models on nodes that fail."""
+
+
+@app.command()
+def train(
+    job: JobFile,
+    nodes: Annotated[int | None, typer.Option(help="Nodes to train on.")] = None,
+    devices_per_node: Annotated[int | None, typer.Option(help="Devices in each node.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report to a JSON file.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write predicted and measured spans as a Chrome trace.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    settings: Settings = None,
+) -> None:
+    """Trains a job on emulated nodes of this machine."""
+    overrides = list(settings or ())
+    if nodes is not None:
+        overrides.append(f"cluster.nodes={nodes}")
+    if devices_per_node is not None:
+        overrides.append(f"cluster.devices_per_node={devices_per_node}")
+    for name, path in (("--report", report), ("--timeline", timeline)):
+        _check_writable(name, path)
+    console = Console()
+    shown = _Shown(LiveDisplay(console))
+    try:
+        result = Job.from_file(job, overrides=overrides).train(
+            resume=resume, trace=timeline is not None, display=shown
+        )
+    finally:
+        shown.stop()
+    if report is not None:
+        _write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
+    if timeline is not None:
+        _write(timeline, json.dumps(_trace(result)).encode())
+    console.print(summary(result.report))
+    if result.stopped:
+        console.print("stopped; go on with --resume")
+        raise typer.Exit(130)
+
+
+@app.command()
+def profile(
+    job: JobFile,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")],
+    settings: Settings = None,
+) -> None:
+    """Measures a job's layers and links on this machine."""
+    _check_writable("--output", output)
+    measured = Job.from_file(job, overrides=list(settings or ())).profile()
+    _write(output, encode_profile(measured))
+    Console().print(f"{len(measured.layers)} layers -> {output}")
+
+
+@app.command()
+def plan(
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile.")],
+    nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
+    devices_per_node: Annotated[int, typer.Option(help="Devices in each node.")] = 1,
+    failures: Annotated[int, typer.Option("-f", help="Failures to tolerate at once.")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Microbatches of the job in an iteration; 4 x devices if not given."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
+    problem = Problem(
+        profile=read_profile(profile),
+        devices_per_node=devices_per_node,
+        num_microbatches=microbatches or 4 * nodes * devices_per_node,
+        failures_tolerated=failures,
+    )
+    start_s = time.perf_counter()
+    templates = pipeline_templates(problem, nodes)
+    chosen = best_plan(problem, range(nodes), templates, epoch=0)
+    planning_s = time.perf_counter() - start_s
+    if as_json:
+        sys.stdout.write(
+            json.dumps(plan_json(problem, templates, chosen, planning_s=planning_s), indent=2)
+            + "\n"
+        )
+        return
+    Console().print(plan_table(problem, templates, chosen))
+
+
+class _Shown:
+    """A live display as the library wants one."""
+
+    def __init__(self, display: LiveDisplay) -> None:
+        self._display = display
+
+    def planned(self, planned: Planned) -> None:
+        profile = planned.prepared.profile
+        assert profile is not None
+        self._display.note(
+            f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
+            f"layers, {planned.prepared.num_samples} samples; {len(planned.plan.nodes)} nodes in "
+            f"{len(planned.plan.pipelines)} pipelines"
+        )
+        self._display.show_plan(
+            planned.plan,
+            tuple(layer.name for layer in profile.layers),
+            iterations=planned.config.training.iterations,
+            first=planned.resumed.iteration if planned.resumed else 0,
+        )
+
+    def began(self) -> None:
+        self._display.note("training")
+
+    def committed(self, record: IterationRecord) -> None:
+        self._display.committed(record)
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    def stop(self) -> None:
+        """Ends the live display."""
+        self._display.stop()
+
+
+def _trace(result: TrainingResult) -> dict[str, object]:
+    return chrome_trace(
+        result.planned.predicted,
+        result.measured_timelines(),
+        devices_per_node=result.planned.problem.devices_per_node,
+    )
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Refuses, before hours of work, an output that cannot be written after them."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(option, str(path), "name a file in a directory that can be written to")
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError("output", str(path), f"cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns planaria's errors into a message and an exit code."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        yield
+    except ConfigError as error:
+        errors.print(f"planaria: {error}", markup=False)
+        code = 2
+    except TrainingError as error:
+        errors.print(error.traceback.rstrip(), markup=False)
+        where = f"in rank {error.rank}" if error.rank >= 0 else "before training"
+        errors.print(f"planaria: the job's own code raised {where}; see above", markup=False)
+        code = 1
+    except InsufficientError as error:
+        errors.print(f"planaria: {error}", markup=False)
+        code = 3
+    except CheckpointError as error:
+        errors.print(f"planaria: {error}", markup=False)
+        code = 1
+    except KeyboardInterrupt:
+        errors.print("planaria: interrupted", markup=False)
+        code = 130
+    else:
+        return
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The microbatches of one iteration, loaded where they are used.
+
+Source: DESIGN 4.1: which microbatch is made of which samples depends on the seed and the
+iteration alone, never on the plan.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from planaria.core.job import TrainingConfig
+from planaria.core.samples import data_seed, sample_numbers
+from planaria.engine.data import Dataset, microbatch, num_targets
+
+
+class Batches:
+    """Inputs and targets of an iteration.
+
+    Attributes:
+        consumed: the sample numbers whose inputs were asked for, in order.
+    """
+
+    def __init__(self, dataset: Dataset, training: TrainingConfig, *, iteration: int) -> None:
+        self._dataset = dataset
+        self._training = training
+        self._seed = data_seed(iteration, seed=training.seed)
+        self._numbers: npt.NDArray[np.int64] = sample_numbers(
+            iteration,
+            seed=training.seed,
+            num_samples=len(dataset),
+            global_batch_size=training.global_batch_size,
+        )
+        self._loaded: dict[int, tuple[Tensor, Tensor]] = {}
+        self._num_targets = 0
+        self.consumed: list[int] = []
+
+    def inputs(self, index: int) -> Tensor:
+        """The inputs of a microbatch, for its first hop."""
+        self.consumed += self._samples(index).tolist()
+        return self._load(index)[0]
+
+    def targets(self, index: int) -> Tensor:
+        """The targets of a microbatch, for its last hop; not kept any longer."""
+        targets = self._load(index)[1]
+        del self._loaded[index]
+        return targets
+
+    def num_targets(self) -> int:
+        """What the loss of every microbatch is divided by: the targets of the global batch."""
+        if not self._num_targets:
+            self._num_targets = num_targets(self._dataset, self._numbers, seed=self._seed)
+        return self._num_targets
+
+    def _samples(self, index: int) -> npt.NDArray[np.int64]:
+        size = self._training.microbatch_size
+        return self._numbers[index * size : (index + 1) * size]
+
+    def _load(self, index: int) -> tuple[Tensor, Tensor]:
+        if index not in self._loaded:
+            samples = self._samples(index)
+            self._loaded[index] = microbatch(self._dataset, samples, seed=self._seed)
+        return self._loaded[index]

@@ -1,0 +1,299 @@
+"""Runs one iteration of a schedule on this rank, up to and including the commit vector.
+
+The compute thread takes the rank's actions in order. Sends never block, receives wait for the
+message, and a reduction is handed to one communication thread, which runs this rank's buckets
+in ascending order: a bucket that is ready early waits for those before it, so that no two ranks
+wait for each other (DESIGN 4.3). When all reductions are in, the ranks sum the commit vector:
+squared gradient norms by layer, losses by microbatch, and whether anyone asks to stop. Whoever
+holds it knows that every gradient is complete everywhere (DESIGN 4.4).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from planaria.core.messages import MeasuredSpan
+from planaria.core.plan import Plan
+from planaria.engine.batches import Batches
+from planaria.engine.groups import reduce_bucket, reduce_vector
+from planaria.engine.layers import TiedGroup
+from planaria.engine.stage import HeldLayer, Stage
+from planaria.schedule.action import Action, Kind, Schedule
+from planaria.transport.links import Channel, Links, Tag
+
+RECEIVE_TIMEOUT_S = 600.0  # The coordinator finds a lost peer long before; this bounds a bug.
+
+_HEAD_BYTES = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitVector:
+    """What the ranks agree on at a commit.
+
+    Attributes:
+        squared_norms: of the reduced gradients, by layer; tied ones in the layer of first use.
+        losses: by microbatch, each divided by the global count; their sum is the loss.
+        stop_votes: how many ranks ask to stop after this iteration.
+    """
+
+    squared_norms: tuple[float, ...]
+    losses: tuple[float, ...]
+    stop_votes: int
+
+    @property
+    def loss(self) -> float:
+        return float(sum(self.losses))
+
+    @property
+    def gradient_norm(self) -> float:
+        return float(sum(self.squared_norms) ** 0.5)
+
+
+class Executor:
+    """One rank's part of the iterations of one epoch."""
+
+    def __init__(self, plan: Plan, schedule: Schedule, *, stage: Stage, links: Links) -> None:
+        self._plan = plan
+        self._schedule = schedule
+        self._stage = stage
+        self._links = links
+        self._rank = links.rank
+        self._actions = schedule.actions[self._rank]
+        self._buckets = [i for i, b in enumerate(schedule.buckets) if self._rank in b.ranks]
+        self._communication = ThreadPoolExecutor(1, thread_name_prefix="reduce")
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.REDUCE: self._reduce,
+        }
+
+    def close(self) -> None:
+        """Ends the communication thread."""
+        self._communication.shutdown(wait=True)
+
+    def run(
+        self, iteration: int, batches: Batches, *, wants_stop: Callable[[], bool]
+    ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
+        """Computes all gradients of an iteration; returns what was agreed and what was measured."""
+        self._iteration = iteration
+        self._batches = batches
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._output_gradients: dict[tuple[int, int], Tensor] = {}
+        self._losses: dict[int, float] = {}
+        self._ready: set[int] = set()
+        self._submitted: list[Future[None]] = []
+        self._spans: list[MeasuredSpan] = []
+        self._start_s = time.monotonic()
+        for held in self._stage.layers.values():
+            held.clear()
+        for action in self._actions:
+            start_s = time.monotonic()
+            self._handlers[action.kind](action)
+            if action.kind is not Kind.REDUCE:
+                self._record("compute", action, start_s)
+        for reduction in self._submitted:
+            reduction.result(timeout=RECEIVE_TIMEOUT_S)
+        assert len(self._submitted) == len(self._buckets)
+        self._finish_unshared()
+        vector = self._commit(wants_stop())
+        return vector, tuple(self._spans)
+
+    def _record(self, lane: str, action: Action, start_s: float) -> None:
+        self._spans.append(
+            MeasuredSpan(
+                lane, str(action), start_s - self._start_s, time.monotonic() - self._start_s
+            )
+        )
+
+    # -- actions --------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        route = self._schedule.routes[action.microbatch]
+        hop = route[action.hop]
+        key = (action.microbatch, action.hop)
+        if action.hop == 0:
+            hidden = self._batches.inputs(action.microbatch)
+        elif key in self._inputs:
+            hidden = self._inputs[key]
+        else:  # The hop before was on this rank too.
+            before = self._outputs[action.microbatch, action.hop - 1]
+            hidden = self._inputs[key] = before.detach().requires_grad_()
+        hidden = self._stage.forward(
+            hop.first_layer,
+            hop.end_layer,
+            hidden,
+            iteration=self._iteration,
+            microbatch=action.microbatch,
+        )
+        if action.hop == len(route) - 1:
+            targets = self._batches.targets(action.microbatch)
+            hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
+            self._losses[action.microbatch] = float(hidden.detach())
+        self._outputs[key] = hidden
+
+    def _backward(self, action: Action) -> None:
+        hop = self._schedule.routes[action.microbatch][action.hop]
+        key = (action.microbatch, action.hop)
+        output = self._outputs.pop(key)
+        torch.autograd.backward(output, self._output_gradients.pop(key, None))
+        self._stage.accumulate(hop.first_layer, hop.end_layer)
+        before = (action.microbatch, action.hop - 1)
+        if before in self._outputs:
+            gradient = self._inputs.pop(key).grad
+            assert gradient is not None
+            self._output_gradients[before] = gradient
+
+    def _send_forward(self, action: Action) -> None:
+        target = self._schedule.routes[action.microbatch][action.hop + 1].rank
+        output = self._outputs[action.microbatch, action.hop]
+        self._send(target, Channel.FORWARD, action.microbatch, action.hop + 1, output)
+
+    def _receive_forward(self, action: Action) -> None:
+        source = self._schedule.routes[action.microbatch][action.hop - 1].rank
+        hidden = self._receive(source, Channel.FORWARD, action.microbatch, action.hop)
+        self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
+
+    def _send_backward(self, action: Action) -> None:
+        target = self._schedule.routes[action.microbatch][action.hop - 1].rank
+        gradient = self._inputs.pop((action.microbatch, action.hop)).grad
+        assert gradient is not None
+        self._send(target, Channel.BACKWARD, action.microbatch, action.hop - 1, gradient)
+
+    def _receive_backward(self, action: Action) -> None:
+        source = self._schedule.routes[action.microbatch][action.hop + 1].rank
+        gradient = self._receive(source, Channel.BACKWARD, action.microbatch, action.hop)
+        self._output_gradients[action.microbatch, action.hop] = gradient
+
+    def _reduce(self, action: Action) -> None:
+        self._ready.add(action.bucket)
+        while len(self._submitted) < len(self._buckets):
+            bucket = self._buckets[len(self._submitted)]
+            if bucket not in self._ready:
+                return
+            self._submitted.append(self._communication.submit(self._run_bucket, bucket))
+
+    # -- reductions -----------------------------------------------------------------------------
+
+    def _run_bucket(self, bucket: int) -> None:
+        start_s = time.monotonic()
+        entry = self._schedule.buckets[bucket]
+        if entry.tied >= 0:
+            self._sum_tied(entry.tied, bucket, entry.ranks)
+        else:
+            held = [self._stage.layers[layer] for layer in entry.layers]
+            self._reduce_tensors(
+                [layer.sums for layer in held],
+                [layer.gradients for layer in held],
+                bucket=bucket,
+                ranks=entry.ranks,
+            )
+        self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s)
+
+    def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
+        total, uses = self._local_sum(self._stage.model.tied[group_index])
+        result = torch.empty(total.numel(), dtype=torch.float32)
+        self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks)
+        for held, name in uses:
+            held.tied_gradients[name].copy_(result)
+
+    def _local_sum(self, group: TiedGroup) -> tuple[Tensor, list[tuple[HeldLayer, str]]]:
+        """The sum over this rank's uses of a tied parameter, and those uses."""
+        uses = self._stage.tied_uses(group)
+        total = uses[0][0].tied_sums[uses[0][1]].clone() if uses else torch.zeros(0)
+        for held, name in uses[1:]:
+            total += held.tied_sums[name]
+        return total, uses
+
+    def _reduce_tensors(
+        self, sums: list[Tensor], results: list[Tensor], *, bucket: int, ranks: Sequence[int]
+    ) -> None:
+        reduce_bucket(
+            self._links,
+            sums,
+            results,
+            ranks=ranks,
+            iteration=self._iteration,
+            bucket=bucket,
+            timeout_s=RECEIVE_TIMEOUT_S,
+        )
+
+    def _finish_unshared(self) -> None:
+        """Rounds the sums of what this rank alone holds: no bucket has them."""
+        reduced = {
+            (self._schedule.buckets[b].tied, layer)
+            for b in self._buckets
+            for layer in self._schedule.buckets[b].layers
+        }
+        for layer, held in self._stage.layers.items():
+            if (-1, layer) not in reduced:
+                held.gradients.copy_(held.sums)
+        for index, group in enumerate(self._stage.model.tied):
+            if all((index, use.layer) not in reduced for use in group.uses):
+                total, uses = self._local_sum(group)
+                for held, name in uses:
+                    held.tied_gradients[name].copy_(total)
+
+    # -- the commit -----------------------------------------------------------------------------
+
+    def _commit(self, stop: bool) -> CommitVector:
+        num_layers = self._stage.model.num_layers
+        num_microbatches = len(self._schedule.routes)
+        vector = np.zeros(num_layers + num_microbatches + 1, dtype=np.float64)
+        for layer, held in self._stage.layers.items():
+            if self._plan.holders(layer)[0] == self._rank:
+                vector[layer] = held.squared_norm(self._counted(layer))
+        for microbatch, loss in self._losses.items():
+            vector[num_layers + microbatch] = loss
+        vector[-1] = float(stop)
+        total: npt.NDArray[np.float64] = reduce_vector(
+            self._links,
+            vector,
+            ranks=self._plan.ranks,
+            iteration=self._iteration,
+            timeout_s=RECEIVE_TIMEOUT_S,
+        )
+        return CommitVector(
+            squared_norms=tuple(total[:num_layers].tolist()),
+            losses=tuple(total[num_layers:-1].tolist()),
+            stop_votes=int(total[-1]),
+        )
+
+    def _counted(self, layer: int) -> list[str]:
+        """The layer's parameters without tied ones that an earlier layer counts."""
+        later = {
+            use.name for g in self._stage.model.tied for use in g.uses[1:] if use.layer == layer
+        }
+        return [name for name in self._stage.layers[layer].masters if name not in later]
+
+    # -- tensors on the wire ----------------------------------------------------------------------
+
+    def _send(
+        self, target: int, channel: Channel, microbatch: int, hop: int, tensor: Tensor
+    ) -> None:
+        tensor = tensor.detach().contiguous()
+        head = np.zeros(_HEAD_BYTES // 8, dtype=np.int64)
+        assert tensor.dim() <= len(head) - 2
+        head[:2] = _DTYPES.index(tensor.dtype), tensor.dim()
+        head[2 : 2 + tensor.dim()] = tensor.shape
+        body = tensor.reshape(-1).view(torch.uint8).numpy()
+        self._links.send(target, Tag(channel, self._iteration, microbatch, hop), head, body)
+
+    def _receive(self, source: int, channel: Channel, microbatch: int, hop: int) -> Tensor:
+        tag = Tag(channel, self._iteration, microbatch, hop)
+        received = self._links.receive(source, tag, timeout_s=RECEIVE_TIMEOUT_S)
+        head = received[:_HEAD_BYTES].view(np.int64)
+        shape = head[2 : 2 + int(head[1])].tolist()
+        dtype = _DTYPES[int(head[0])]
+        return torch.from_numpy(received[_HEAD_BYTES:]).view(dtype).view(shape)

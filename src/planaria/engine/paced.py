@@ -1,0 +1,130 @@
+"""Layers that sleep for the time that a profile says, on tiny tensors.
+
+A paced job runs the real engine, links and commits with the timing of a cluster that is not
+there: many nodes fit on two cores, for a sleeping layer needs none. Gradients and updates are
+real, so all checks of bits hold for it too.
+
+Differs from a profile's layers in bytes: activations and parameters are a few dozen floats.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planaria.core.plan import LayerProfile, ModelProfile
+from planaria.core.samples import mix
+from planaria.engine.layers import SplitModel, TiedGroup, layer_seed
+from planaria.errors import ConfigError
+
+WIDTH = 16
+NUM_SAMPLES = 1 << 20
+
+
+class _Pace:
+    """Sleeps that are right on average: what one sleep overshoots, the next makes up for."""
+
+    def __init__(self) -> None:
+        self._debt_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps for the seconds, less what earlier sleeps took too long."""
+        start_s = time.monotonic()
+        wanted_s = seconds - self._debt_s
+        if wanted_s > 0:
+            time.sleep(wanted_s)
+        self._debt_s = time.monotonic() - start_s - wanted_s
+
+
+class _Sleep(torch.autograd.Function):
+    """x * weight, which takes its time forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, pace: _Pace, forward_s: float, backward_s: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.pace, ctx.backward_s = pace, backward_s
+        pace.sleep(forward_s)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.pace.sleep(ctx.backward_s)
+        return gradients[0] * weight, (gradients[0] * x).sum(dim=0), None, None, None
+
+
+class _PacedLayer(nn.Module):
+    def __init__(self, profile: LayerProfile, *, pace: _Pace) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+        self._forward_s = profile.forward_s[1]
+        self._backward_s = profile.backward_s(1)
+        self._pace = pace
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self._pace, self._forward_s, self._backward_s
+        )
+        return output
+
+
+class _PacedLayers:
+    """The builder of a paced model."""
+
+    def __init__(self, profile: ModelProfile, *, seed: int) -> None:
+        self._profile = profile
+        self._seed = seed
+        self._pace = _Pace()
+        self.layer_names = tuple(layer.name for layer in profile.layers)
+        self.tied: tuple[TiedGroup, ...] = ()
+
+    def materialise(self, layer: int) -> nn.Module:
+        """The layer with its first weights, near 1."""
+        module = self.structure(layer)
+        generator = torch.Generator().manual_seed(layer_seed(self._seed, layer))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.uniform_(0.9, 1.1, generator=generator)
+        return module
+
+    def structure(self, layer: int) -> nn.Module:
+        return _PacedLayer(self._profile.layers[layer], pace=self._pace)
+
+    def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
+        assert 0 <= layer < len(self.layer_names)
+        return {"weight": torch.Size([WIDTH])}
+
+
+class PacedData:
+    """Samples for a paced model: a vector and a target, drawn from the sample's number."""
+
+    vocabulary_size = 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        """The sample's input and target, both float32 [WIDTH]; the same for every seed."""
+        assert seed >= 0
+        generator = torch.Generator().manual_seed(mix(index) >> 1)
+        return torch.rand(WIDTH, generator=generator), torch.rand(WIDTH, generator=generator)
+
+
+def paced_model(profile: ModelProfile, *, seed: int) -> SplitModel:
+    """A model of one sleeping layer for each of the profile's.
+
+    Raises:
+        ConfigError: a layer of the profile has no time for one device.
+    """
+    if any(1 not in layer.forward_s for layer in profile.layers):
+        remedy = 'a paced layer sleeps its time on one device: every layer needs a key "1"'
+        raise ConfigError("model.profile", profile.model, remedy)
+    builder = _PacedLayers(profile, seed=seed)
+    return SplitModel(builder, objective="supervised", loss=_squared_error_sum)
+
+
+def _squared_error_sum(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).square().sum()

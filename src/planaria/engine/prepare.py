@@ -1,0 +1,99 @@
+"""Looks at a job before any node starts: model, data, optimizer, and the profile to plan with.
+
+Runs in a process of its own, so that the launcher needs no torch and every mistake of the user's
+is found, and told, before anything is started.
+"""
+
+import os
+import traceback
+from pathlib import Path
+
+import msgspec
+import torch
+
+from planaria.core.job import JobConfig
+from planaria.core.messages import Prepared, PrepareRequest
+from planaria.core.plan import ModelProfile
+from planaria.core.samples import sample_numbers
+from planaria.engine.data import Dataset, load_dataset, vocabulary_size
+from planaria.engine.layers import SplitModel, split_model
+from planaria.engine.optimizer import learning_rate, optimizer_factory
+from planaria.engine.paced import PacedData, paced_model
+from planaria.engine.profiler import profile_model
+from planaria.errors import ConfigError
+
+
+def load_model(
+    job: JobConfig, *, cache_directory: Path, profile: ModelProfile | None
+) -> SplitModel:
+    """The job's model, split into layers; a paced one is what its profile says."""
+    if job.model.kind == "paced":
+        assert profile is not None
+        return paced_model(profile, seed=job.training.seed)
+
+    def split(objective: str) -> SplitModel:
+        size = vocabulary_size(job.data, cache_directory=cache_directory, objective=objective)
+        return split_model(
+            job.model,
+            seed=job.training.seed,
+            vocabulary_size=size,
+            sequence_length=job.data.sequence_length,
+        )
+
+    model = split("causal")
+    # The tokens of a masked objective are one more: the mask.
+    return split(model.objective) if model.objective == "masked" else model
+
+
+def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Dataset:
+    """The job's data, as its model's objective wants it."""
+    if job.model.kind == "paced":
+        return PacedData()
+    return load_dataset(
+        job.data, objective=objective, seed=job.training.seed, cache_directory=cache_directory
+    )
+
+
+def main(payload: bytes, result_fd: int) -> None:
+    """Prepares a job in a forked process; writes a `Prepared` to result_fd."""
+    torch.set_num_threads(1)
+    request = msgspec.json.decode(payload, type=PrepareRequest)
+    try:
+        result = _prepared(request)
+    except ConfigError as error:
+        result = Prepared(mistake=(error.field, str(error.value), error.remedy))
+    except Exception:
+        result = Prepared(traceback=traceback.format_exc())
+    with os.fdopen(result_fd, "wb") as file:
+        file.write(msgspec.json.encode(result))
+
+
+def _prepared(request: PrepareRequest) -> Prepared:
+    job = request.job
+    cache_directory = Path(request.cache_directory)
+    model = load_model(job, cache_directory=cache_directory, profile=request.profile)
+    dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
+    sample_numbers(
+        0,
+        seed=job.training.seed,
+        num_samples=len(dataset),
+        global_batch_size=job.training.global_batch_size,
+    )
+    learning_rate(job.training, 0)
+    optimizer_factory(job.training)
+    later = {use for group in model.tied for use in group.uses[1:]}
+    shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
+    parameters = tuple(
+        tuple(name for name in names if all((layer, name) != (u.layer, u.name) for u in later))
+        for layer, names in enumerate(shapes)
+    )
+    return Prepared(
+        profile=request.profile or profile_model(job, model, dataset),
+        num_samples=len(dataset),
+        vocabulary_size=dataset.vocabulary_size,
+        objective=model.objective,
+        parameters=parameters,
+        num_parameters=sum(
+            shapes[layer][name].numel() for layer, names in enumerate(parameters) for name in names
+        ),
+    )

@@ -1,0 +1,232 @@
+"""Measures a job's layers and links on this machine: the ModelProfile that planning needs.
+
+Each kind of layer (same modules, same shapes) is measured once: its forward, the backward to its
+input alone, and what the gradient of its weights adds. The median of a few runs counts. Links
+are measured over loopback; emulated nodes have no other.
+
+Source: Oobleck (SOSP '23), section 6 (profiler); Odyssey, section IV.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from planaria.core.job import JobConfig
+from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
+from planaria.engine.batches import Batches
+from planaria.engine.data import Dataset
+from planaria.engine.layers import SplitModel, buffer_values, refuse_changing_buffers
+from planaria.engine.optimizer import optimizer_factory, optimizer_state
+from planaria.transport.links import Channel, Links, Tag
+
+NUM_RUNS = 5
+LINK_BYTES = 1 << 22
+_LINK_TIMEOUT_S = 30.0
+
+
+def profile_model(job: JobConfig, model: SplitModel, dataset: Dataset) -> ModelProfile:
+    """The profile of a job's model on one device of this machine, and its links.
+
+    Raises:
+        ConfigError: a layer changes a buffer in its forward.
+    """
+    batches = Batches(dataset, job.training, iteration=0)
+    hidden = batches.inputs(0)
+    targets, num_targets = batches.targets(0), batches.num_targets()
+    known: dict[str, tuple[LayerProfile, Tensor]] = {}
+    layers = []
+    for layer, name in enumerate(model.layer_names):
+        is_last = layer == model.num_layers - 1
+        module = model.materialise(layer)
+        key = f"{layer == 0}/{is_last}/{_kind(module)}/{tuple(hidden.shape)}"
+        if key not in known:
+            before = buffer_values(module)
+
+            def loss(output: Tensor) -> Tensor:
+                return model.loss_sum(output, targets) / num_targets
+
+            profile, output = _measured(job, name, module, hidden, loss if is_last else None)
+            refuse_changing_buffers(name, before, module)
+            known[key] = (profile, output)
+        profile, hidden = known[key]
+        layers.append(replace(profile, name=name))
+    link = measured_link()
+    return ModelProfile(
+        model=job.name,
+        microbatch_size=job.training.microbatch_size,
+        dtype=job.training.dtype,
+        device="cpu",
+        device_memory_bytes=job.cluster.device_memory_bytes,
+        layers=tuple(layers),
+        links={"intra_node": link, "inter_node": link},
+        tied=tied_parameters(model),
+    )
+
+
+def tied_parameters(model: SplitModel) -> tuple[TiedParameters, ...]:
+    """The model's tied parameters as planner and schedule know them."""
+    return tuple(
+        TiedParameters(
+            layers=tuple(dict.fromkeys(use.layer for use in group.uses)),
+            parameter_bytes=4
+            * model.parameter_shapes(group.uses[0].layer)[group.uses[0].name].numel(),
+        )
+        for group in model.tied
+    )
+
+
+def measured_link() -> Link:
+    """Latency and bandwidth of a link over loopback."""
+    token = b"profile"
+    ends = [Links(rank, token=token) for rank in (0, 1)]
+    addresses = {rank: end.address for rank, end in enumerate(ends)}
+    sizes = [64] * 50 + [LINK_BYTES] * NUM_RUNS
+
+    def echo() -> None:
+        ends[1].begin(0, addresses=addresses, peers=(0,), timeout_s=_LINK_TIMEOUT_S)
+        for index in range(len(sizes)):
+            tag = Tag(Channel.FORWARD, 0, index)
+            ends[1].receive(0, tag, timeout_s=_LINK_TIMEOUT_S)
+            ends[1].send(0, tag, np.zeros(8, dtype=np.uint8))
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    ends[0].begin(0, addresses=addresses, peers=(1,), timeout_s=_LINK_TIMEOUT_S)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    for index, size in enumerate(sizes):
+        tag = Tag(Channel.FORWARD, 0, index)
+        payload = np.zeros(size, dtype=np.uint8)
+        start_s = time.perf_counter()
+        ends[0].send(1, tag, payload)
+        ends[0].receive(1, tag, timeout_s=_LINK_TIMEOUT_S)
+        seconds[size].append(time.perf_counter() - start_s)
+    thread.join()
+    for end in ends:
+        end.close()
+    round_trip_s = statistics.median(seconds[64])
+    large_s = statistics.median(seconds[LINK_BYTES])
+    return Link(round_trip_s / 2, LINK_BYTES / max(large_s - round_trip_s, 1e-6))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    forward: float
+    backward_input: float
+    backward: float
+
+
+def _kind(module: nn.Module) -> str:
+    """The same for layers that cost the same."""
+    parts = sorted(type(part).__name__ for part in module.modules())
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    return f"{parts}{shapes}"
+
+
+def _measured(
+    job: JobConfig,
+    name: str,
+    module: nn.Module,
+    hidden: Tensor,
+    loss: Callable[[Tensor], Tensor] | None,
+) -> tuple[LayerProfile, Tensor]:
+    """The layer's profile, and its output for one microbatch."""
+    optimizer_bytes = _optimizer_bytes(job, module)
+    parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
+    if job.training.dtype == "bfloat16":
+        module = module.to(torch.bfloat16)
+    activation_bytes = _activation_bytes(module, hidden, loss)
+    runs = [_run(module, hidden, loss) for _ in range(NUM_RUNS + 1)][1:]
+    forward_s = statistics.median(run.forward for run in runs)
+    input_s = statistics.median(run.backward_input for run in runs)
+    backward_s = statistics.median(run.backward for run in runs)
+    weight_s = max(0.0, backward_s - input_s)
+    if job.training.activation_checkpointing and loss is None:
+        # The backward runs the forward again, and only the input is kept until then.
+        input_s += forward_s
+        activation_bytes = hidden.numel() * hidden.element_size()
+    with torch.no_grad():
+        output = module(hidden)
+    profile = LayerProfile(
+        name=name,
+        forward_s={1: forward_s},
+        backward_input_s={1: input_s},
+        backward_weight_s={1: weight_s},
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=optimizer_bytes,
+        activation_bytes=activation_bytes,
+        output_bytes=output.numel() * output.element_size() if loss is None else 0,
+    )
+    return profile, output
+
+
+def _leaf(hidden: Tensor) -> Tensor:
+    hidden = hidden.detach()
+    return hidden.requires_grad_() if hidden.is_floating_point() else hidden
+
+
+def _forward(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | None) -> Tensor:
+    output: Tensor = module(hidden)
+    return output if loss is None else loss(output)
+
+
+def _run(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | None) -> _Seconds:
+    leaf = _leaf(hidden)
+    start_s = time.perf_counter()
+    output = _forward(module, leaf, loss)
+    forward_s = time.perf_counter() - start_s
+    gradient = torch.ones_like(output)
+    backward_input_s = 0.0
+    if leaf.requires_grad and output.requires_grad:
+        start_s = time.perf_counter()
+        torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+        backward_input_s = time.perf_counter() - start_s
+    backward_s = 0.0
+    if output.requires_grad:
+        start_s = time.perf_counter()
+        torch.autograd.backward(output, gradient)
+        backward_s = time.perf_counter() - start_s
+    for parameter in module.parameters():
+        parameter.grad = None
+    return _Seconds(forward_s, backward_input_s, backward_s)
+
+
+def _activation_bytes(
+    module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | None
+) -> int:
+    """What autograd keeps for the backward, each storage once, without parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = _forward(module, _leaf(hidden), loss)
+    del output
+    return sum(kept.values())
+
+
+def _optimizer_bytes(job: JobConfig, module: nn.Module) -> int:
+    """The optimizer's state of the layer, read off after one step."""
+    named = dict(module.named_parameters())
+    if not named:
+        return 0
+    optimizer = optimizer_factory(job.training)(named.items())
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in named.items():
+        parameter.grad = None
+        parameter.data.copy_(before[name])
+    state = optimizer_state(optimizer, named)
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -1,0 +1,216 @@
+"""The layers that a rank holds: parameters, gradient sums and optimizer of each layer.
+
+A layer stands on its own: it has its own optimizer and its own age (the number of iterations
+that it has applied), so it can be sent, saved and applied alone. Gradients of a layer lie in
+one flat tensor of sums; those of a tied parameter, which several layers use, lie in a flat
+tensor of their own for each use, for they are summed over the holders of all its uses.
+
+Dropout draws from the generator seeded by (seed, iteration, microbatch, layer) when the layer's
+forward begins, also when activation checkpointing runs it again, so what it draws does not
+depend on who computes the layer.
+
+Source: DESIGN 4.3, 4.4 and 4.6.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from planaria.core.job import TrainingConfig
+from planaria.core.samples import mix
+from planaria.engine.layers import SplitModel, TiedGroup
+from planaria.engine.optimizer import load_optimizer_state, optimizer_factory, optimizer_state
+
+State = Mapping[str, npt.NDArray[np.generic]]
+
+
+class HeldLayer:
+    """One layer on this rank.
+
+    Attributes:
+        age: iterations applied to it.
+        sums: flat gradient sums of its own parameters.
+        tied_sums: by parameter name, flat gradient sums of this layer's use of tied parameters.
+        gradients: flat float32, the reduced gradients of its own parameters.
+        tied_gradients: by parameter name, the same for tied ones.
+    """
+
+    def __init__(
+        self, layer: int, module: nn.Module, *, training: TrainingConfig, tied: Iterable[str]
+    ) -> None:
+        self.layer = layer
+        self.age = 0
+        self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        if training.dtype == "bfloat16":
+            self.masters = {
+                name: nn.Parameter(parameter.detach().clone())
+                for name, parameter in self.masters.items()
+            }
+            module = module.to(torch.bfloat16)
+        self.module = module
+        self.parameters = dict(module.named_parameters())
+        self.optimizer = optimizer_factory(training)(self.masters.items()) if self.masters else None
+        sum_dtype = torch.float64 if training.deterministic else torch.float32
+        self.tied_names = tuple(name for name in self.masters if name in set(tied))
+        own = [name for name in self.masters if name not in self.tied_names]
+        size = sum(self.masters[name].numel() for name in own)
+        self.sums = torch.zeros(size, dtype=sum_dtype)
+        self.gradients = torch.zeros(size, dtype=torch.float32)
+        self.tied_sums = {n: torch.zeros(self.masters[n].numel(), dtype=sum_dtype) for n in tied}
+        self.tied_gradients = {
+            n: torch.zeros(self.masters[n].numel(), dtype=torch.float32) for n in tied
+        }
+        self._sum_views = {**_views(self.sums, own, self.masters), **self._shaped(self.tied_sums)}
+        self._gradient_views = {
+            **_views(self.gradients, own, self.masters),
+            **self._shaped(self.tied_gradients),
+        }
+
+    def _shaped(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.view(self.masters[name].shape) for name, tensor in flat.items()}
+
+    def clear(self) -> None:
+        """Sets all gradient sums to +0."""
+        self.sums.zero_()
+        for sums in self.tied_sums.values():
+            sums.zero_()
+
+    def accumulate(self) -> None:
+        """Adds the gradients that a backward left, and drops them."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self._sum_views[name].add_(parameter.grad)
+                parameter.grad = None
+
+    def squared_norm(self, names: Iterable[str]) -> float:
+        """The sum of squares of the reduced gradients of `names`, each summed in float64."""
+        total = 0.0
+        for name in names:
+            total += float(self._gradient_views[name].double().pow_(2).sum())
+        return total
+
+    def apply(self, iteration: int, *, learning_rate: float, scale: float) -> None:
+        """Takes the optimizer step of an iteration; nothing if it was taken already."""
+        if self.age != iteration:
+            assert self.age == iteration + 1, (self.layer, self.age, iteration)
+            return
+        if self.optimizer is not None:
+            for name, master in self.masters.items():
+                gradient = self._gradient_views[name]
+                master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            for name, master in self.masters.items():
+                master.grad = None
+                if self.parameters[name] is not master:
+                    self.parameters[name].data.copy_(master.data)
+        self.age += 1
+
+    def state(self) -> dict[str, npt.NDArray[np.generic]]:
+        """A copy of the parameters and the optimizer's state, in the disk tier's names."""
+        tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
+        if self.optimizer is not None:
+            named = optimizer_state(self.optimizer, self.masters)
+            tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
+        return {name: tensor.clone().contiguous().numpy() for name, tensor in tensors.items()}
+
+    def load(self, state: State, *, age: int) -> None:
+        """Takes over a state as `state` gave it."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(_tensor(state[f"parameter/{name}"]))
+                if self.parameters[name] is not master:
+                    self.parameters[name].copy_(master)
+        if self.optimizer is not None:
+            prefix = "optimizer/"
+            named = {
+                name.removeprefix(prefix): _tensor(array)
+                for name, array in state.items()
+                if name.startswith(prefix)
+            }
+            load_optimizer_state(self.optimizer, self.masters, named)
+        self.age = age
+
+
+def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(np.array(array))
+
+
+def _views(
+    flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    views = {}
+    offset = 0
+    for name in names:
+        parameter = parameters[name]
+        views[name] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+        offset += parameter.numel()
+    return views
+
+
+class Stage:
+    """All layers that a rank holds, and how a hop runs through some of them."""
+
+    def __init__(self, model: SplitModel, *, training: TrainingConfig) -> None:
+        self.model = model
+        self.training = training
+        self.layers: dict[int, HeldLayer] = {}
+        self.num_materialised = 0
+
+    def hold(self, layers: Iterable[int], *, states: Mapping[int, State], age: int) -> None:
+        """Materialises layers, from `states` where it has them, else from the seed.
+
+        Layers that are held already are not touched.
+        """
+        for layer in layers:
+            if layer in self.layers:
+                continue
+            loaded = layer in states
+            module = self.model.structure(layer) if loaded else self.model.materialise(layer)
+            tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
+            held = HeldLayer(layer, module, training=self.training, tied=tied)
+            if loaded:
+                held.load(states[layer], age=age)
+            held.age = age
+            self.layers[layer] = held
+            self.num_materialised += 1
+
+    def forward(
+        self, first_layer: int, end_layer: int, hidden: Tensor, *, iteration: int, microbatch: int
+    ) -> Tensor:
+        """The output of layers [first_layer, end_layer) for one microbatch."""
+        for layer in range(first_layer, end_layer):
+            module = self.layers[layer].module
+            seed = mix(self.training.seed, iteration, microbatch, layer)
+            if self.training.activation_checkpointing and layer < self.model.num_layers - 1:
+                hidden = checkpoint(
+                    _seeded_forward,
+                    module,
+                    hidden,
+                    seed,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                hidden = _seeded_forward(module, hidden, seed)
+        return hidden
+
+    def accumulate(self, first_layer: int, end_layer: int) -> None:
+        """Adds what a backward through the layers left to their gradient sums."""
+        for layer in range(first_layer, end_layer):
+            self.layers[layer].accumulate()
+
+    def tied_uses(self, group: TiedGroup) -> list[tuple[HeldLayer, str]]:
+        """This rank's uses of a tied parameter, in layer order."""
+        return [(self.layers[u.layer], u.name) for u in group.uses if u.layer in self.layers]
+
+
+def _seeded_forward(module: nn.Module, hidden: Tensor, seed: int) -> Tensor:
+    torch.default_generator.manual_seed(seed)
+    output: Tensor = module(hidden)
+    return output

@@ -1,0 +1,76 @@
+"""What a run leaves behind: one frozen record per fact, together the report (DESIGN 7)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationRecord:
+    """A committed iteration.
+
+    Attributes:
+        samples: how many.
+        sample_digest: xxh3_128 of the sorted sample numbers as the first stages consumed them.
+        seconds: longest of the ranks', from the end of the iteration before.
+        predicted_s: by the estimator, of the plan in use.
+        peak_bytes: largest of the ranks', measured above the worker's memory without layers.
+    """
+
+    iteration: int
+    loss: float
+    samples: int
+    sample_digest: str
+    seconds: float
+    epoch: int
+    predicted_s: float
+    peak_bytes: int
+    predicted_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """A worker's process, by pid and start time, and what it did."""
+
+    node: int
+    rank: int
+    pid: int
+    pid_start: float
+    first_epoch: int
+    last_epoch: int
+    layers_materialised: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalRecord:
+    """How the job ended.
+
+    Attributes:
+        iteration: number of committed iterations.
+        parameters_sha256: over all parameters in layer order, tied ones once; "" if not saved.
+        optimizer_sha256: over their optimizer state, in the same order.
+    """
+
+    iteration: int
+    loss: float
+    parameters_sha256: str
+    optimizer_sha256: str
+    nodes: tuple[int, ...]
+    epoch: int
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The report of a run, version 1."""
+
+    job: dict[str, Any]
+    seed: int
+    versions: dict[str, str]
+    workers: tuple[WorkerRecord, ...]
+    iterations: tuple[IterationRecord, ...]
+    events: tuple[dict[str, Any], ...]
+    checkpoints: dict[str, float]
+    ledger: dict[str, float]
+    final: FinalRecord
+    plan: dict[str, Any] = field(default_factory=dict)
+    version: int = 1

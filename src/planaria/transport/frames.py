@@ -1,0 +1,113 @@
+"""Control messages on a byte stream: length-prefixed JSON frames, and the handshake before them.
+
+A frame is its length (4 bytes, big endian) and a JSON message. Nothing here touches a socket:
+`FrameDecoder` and `handshake` are fed bytes and give bytes, so that blocking sockets, selectors
+and asyncio share one implementation.
+
+Handshake: both ends send a hello (magic, a random nonce, who they are), then prove that they
+know the job's token by an HMAC over both hellos. The role is part of the proof, so that an end
+cannot be answered with its own words. The token itself never travels.
+"""
+
+import asyncio
+import hmac
+import os
+import struct
+from collections.abc import Generator, Iterator
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from planaria.core.messages import FromNode, Message, ToNode
+from planaria.errors import AuthenticationError
+
+_LENGTH = struct.Struct("!I")
+_MAGIC = b"planar01"
+_NONCE_BYTES = 16
+_HELLO = struct.Struct(f"!8s{_NONCE_BYTES}sI")
+_PROOF_BYTES = 32
+FRAME_BYTES_MAX = 1 << 28
+
+from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
+to_node_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
+
+
+class Role(Enum):
+    """Which end of a connection proves itself."""
+
+    CONNECT = b"connect"
+    ACCEPT = b"accept"
+
+
+def frame(message: Message) -> bytes:
+    """The message as one frame."""
+    body = msgspec.json.encode(message)
+    assert len(body) <= FRAME_BYTES_MAX
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into the bodies of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete once `data` has arrived."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > FRAME_BYTES_MAX:
+                raise AuthenticationError(f"a frame of {length} bytes is not one of ours")
+            if len(self._buffer) < _LENGTH.size + length:
+                return
+            body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
+            del self._buffer[: _LENGTH.size + length]
+            yield body
+
+
+def handshake(
+    token: bytes, role: Role, *, identity: int
+) -> Generator[tuple[bytes, int], bytes, int]:
+    """Proves this end and checks the other; returns the other's identity.
+
+    Yields (bytes to send, number of bytes to read next); is sent the bytes read.
+
+    Raises:
+        AuthenticationError: the other end speaks another protocol or has another token.
+    """
+    hello = _HELLO.pack(_MAGIC, os.urandom(_NONCE_BYTES), identity)
+    peer_hello = yield hello, _HELLO.size
+    magic, _, peer_identity = _HELLO.unpack(peer_hello)
+    if magic != _MAGIC:
+        raise AuthenticationError(f"the other end speaks {magic!r}, not {_MAGIC!r}")
+    peer_role = Role.ACCEPT if role is Role.CONNECT else Role.CONNECT
+    proof = yield _proof(token, role, hello, peer_hello), _PROOF_BYTES
+    if not hmac.compare_digest(proof, _proof(token, peer_role, peer_hello, hello)):
+        raise AuthenticationError(f"the other end ({peer_role.name}) has another job token")
+    return int(peer_identity)
+
+
+def _proof(token: bytes, role: Role, own_hello: bytes, peer_hello: bytes) -> bytes:
+    return hmac.digest(token, role.value + own_hello + peer_hello, "sha256")
+
+
+async def shake_hands(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    token: bytes,
+    role: Role,
+    identity: int,
+) -> int:
+    """`handshake` over an asyncio stream."""
+    steps = handshake(token, role, identity=identity)
+    answer: Any = None
+    while True:
+        try:
+            data, num_bytes = steps.send(answer)
+        except StopIteration as end:
+            return int(end.value)
+        writer.write(data)
+        answer = await reader.readexactly(num_bytes)

@@ -1,0 +1,64 @@
+"""Models and data as a user would give them, for jobs of kind "python"."""
+
+import os
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 24
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        update: Tensor = self.dropout(torch.tanh(self.linear(self.norm(x))))
+        return x + update
+
+
+def sequential() -> nn.Sequential:
+    """A classifier of ten layers, built as plain torch builds it."""
+    blocks = [_Residual(WIDTH) for _ in range(8)]
+    return nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 5))
+
+
+def factories() -> list[object]:
+    """The same, each layer built alone where it is needed."""
+    first, last = partial(nn.Linear, 8, WIDTH), partial(nn.Linear, WIDTH, 5)
+    return [first, *[partial(_Residual, WIDTH)] * 8, last]
+
+
+class _Points:
+    """Random points with random classes; a sample is a function of its number."""
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(8, generator=generator)
+        return x, (x.sum() > 0).long() + 2 * (x[0] > 0).long()
+
+
+def points() -> _Points:
+    """The data for both."""
+    return _Points()
+
+
+class _Raising(nn.Module):
+    """Raises in the forward of the microbatch in which the file named by RAISE_FILE exists."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.path.exists(os.environ["PLANARIA_TEST_RAISE"]):
+            raise ValueError("a mistake in the user's model")
+        return x
+
+
+def raising() -> nn.Sequential:
+    """A model that begins to raise while it trains."""
+    return nn.Sequential(nn.Linear(8, WIDTH), _Raising(), nn.Linear(WIDTH, 5))
