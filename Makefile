@@ -17,11 +17,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test sweep check docs bench clean
 
 help:
 	@echo 'make demo    train the example job on five nodes of this machine'
 	@echo 'make test    check the code, then run all tests'
+	@echo 'make sweep   the long tests: every pipeline shape for every model family'
 	@echo 'make check   formatting, lint and types'
 	@echo 'make docs    write the generated pages in docs/'
 	@echo 'make bench   run every script in benchmarks/'
@@ -35,6 +36,9 @@ demo: $(READY)
 test: check
 	$(BIN)/python -m pytest
 
+sweep: $(READY)
+	$(BIN)/python -m pytest -m long
+
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)
 	$(BIN)/ruff check --quiet $(SOURCES)
@@ -44,9 +48,9 @@ docs: $(READY)
 	$(BIN)/python -m planaria.config > docs/JOB.md
 
 bench: $(READY)
-	@set -e; for script in $(sort $(wildcard benchmarks/*.py)); do \
-		echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; \
-	done
+	@failed=0; for script in $(sort $(wildcard benchmarks/*.py)); do \
+		echo "$(BIN)/python $$script"; $(BIN)/python "$$script" || failed=1; \
+	done; exit $$failed
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

@@ -10,21 +10,26 @@ WIDTH = 24
 
 
 class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.linear = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         update: Tensor = self.dropout(torch.tanh(self.linear(self.norm(x))))
         return x + update
 
 
-def sequential() -> nn.Sequential:
+def sequential(dropout: float = 0.1) -> nn.Sequential:
     """A classifier of ten layers, built as plain torch builds it."""
-    blocks = [_Residual(WIDTH) for _ in range(8)]
+    blocks = [_Residual(WIDTH, dropout) for _ in range(8)]
     return nn.Sequential(nn.Linear(8, WIDTH), *blocks, nn.Linear(WIDTH, 5))
+
+
+def plain_sequential() -> nn.Sequential:
+    """The same without dropout."""
+    return sequential(dropout=0.0)
 
 
 def factories() -> list[object]:

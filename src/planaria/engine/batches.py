@@ -6,6 +6,7 @@ iteration alone, never on the plan.
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from planaria.core.job import TrainingConfig
@@ -35,9 +36,12 @@ class Batches:
         self.consumed: list[int] = []
 
     def inputs(self, index: int) -> Tensor:
-        """The inputs of a microbatch, for its first hop."""
+        """The inputs of a microbatch, for its first hop, in the dtype that training computes in."""
         self.consumed += self._samples(index).tolist()
-        return self._load(index)[0]
+        inputs = self._load(index)[0]
+        if inputs.is_floating_point():
+            inputs = inputs.to(getattr(torch, self._training.dtype))
+        return inputs
 
     def targets(self, index: int) -> Tensor:
         """The targets of a microbatch, for its last hop; not kept any longer."""

@@ -47,10 +47,15 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
             "model.config.model_type", model_type, _nearest(model_type, CONFIG_MAPPING)
         )
     config_class = CONFIG_MAPPING[model_type]
-    known = {*vars(config_class()), *config_class.attribute_map, *_FURTHER_KEYS}
+    defaults = vars(config_class())
+    known = {*defaults, *config_class.attribute_map, *_FURTHER_KEYS}
     for key in model.config:
         if key not in known:
             raise ConfigError(f"model.config.{key}", model.config[key], _nearest(key, known))
+    for key, value in defaults.items():
+        # A special token of the architecture's own vocabulary means nothing in a smaller one.
+        if key.endswith("_token_id") and isinstance(value, int) and value >= keys["vocab_size"]:
+            keys.setdefault(key, None)
     try:
         config = config_class.from_dict(keys)
     except (StrictDataclassError, TypeError, ValueError) as error:

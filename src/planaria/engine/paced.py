@@ -20,21 +20,27 @@ from planaria.errors import ConfigError
 
 WIDTH = 16
 NUM_SAMPLES = 1 << 20
+HIDDEN_GAP_S = 0.001
 
 
 class _Pace:
-    """Sleeps that are right on average: what one sleep overshoots, the next makes up for."""
+    """Sleeps back to back: each from when the last one should have ended.
+
+    What a sleep overshoots, the next makes up for. So is the host's own work between two layers
+    (0.2 ms each, measured), which a real device hides by working off a queue. A longer gap means
+    that the rank waited for a message: then a sleep starts when it is asked for.
+    """
 
     def __init__(self) -> None:
-        self._debt_s = 0.0
+        self._end_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps for the seconds, less what earlier sleeps took too long."""
-        start_s = time.monotonic()
-        wanted_s = seconds - self._debt_s
-        if wanted_s > 0:
-            time.sleep(wanted_s)
-        self._debt_s = time.monotonic() - start_s - wanted_s
+        """Sleeps until the work that started with this call, or right before it, is done."""
+        now_s = time.monotonic()
+        start_s = self._end_s if now_s - self._end_s < HIDDEN_GAP_S else now_s
+        self._end_s = start_s + seconds
+        if self._end_s > now_s:
+            time.sleep(self._end_s - now_s)
 
 
 class _Sleep(torch.autograd.Function):

@@ -1,0 +1,114 @@
+"""The result does not depend on how the model is spread: the same bits on any number of nodes.
+
+Each case is a real job: agents and workers are processes, gradients cross sockets. `make test`
+runs every shape of up to five nodes and a sample of the larger ones; the rest are marked long.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs import FAMILIES, digests, shapes, tiny_job, train_shape
+from planaria.library import Job
+from planaria.nodes.forkserver import ForkServer
+
+SIZES = (1, 2, 4, 5, 6, 7, 9)
+SMALL = [shape for size in SIZES if size <= 5 for shape in shapes(size) if shape != (1,)]
+LARGE = [shape for size in SIZES if size > 5 for shape in shapes(size)]
+SAMPLE = [(1, 5), (2, 2, 3), (1, 1, 3, 4), (9,)]
+
+_single: dict[tuple[str, bool], tuple[str, str]] = {}
+
+
+def _expected(family: str, checkpointing: bool, server: ForkServer, tmp: Path) -> tuple[str, str]:
+    """The digests of one node that holds the whole model, the same with and without
+    activation checkpointing."""
+    if (family, checkpointing) not in _single:
+        job = tiny_job(family, tmp / "single", activation_checkpointing=checkpointing)
+        _single[family, checkpointing] = digests(train_shape(job, (1,), server))
+    return _single[family, checkpointing]
+
+
+def _check(family: str, shape: tuple[int, ...], server: ForkServer, tmp: Path, ac: bool) -> None:
+    job = tiny_job(family, tmp / "spread", activation_checkpointing=ac)
+    result = train_shape(job, shape, server)
+
+    assert _expected(family, False, server, tmp) == digests(result)
+    assert [record.samples for record in result.report.iterations] == [20] * 3
+
+
+@pytest.mark.parametrize("shape", SMALL + SAMPLE, ids=str)
+def test_every_shape_gives_the_bits_of_one_process(
+    shape: tuple[int, ...], server: ForkServer, tmp_path: Path
+) -> None:
+    """GPT-2 with dropout, clipping and tied embeddings; checkpointing on for half of the cases."""
+    _check("gpt2", shape, server, tmp_path, ac=sum(shape) % 2 == 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("shape", [(2,), (3, 4)], ids=str)
+def test_every_family_gives_the_bits_of_one_process(
+    family: str, checkpointing: bool, shape: tuple[int, ...], server: ForkServer, tmp_path: Path
+) -> None:
+    """With and without activation checkpointing, on one pipeline and on two unequal ones."""
+    _check(family, shape, server, tmp_path, ac=checkpointing)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_every_family_in_every_shape(
+    family: str, checkpointing: bool, shape: tuple[int, ...], server: ForkServer, tmp_path: Path
+) -> None:
+    """All of it."""
+    _check(family, shape, server, tmp_path, ac=checkpointing)
+
+
+def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_path: Path) -> None:
+    """Bits that never differ would prove nothing: another seed must give other ones."""
+    job = tiny_job("gpt2", tmp_path, seed=8)
+
+    assert digests(train_shape(job, (2, 3), server)) != _expected("gpt2", False, server, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_devices_in_a_node_give_the_same_bits(
+    dtype: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """Two nodes of three devices, planned by the planner, beside one node of one device."""
+    alone = tiny_job("sequential", tmp_path / "alone", dtype=dtype)
+    spread = tiny_job("sequential", tmp_path / "spread", dtype=dtype)
+    cluster = replace(spread.cluster, nodes=2, devices_per_node=3)
+
+    expected = digests(train_shape(alone, (1,), server))
+    result = Job(replace(spread, cluster=cluster)).train(server=server)
+
+    assert len(result.report.workers) == 6
+    assert expected == digests(result)
+
+
+def test_bfloat16_gives_the_same_bits_too(server: ForkServer, tmp_path: Path) -> None:
+    """Parameters and activations in bfloat16, masters and sums in float32 and float64."""
+    alone = tiny_job("gpt2", tmp_path / "alone", dtype="bfloat16")
+    spread = tiny_job("gpt2", tmp_path / "spread", dtype="bfloat16")
+
+    expected = digests(train_shape(alone, (1,), server))
+
+    assert expected == digests(train_shape(spread, (2, 3), server))
+    assert expected != _expected("gpt2", False, server, tmp_path)
+
+
+def test_fast_mode_uses_the_same_samples_and_stays_close(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Float32 sums: the loss of the first iteration is equal to 1e-6, the samples are the same."""
+    exact = train_shape(tiny_job("gpt2", tmp_path / "exact"), (1,), server)
+    fast = train_shape(tiny_job("gpt2", tmp_path / "fast", deterministic=False), (2, 3), server)
+
+    for one, other in zip(exact.report.iterations, fast.report.iterations, strict=True):
+        assert one.sample_digest == other.sample_digest
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    assert exact.report.iterations[0].loss == pytest.approx(fast.report.iterations[0].loss, 1e-6)

@@ -1,0 +1,112 @@
+"""What a job file can ask for, each in a whole job on one node and on five: the same bits."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from jobs import digests, tiny_job, train_shape
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.nodes.forkserver import ForkServer
+
+
+def _both(job: JobConfig, server: ForkServer, tmp_path: Path) -> JobConfig:
+    """Trains the job on (1,) and (2, 3), asserts equal bits, returns the second job."""
+    one, other = (
+        replace(job, checkpoint=replace(job.checkpoint, directory=str(tmp_path / name)))
+        for name in ("one", "other")
+    )
+    assert digests(train_shape(one, (1,), server)) == digests(train_shape(other, (2, 3), server))
+    return other
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"name": "SGD", "momentum": 0.9, "nesterov": True},
+        {"name": "Adafactor"},
+        {"name": "AdamW", "amsgrad": True, "weight_decay": 0.1},
+    ],
+    ids=lambda optimizer: str(optimizer["name"]),
+)
+def test_optimizers(optimizer: dict[str, Any], server: ForkServer, tmp_path: Path) -> None:
+    """Any optimizer of torch with state per parameter, its state saved by its own names."""
+    job = _both(tiny_job("sequential", tmp_path, optimizer=optimizer), server, tmp_path)
+
+    tier = DiskTier(Path(job.checkpoint.directory))
+    manifest = tier.newest()
+    assert manifest is not None
+    names = {name.rpartition("/")[2] for name in tier.read_layer(manifest, 4)}
+    expected = {
+        "SGD": {"momentum_buffer"},
+        "Adafactor": {"row_var", "col_var", "step"},
+        "AdamW": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"},
+    }
+    assert expected[optimizer["name"]] <= names
+
+
+def test_a_target_loss_ends_the_job(server: ForkServer, tmp_path: Path) -> None:
+    """All ranks read the same loss off the commit vector, so all stop after the same iteration."""
+    job = tiny_job("sequential", tmp_path, iterations=50, target_loss=1.2)
+    result = train_shape(job, (1, 2), server)
+
+    losses = [record.loss for record in result.report.iterations]
+    assert losses[-1] <= 1.2 < min(losses[:-1])
+    assert result.report.final.iteration == len(losses) < 50
+    assert not result.stopped
+
+
+def test_layers_built_alone(server: ForkServer, tmp_path: Path) -> None:
+    """Factories: each layer under a seed of its own, wherever it is built."""
+    _both(tiny_job("factories", tmp_path), server, tmp_path)
+
+
+def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
+    """A model saved by transformers is where training starts, on one node and on five."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=8,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "weights")
+    job = tiny_job("llama", tmp_path)
+    given = replace(job, model=ModelConfig(path=str(tmp_path / "weights")))
+
+    _both(given, server, tmp_path)
+    fresh = train_shape(job, (1,), server).report
+    continued = train_shape(
+        replace(given, checkpoint=replace(given.checkpoint, directory=str(tmp_path / "again"))),
+        (1,),
+        server,
+    ).report
+    assert fresh.iterations[0].loss != continued.iterations[0].loss
+
+
+def test_a_saved_dataset(server: ForkServer, tmp_path: Path) -> None:
+    """Rows of token ids, as `datasets` saves them."""
+    rows = [{"input_ids": [(7 * i + j * j) % 90 for j in range(17)]} for i in range(60)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    data = DataConfig(kind="hf", path=str(tmp_path / "rows"), sequence_length=16)
+
+    _both(replace(tiny_job("gpt2", tmp_path), data=data), server, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_a_text_file_with_a_tokenizer_of_its_own(
+    family: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """Byte pairs learned from the file; for BERT one token more, the mask."""
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"line {i} of {i * i} words, {i % 7} apart" for i in range(2000)))
+    data = DataConfig(path=str(path), sequence_length=16, tokenizer="bpe", vocabulary_size=300)
+
+    _both(replace(tiny_job(family, tmp_path), data=data), server, tmp_path)

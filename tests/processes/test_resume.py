@@ -1,0 +1,120 @@
+"""A job goes on from any of its checkpoints, on any number of nodes, to the same bits."""
+
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from jobs import digests, tiny_job, train_shape
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError
+from planaria.library import Job, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+
+NUM_ITERATIONS = 6
+
+
+@pytest.fixture(scope="module")
+def saved(
+    server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[JobConfig, TrainingResult]:
+    """A job that was never interrupted, with a save after every iteration."""
+    directory = tmp_path_factory.mktemp("saved")
+    job = tiny_job(
+        "gpt2",
+        directory,
+        iterations=NUM_ITERATIONS,
+        schedule={"name": "cosine", "warmup_iterations": 2},
+    )
+    job = replace(job, checkpoint=replace(job.checkpoint, persist_every=1, keep=0))
+    return job, train_shape(job, (2, 3), server)
+
+
+def _copy(job: JobConfig, version: str, directory: Path) -> JobConfig:
+    """The job with a directory that holds one version alone."""
+    target = directory / "checkpoints"
+    shutil.copytree(Path(job.checkpoint.directory) / version, target / version)
+    return replace(job, checkpoint=replace(job.checkpoint, directory=str(target)))
+
+
+@pytest.mark.parametrize(
+    ("version", "shape"), [("1-0", (1,)), ("3-0", (4,)), ("4-0", (1, 2, 4)), ("5-0", (2, 3))]
+)
+def test_resuming_gives_the_bits_of_the_run_without_a_stop(
+    version: str,
+    shape: tuple[int, ...],
+    saved: tuple[JobConfig, TrainingResult],
+    server: ForkServer,
+    tmp_path: Path,
+) -> None:
+    """Fewer nodes, more nodes, other stage boundaries; moments and ages come along."""
+    job, uninterrupted = saved
+    result = train_shape(_copy(job, version, tmp_path), shape, server, resume=True)
+
+    first = int(version.partition("-")[0])
+    iterations = uninterrupted.report.iterations[first:]
+    assert digests(uninterrupted) == digests(result)
+    assert [r.sample_digest for r in iterations] == [
+        r.sample_digest for r in result.report.iterations
+    ]
+    assert [r.loss for r in iterations] == [r.loss for r in result.report.iterations]
+    assert result.report.final.epoch == 1
+    assert result.report.final.iteration == NUM_ITERATIONS
+
+
+def test_every_layer_changes_in_every_iteration(
+    saved: tuple[JobConfig, TrainingResult],
+) -> None:
+    """A layer whose gradient were lost would keep its file's hash."""
+    tier = DiskTier(Path(saved[0].checkpoint.directory))
+    manifests = [version.manifest for version in reversed(tier.versions())]
+
+    assert len(manifests) == NUM_ITERATIONS
+    for before, after in pairwise(manifests):
+        assert before is not None
+        assert after is not None
+        for old, new in zip(before.layers, after.layers, strict=True):
+            assert old.xxh3_128 != new.xxh3_128, (after.iteration, new.layer)
+
+
+def test_tied_embeddings_stay_equal_where_both_live(
+    saved: tuple[JobConfig, TrainingResult],
+) -> None:
+    """Embedding and head are saved by different nodes, each with its own copy."""
+    tier = DiskTier(Path(saved[0].checkpoint.directory))
+    manifest = tier.newest()
+    assert manifest is not None
+    first, last = tier.read_layer(manifest, 0), tier.read_layer(manifest, 9)
+
+    assert (first["parameter/transformer.wte.weight"] == last["parameter/lm_head.weight"]).all()
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        one = first[f"optimizer/transformer.wte.weight/{name}"]
+        assert (one == last[f"optimizer/lm_head.weight/{name}"]).all()
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(
+    saved: tuple[JobConfig, TrainingResult], server: ForkServer, tmp_path: Path
+) -> None:
+    """One flipped bit in one layer's file: nothing is trained on it."""
+    job = _copy(saved[0], "3-0", tmp_path)
+    path = Path(job.checkpoint.directory) / "3-0" / "layer-00004.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"layer-00004\.safetensors"):
+        train_shape(job, (2,), server, resume=True)
+
+
+def test_a_checkpoint_of_another_job_is_refused(
+    saved: tuple[JobConfig, TrainingResult], server: ForkServer, tmp_path: Path
+) -> None:
+    """Another seed would train on other samples: the bits could not be the same."""
+    job = _copy(saved[0], "3-0", tmp_path)
+    other = replace(job, training=replace(job.training, seed=8))
+
+    with pytest.raises(ConfigError, match="seed = 8"):
+        Job(other).train(resume=True, server=server)
