@@ -14,7 +14,7 @@ READY := .venv/ready
 # in its newest release. Wheels only: a clear error is better than twenty minutes of compiling.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
 	--only-binary=:all: --no-compile --constraint constraints.txt
-SOURCES := src tests $(if $(wildcard benchmarks/*.py),benchmarks)
+SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test sweep check docs bench clean

@@ -7,8 +7,11 @@ nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
 import json
 import logging
 import os
+import runpy
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +21,15 @@ import msgspec
 import typer
 from rich.console import Console
 
+import planaria
+from planaria.config import NODES_MAX, overridden_job
 from planaria.core.profile_json import encode_profile
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.library import Job, TrainingResult
 from planaria.observe.metrics import IterationRecord
 from planaria.planner.plans import best_plan
 from planaria.planner.templates import Problem, pipeline_templates
-from planaria.planning import Planned, read_profile
+from planaria.planning import Planned, check_size, read_profile
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.plots import chrome_trace
 from planaria.show.tables import plan_json, plan_table
@@ -36,7 +41,13 @@ app = typer.Typer(
     help="Trains large PyTorch models on nodes that fail.",
 )
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.")]
+# What runpy calls a script's module: neither __main__, whose guard is for running it alone, nor
+# the name under which workers import it.
+SCRIPT_NAME = "__planaria__"
+
+JobFile = Annotated[
+    Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
@@ -46,16 +57,63 @@ Settings = Annotated[
 def main() -> None:
     """The console script."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    with _exit_codes():
-        app()
+    signal.signal(signal.SIGTERM, _interrupted)
+    app()
+
+
+def _interrupted(*_: object) -> None:
+    """SIGTERM is what a scheduler sends for Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turns planaria's errors into a message and an exit code."""
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        yield
+    except ConfigError as error:
+        errors.print(f"planaria: {error}", markup=False)
+        code = 2
+    except TrainingError as error:
+        errors.print(error.traceback.rstrip(), markup=False)
+        where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
+        errors.print(f"planaria: the job's own code raised {where}; see above", markup=False)
+        code = 1
+    except InsufficientError as error:
+        errors.print(f"planaria: {error}", markup=False)
+        code = 3
+    except CheckpointError as error:
+        errors.print(f"planaria: {error}", markup=False)
+        code = 1
+    except KeyboardInterrupt as error:
+        errors.print(f"planaria: {str(error) or 'interrupted before training began'}", markup=False)
+        code = 130
+    else:
+        return
+    raise typer.Exit(code)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"planaria {planaria.__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Trains large PyTorch models on nodes that fail."""
 
 
 @app.command()
+@_exit_codes()
 def train(
     job: JobFile,
     nodes: Annotated[int | None, typer.Option(help="Nodes to train on.")] = None,
@@ -78,8 +136,11 @@ def train(
     console = Console()
     shown = _Shown(LiveDisplay(console))
     try:
-        result = Job.from_file(job, overrides=overrides).train(
-            resume=resume, trace=timeline is not None, display=shown
+        result = _job(job, overrides).run(
+            resume=resume,
+            trace=timeline is not None,
+            display=shown,
+            output=shown.printed if console.is_interactive else None,
         )
     finally:
         shown.stop()
@@ -87,13 +148,16 @@ def train(
         _write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
     if timeline is not None:
         _write(timeline, json.dumps(_trace(result)).encode())
-    console.print(summary(result.report))
+    if result.error is not None:
+        raise result.error
+    console.print(summary(result.report), soft_wrap=True)
     if result.stopped:
         console.print("stopped; go on with --resume")
         raise typer.Exit(130)
 
 
 @app.command()
+@_exit_codes()
 def profile(
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")],
@@ -101,12 +165,13 @@ def profile(
 ) -> None:
     """Measures a job's layers and links on this machine."""
     _check_writable("--output", output)
-    measured = Job.from_file(job, overrides=list(settings or ())).profile()
+    measured = _job(job, list(settings or ())).profile()
     _write(output, encode_profile(measured))
     Console().print(f"{len(measured.layers)} layers -> {output}")
 
 
 @app.command()
+@_exit_codes()
 def plan(
     profile: Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile.")],
     nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
@@ -119,12 +184,16 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
+    for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
+        if not 1 <= value <= NODES_MAX:
+            raise ConfigError(option, value, f"must be between 1 and {NODES_MAX}")
     problem = Problem(
         profile=read_profile(profile),
         devices_per_node=devices_per_node,
-        num_microbatches=microbatches or 4 * nodes * devices_per_node,
+        num_microbatches=4 * nodes * devices_per_node if microbatches is None else microbatches,
         failures_tolerated=failures,
     )
+    check_size(problem, nodes)
     start_s = time.perf_counter()
     templates = pipeline_templates(problem, nodes)
     chosen = best_plan(problem, range(nodes), templates, epoch=0)
@@ -143,6 +212,9 @@ class _Shown:
 
     def __init__(self, display: LiveDisplay) -> None:
         self._display = display
+
+    def doing(self, text: str) -> None:
+        self._display.doing(text)
 
     def planned(self, planned: Planned) -> None:
         profile = planned.prepared.profile
@@ -168,9 +240,50 @@ class _Shown:
     def note(self, text: str) -> None:
         self._display.note(text)
 
+    def printed(self, line: str) -> None:
+        """Shows a line that the job's own code printed."""
+        self._display.printed(line)
+
     def stop(self) -> None:
         """Ends the live display."""
         self._display.stop()
+
+
+def _job(path: Path, overrides: list[str]) -> Job:
+    """The job in a file or a script, with overrides on top."""
+    if path.suffix != ".py":
+        return Job.from_file(path, overrides=overrides)
+    job = _script_job(path)
+    directory = path.absolute().parent
+    config = overridden_job(job.config, directory=directory, overrides=overrides)
+    return Job(config, search_path=[*job.search_path, str(directory)])
+
+
+def _script_job(path: Path) -> Job:
+    """What a script defines as `job`.
+
+    Raises:
+        ConfigError: there is no script, or no such name in it.
+        TrainingError: the script raised.
+    """
+    if not path.is_file():
+        raise ConfigError("script", str(path), "no such file")
+    sys.path.insert(0, str(path.absolute().parent))
+    try:
+        names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        # The first frames are ours and runpy's.
+        whole = traceback.TracebackException.from_exception(error)
+        mine = [frame.filename == str(path) for frame in whole.stack]
+        del whole.stack[: mine.index(True) if True in mine else 0]
+        raise TrainingError(-1, "".join(whole.format())) from error
+    job = names.get("job")
+    if not isinstance(job, Job):
+        remedy = "defines no job: write job = planaria.Job(planaria.JobConfig(...)) in it"
+        raise ConfigError("script", str(path), remedy)
+    return job
 
 
 def _trace(result: TrainingResult) -> dict[str, object]:
@@ -195,34 +308,6 @@ def _write(path: Path, data: bytes) -> None:
         path.write_bytes(data)
     except OSError as error:
         raise ConfigError("output", str(path), f"cannot be written: {error.strerror}") from error
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turns planaria's errors into a message and an exit code."""
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        yield
-    except ConfigError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 2
-    except TrainingError as error:
-        errors.print(error.traceback.rstrip(), markup=False)
-        where = f"in rank {error.rank}" if error.rank >= 0 else "before training"
-        errors.print(f"planaria: the job's own code raised {where}; see above", markup=False)
-        code = 1
-    except InsufficientError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 3
-    except CheckpointError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 1
-    except KeyboardInterrupt:
-        errors.print("planaria: interrupted", markup=False)
-        code = 130
-    else:
-        return
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -51,6 +51,10 @@ _MINIMUM = {
     "cluster.devices_per_node": 1,
     "cluster.device_memory_bytes": 0,
 }
+NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once, not planned with.
+_MAXIMUM = {"cluster.nodes": NODES_MAX, "cluster.devices_per_node": NODES_MAX}
+# A plan has a route for each microbatch: beyond this, planning takes longer than training.
+NUM_MICROBATCHES_MAX = 1 << 16
 _POSITIVE = ("training.learning_rate", "model.time_scale")
 
 # Which kinds of its table a key has a meaning for; keys that are not here fit every kind.
@@ -88,6 +92,19 @@ def load_job(path: Path, *, overrides: Sequence[str] = ()) -> JobConfig:
     """
     data = _anchored(_parsed(path), directory=path.parent)
     data.setdefault("name", path.stem)
+    return _overridden_job(data, overrides)
+
+
+def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str]) -> JobConfig:
+    """The checked job of a script in `directory`, with overrides as `load_job` takes them.
+
+    Raises:
+        ConfigError: as `load_job`.
+    """
+    return _overridden_job(_anchored(asdict(job), directory=directory), overrides)
+
+
+def _overridden_job(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig:
     for override in overrides:
         data = _overridden(data, override)
     return job_from_dict(data)
@@ -254,6 +271,10 @@ def _check_ranges(job: JobConfig) -> None:
         value = attrgetter(name)(job)
         if value < minimum:
             raise ConfigError(name, value, f"must be at least {minimum}")
+    for name, maximum in _MAXIMUM.items():
+        value = attrgetter(name)(job)
+        if value > maximum:
+            raise ConfigError(name, value, f"must be at most {maximum}")
     for name in _POSITIVE:
         value = attrgetter(name)(job)
         if value <= 0:
@@ -312,6 +333,12 @@ def _check_training(training: TrainingConfig) -> None:
             f"must be a multiple of training.microbatch_size = {microbatch}: {nearest} would do"
         )
         raise ConfigError("training.global_batch_size", batch, remedy)
+    if batch // microbatch > NUM_MICROBATCHES_MAX:
+        remedy = (
+            f"makes {batch // microbatch} microbatches of training.microbatch_size = {microbatch}; "
+            f"at most {NUM_MICROBATCHES_MAX} would do"
+        )
+        raise ConfigError("training.global_batch_size", batch, remedy)
 
 
 def _check_paths(job: JobConfig) -> None:
@@ -325,6 +352,8 @@ def _check_paths(job: JobConfig) -> None:
     if job.data.path and not exists(Path(job.data.path)):
         remedy = "no such directory" if job.data.kind == "hf" else "no such file"
         raise ConfigError("data.path", job.data.path, remedy)
+    if job.data.path and job.data.kind == "text" and Path(job.data.path).stat().st_size == 0:
+        raise ConfigError("data.path", job.data.path, "the file is empty")
     directory = job.checkpoint.directory
     if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
         raise ConfigError("checkpoint.directory", directory, "must name a directory, new or old")

@@ -12,51 +12,65 @@ The job runs in processes of its own; this one holds no part of the model.
 import importlib.metadata
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from planaria.checkpoint.digest import digests
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.tiers import DiskTier
 from planaria.config import check_job, load_job
-from planaria.coordinator.coordinator import Began, Committed, Discard, Ending, JobState
+from planaria.coordinator.coordinator import Ending, JobState
 from planaria.core.job import JobConfig
-from planaria.core.messages import MeasuredSpan, NodeSpec
+from planaria.core.messages import MeasuredSpan, NodeSpec, Prepared
 from planaria.core.plan import ModelProfile, Plan
-from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.errors import (
+    CheckpointError,
+    InsufficientError,
+    PlanariaError,
+    TrainingError,
+)
 from planaria.estimator.time import Span, Timeline
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.launcher import Launcher, Outcome
+from planaria.nodes.launcher import Launcher, Outcome, standing
 from planaria.observe.metrics import FinalRecord, IterationRecord, Report
 from planaria.observe.recorder import Recorder
-from planaria.planning import Planned, cache_directory, fork_server, plan_job, prepare
+from planaria.planning import (
+    Planned,
+    cache_directory,
+    check_disk,
+    fingerprint,
+    fork_server,
+    given_profile,
+    mistake_error,
+    plan_job,
+    prepare,
+    starting_point,
+)
 from planaria.schedule.action import parse_action
+from planaria.show.watcher import Progress, Watcher
 
 _WORKER = "planaria.engine.worker:main"
 
 
-class Display(Protocol):
-    """Who shows a run while it runs."""
+class Display(Progress, Protocol):
+    """Who shows a run while it runs, from its first second on."""
+
+    def doing(self, text: str) -> None:
+        """Something begins that takes seconds, before there is a plan."""
 
     def planned(self, planned: Planned) -> None:
         """The job is understood and planned; its nodes start now."""
 
-    def began(self) -> None:
-        """Training runs."""
-
-    def committed(self, record: IterationRecord) -> None:
-        """An iteration is committed."""
-
-    def note(self, text: str) -> None:
-        """Something else happened that a person should know."""
-
 
 class Silent:
     """The display that shows nothing."""
+
+    def doing(self, text: str) -> None:
+        """Shows nothing."""
 
     def planned(self, planned: Planned) -> None:
         """Shows nothing."""
@@ -73,12 +87,18 @@ class Silent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """A finished run: its report, and the timelines that --timeline writes."""
+    """A run that is over: its report, and the timelines that --timeline writes.
+
+    Attributes:
+        stopped: by the user, before the last iteration; saved and ready to resume.
+        error: what ended training early; the report tells what was done until then.
+    """
 
     report: Report
     planned: Planned
     spans: tuple[dict[int, tuple[MeasuredSpan, ...]], ...]
     stopped: bool
+    error: PlanariaError | None
 
     def measured_timelines(self) -> tuple[Timeline, ...]:
         """One timeline per traced iteration; each rank's clock starts with its iteration."""
@@ -109,7 +129,8 @@ class Job:
 
     def __init__(self, config: JobConfig, *, search_path: Sequence[str] = ()) -> None:
         check_job(config)
-        self.config = config
+        directory = str(Path(config.checkpoint.directory).absolute())
+        self.config = replace(config, checkpoint=replace(config.checkpoint, directory=directory))
         self._search_path = tuple(search_path)
 
     @classmethod
@@ -124,14 +145,20 @@ class Job:
         config = load_job(Path(path), overrides=overrides)
         return cls(config, search_path=[str(Path(path).absolute().parent)])
 
+    @property
+    def search_path(self) -> tuple[str, ...]:
+        """Directories in which modules that the job names are looked for first."""
+        return self._search_path
+
     def profile(self, *, server: ForkServer | None = None) -> ModelProfile:
         """Measures the job's layers and links on this machine.
 
         Raises:
             ConfigError: the job is wrong.
             TrainingError: the user's model or data raised.
+            InsufficientError: a process of the job was killed.
         """
-        with self._server(server) as running:
+        with self._server(server, None) as running:
             profile = prepare(self.config, running).profile
         assert profile is not None
         return profile
@@ -154,98 +181,88 @@ class Job:
             server: a fork server to share between jobs; one is started otherwise.
 
         Raises:
-            ConfigError: the job is wrong, or does not fit the checkpoint or the cluster.
+            ConfigError: the job is wrong, or does not fit the checkpoint or the cluster; or its
+                loss or gradient is not a number any more.
             TrainingError: the user's code raised.
-            InsufficientError: a node was lost.
+            InsufficientError: a process of the job was lost.
             CheckpointError: the last save failed.
+            KeyboardInterrupt: the user ended the job at once, nothing was saved.
+        """
+        result = self.run(resume=resume, trace=trace, plan=plan, display=display, server=server)
+        if result.error is not None:
+            raise result.error
+        return result
+
+    def run(
+        self,
+        *,
+        resume: bool = False,
+        trace: bool = False,
+        plan: Plan | None = None,
+        display: Display | None = None,
+        server: ForkServer | None = None,
+        output: Callable[[str], None] | None = None,
+    ) -> TrainingResult:
+        """As `train`, but what goes wrong once training runs is the result's `error`.
+
+        Args:
+            output: takes each line that the job's processes print, in a thread of its own;
+                without it they print to this process's own output.
+
+        Raises:
+            ConfigError, TrainingError, InsufficientError, KeyboardInterrupt: as `train`.
         """
         start_s = time.monotonic()
-        tier = DiskTier(Path(self.config.checkpoint.directory))
-        manifest = _manifest(self.config, tier, resume=resume)
-        with self._server(server) as running:
-            prepared = prepare(self.config, running)
-            planned = plan_job(self.config, prepared, plan=plan, manifest=manifest)
-            display = display or Silent()
+        config, display = self.config, display or Silent()
+        tier = DiskTier(Path(config.checkpoint.directory))
+        manifest = starting_point(config, tier, resume=resume)
+        given = given_profile(config)
+        if given is not None:  # What it can tell, it tells before torch is imported.
+            plan_job(config, Prepared(profile=given), plan=plan)
+        display.doing("importing torch")
+        with self._server(server, output) as running:
+            running.wait_ready()
+            display.doing("building the model and measuring its layers")
+            prepared = prepare(config, running)
+            check_disk(config, prepared)
+            display.doing("planning")
+            planned = plan_job(config, prepared, plan=plan, manifest=manifest)
             display.planned(planned)
             recorder = Recorder(
                 start_s=start_s,
                 predicted_s=planned.predicted.iteration_s,
                 predicted_peak_bytes=planned.predicted_peak_bytes,
             )
-            outcome = _launch(planned, tier, running, _Watcher(recorder, display), trace=trace)
-        _raise_failure(outcome)
+            watcher = Watcher(recorder, display)
+            outcome = _launch(planned, tier, running, watcher, trace=trace)
+        error = _failure(outcome, tier)
+        if error is not None:
+            watcher.failed(str(error), kind=outcome.end.ending.value)
         return TrainingResult(
-            report=_report(planned, tier, recorder, outcome),
+            report=_report(planned, tier, recorder, watcher),
             planned=planned,
             spans=tuple(recorder.spans),
             stopped=outcome.end.ending is Ending.STOPPED,
+            error=error,
         )
 
     @contextmanager
-    def _server(self, server: ForkServer | None) -> Iterator[ForkServer]:
+    def _server(
+        self, server: ForkServer | None, output: Callable[[str], None] | None
+    ) -> Iterator[ForkServer]:
         """The given server, or one for this call alone."""
         if server is not None:
             yield server
             return
-        own = fork_server(self.config, search_path=self._search_path)
+        own = fork_server(self.config, search_path=self._search_path, output=output)
         try:
             yield own
         finally:
             own.close()
 
 
-def _fingerprint(config: JobConfig) -> dict[str, Any]:
-    """What must not change between the run that saved and the one that resumes."""
-    training = config.training
-    return {
-        "name": config.name,
-        "model": {"kind": config.model.kind, "config": dict(config.model.config)},
-        "data": asdict(config.data) | {"path": Path(config.data.path).name},
-        "global_batch_size": training.global_batch_size,
-        "microbatch_size": training.microbatch_size,
-        "optimizer": dict(training.optimizer),
-        "dtype": training.dtype,
-        "seed": training.seed,
-    }
-
-
-def _manifest(config: JobConfig, tier: DiskTier, *, resume: bool) -> Manifest | None:
-    """The checkpoint to go on from, None for a fresh start.
-
-    Raises:
-        ConfigError: there is none, it is another job's, or a fresh start would mix with it.
-    """
-    manifest = tier.newest()
-    directory = config.checkpoint.directory
-    if not resume:
-        if manifest is not None:
-            raise ConfigError(
-                "checkpoint.directory",
-                directory,
-                f"it holds a checkpoint of iteration {manifest.iteration}: go on from it with "
-                "--resume, or name another directory",
-            )
-        return None
-    if manifest is None:
-        remedy = "it holds no complete checkpoint to resume from; leave --resume out"
-        raise ConfigError("checkpoint.directory", directory, remedy)
-    saved, wanted = manifest.job, msgspec.to_builtins(_fingerprint(config))
-    for key, value in wanted.items():
-        if key != "name" and saved.get(key) != value:
-            raise ConfigError(
-                key, value, f"the checkpoint in {directory} was saved with {saved.get(key)!r}"
-            )
-    if manifest.iteration >= config.training.iterations:
-        raise ConfigError(
-            "training.iterations",
-            config.training.iterations,
-            f"the checkpoint has {manifest.iteration} already; ask for more to train on",
-        )
-    return manifest
-
-
 def _launch(
-    planned: Planned, tier: DiskTier, server: ForkServer, watcher: "_Watcher", *, trace: bool
+    planned: Planned, tier: DiskTier, server: ForkServer, watcher: Watcher, *, trace: bool
 ) -> Outcome:
     config, manifest = planned.config, planned.resumed
     spec = NodeSpec(
@@ -270,86 +287,69 @@ def _launch(
         server=server,
         observer=watcher,
         tier=tier,
-        fingerprint=_fingerprint(config),
+        fingerprint=fingerprint(config),
         keep=config.checkpoint.keep,
     )
     return launcher.run()
 
 
-def _raise_failure(outcome: Outcome) -> None:
+def _failure(outcome: Outcome, tier: DiskTier) -> PlanariaError | None:
     end = outcome.end
     match end.ending:
         case Ending.FAILED:
             assert end.failure is not None
             if end.failure.mistake is not None:
-                raise ConfigError(*end.failure.mistake)
-            raise TrainingError(end.failure.rank, end.failure.traceback)
+                return mistake_error(end.failure.mistake)
+            return TrainingError(end.failure.rank, end.failure.traceback)
         case Ending.LOST:
-            raise InsufficientError(end.reason)
+            return InsufficientError(f"{end.reason}; {standing(tier)}")
         case Ending.UNSAVED:
-            raise CheckpointError(end.reason)
+            return CheckpointError(f"the last save failed: {end.reason}; {standing(tier)}")
         case Ending.FINISHED | Ending.STOPPED:
-            return
+            return None
 
 
-class _Watcher:
-    """Takes what the launcher tells to the recorder and the display."""
-
-    def __init__(self, recorder: Recorder, display: Display) -> None:
-        self._recorder = recorder
-        self._display = display
-
-    def began(self, state: JobState, event: Began) -> None:
-        self._recorder.began(
-            dict(state.workers),
-            dict(event.materialised),
-            epoch=state.plan.epoch,
-            now_s=time.monotonic(),
-        )
-        self._display.began()
-
-    def committed(self, state: JobState, event: Committed) -> None:
-        assert event.reports[0].epoch == state.plan.epoch
-        record = self._recorder.committed(event.reports, now_s=time.monotonic())
-        self._display.committed(record)
-
-    def saved(self, manifest: Manifest) -> None:
-        self._display.note(f"saved iteration {manifest.iteration}")
-
-    def unsaved(self, event: Discard) -> None:
-        self._recorder.noted("save_failed", iteration=event.iteration, reason=event.reason)
-        self._display.note(f"iteration {event.iteration} was not saved: {event.reason}")
-
-    def stopping(self) -> None:
-        self._display.note("stopping at the next commit; Ctrl-C again stops at once, unsaved")
-
-
-def _report(planned: Planned, tier: DiskTier, recorder: Recorder, outcome: Outcome) -> Report:
-    config, plan = planned.config, planned.plan
-    manifest = tier.newest()
-    assert manifest is not None
-    parameters, optimizer = digests(tier, manifest, parameters=planned.prepared.parameters)
-    packages = ("planaria", "torch", "numpy")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    versions["python"] = platform.python_version()
+def _report(planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watcher) -> Report:
+    config = planned.config
     now_s = time.monotonic()
     return Report(
         job=asdict(config),
         seed=config.training.seed,
-        versions=versions,
+        versions=_versions(),
         workers=recorder.workers(),
         iterations=tuple(recorder.iterations),
-        events=tuple(recorder.events),
-        checkpoints={"every": float(config.checkpoint.persist_every)},
-        ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
-        final=FinalRecord(
-            iteration=outcome.state.last + 1,
-            loss=recorder.iterations[-1].loss,
-            parameters_sha256=parameters,
-            optimizer_sha256=optimizer,
-            nodes=plan.nodes,
-            epoch=plan.epoch,
-            checkpoint=str(tier.directory / f"{manifest.iteration}-{manifest.epoch}"),
+        events=watcher.events(),
+        checkpoints=watcher.checkpoints(
+            every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),
-        plan=msgspec.to_builtins(plan),
+        ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
+        final=_final(planned, tier, recorder.iterations),
+        plan=msgspec.to_builtins(planned.plan),
     )
+
+
+def _final(planned: Planned, tier: DiskTier, records: Sequence[IterationRecord]) -> FinalRecord:
+    """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
+    manifest = tier.newest()
+    first = planned.resumed.iteration if planned.resumed else 0
+    iteration = records[-1].iteration + 1 if records else first
+    parameters, optimizer = "", ""
+    if manifest is not None and manifest.iteration == iteration:
+        parameters, optimizer = digests(tier, manifest, parameters=planned.prepared.parameters)
+    return FinalRecord(
+        iteration=iteration,
+        loss=records[-1].loss if records else float("nan"),  # null in JSON
+        parameters_sha256=parameters,
+        optimizer_sha256=optimizer,
+        nodes=planned.plan.nodes,
+        epoch=planned.plan.epoch,
+        checkpoint=str(tier.directory / f"{manifest.iteration}-{manifest.epoch}")
+        if manifest
+        else "",
+    )
+
+
+def _versions() -> dict[str, str]:
+    packages = ("planaria", "torch", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return versions | {"python": platform.python_version()}

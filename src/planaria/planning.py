@@ -1,20 +1,24 @@
 """From a job to its plan: what a process looks up before any node starts, and what follows.
 
-`prepare` has a forked process look at model, data and profile; `plan_job` turns that into
-templates, a plan, and the time and memory that the estimator predicts for it.
+`starting_point` checks the checkpoint directory; `prepare` has a forked process look at model,
+data and profile; `plan_job` turns that into templates, a plan, and the time and memory that the
+estimator predicts for it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from planaria.checkpoint.tiers import Manifest
+from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.config import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
 from planaria.core.messages import Prepared, PrepareRequest
-from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, scaled
+from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile
 from planaria.errors import ConfigError, TrainingError
 from planaria.estimator.memory import peak_bytes
@@ -52,13 +56,87 @@ class Planned:
     resumed: Manifest | None = None
 
 
-def fork_server(config: JobConfig, *, search_path: Sequence[str] = ()) -> ForkServer:
-    """A fork server with what the job's processes import."""
+def fork_server(
+    config: JobConfig,
+    *,
+    search_path: Sequence[str] = (),
+    output: Callable[[str], None] | None = None,
+) -> ForkServer:
+    """A fork server with what the job's processes import; `output` as `ForkServer` has it."""
     preload: tuple[str, ...] = PRELOAD
     if config.model.kind == "hf":
         family = str(config.model.config.get("model_type", "")).replace("-", "_")
         preload += (*_PRELOAD_HF, f"transformers.models.{family}.modeling_{family}")
-    return ForkServer(preload, path=[*search_path, os.getcwd()])
+    return ForkServer(preload, path=[*search_path, os.getcwd()], output=output)
+
+
+def fingerprint(config: JobConfig) -> dict[str, Any]:
+    """What must not change between the run that saved and the one that resumes."""
+    training = config.training
+    return {
+        "name": config.name,
+        "model": {"kind": config.model.kind, "config": dict(config.model.config)},
+        "data": asdict(config.data) | {"path": Path(config.data.path).name},
+        "global_batch_size": training.global_batch_size,
+        "microbatch_size": training.microbatch_size,
+        "optimizer": dict(training.optimizer),
+        "dtype": training.dtype,
+        "seed": training.seed,
+    }
+
+
+def starting_point(config: JobConfig, tier: DiskTier, *, resume: bool) -> Manifest | None:
+    """The checkpoint to go on from, None for a fresh start; a minute's work is not lost later.
+
+    Raises:
+        ConfigError: there is none, it is another job's, a fresh start would mix with it, or its
+            directory cannot be written to.
+    """
+    directory = config.checkpoint.directory
+    try:
+        versions = tier.versions()
+    except OSError as error:
+        remedy = f"cannot be read: {error.strerror}"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
+    _check_writable(directory)
+    manifest = next((v.manifest for v in versions if v.manifest is not None), None)
+    if not resume:
+        if manifest is not None:
+            raise ConfigError(
+                "checkpoint.directory",
+                directory,
+                f"it holds a checkpoint of iteration {manifest.iteration}: go on from it with "
+                "--resume, or name another directory",
+            )
+        return None
+    if manifest is None:
+        why = f" ({versions[0].directory.name}: {versions[0].reason})" if versions else ""
+        remedy = f"it holds no complete checkpoint to resume from{why}; leave --resume out"
+        raise ConfigError("checkpoint.directory", directory, remedy)
+    _check_same_job(config, manifest)
+    return manifest
+
+
+def _check_writable(directory: str) -> None:
+    existing = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError("checkpoint.directory", directory, f"{existing} is no directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError("checkpoint.directory", directory, f"{existing} cannot be written to")
+
+
+def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
+    directory = config.checkpoint.directory
+    for key, value in msgspec.to_builtins(fingerprint(config)).items():
+        if key != "name" and manifest.job.get(key) != value:
+            remedy = f"the checkpoint in {directory} was saved with {manifest.job.get(key)!r}"
+            raise ConfigError(key, value, remedy)
+    if manifest.iteration >= config.training.iterations:
+        raise ConfigError(
+            "training.iterations",
+            config.training.iterations,
+            f"the checkpoint has {manifest.iteration} already; ask for more to train on",
+        )
 
 
 def cache_directory() -> str:
@@ -73,6 +151,7 @@ def prepare(config: JobConfig, server: ForkServer) -> Prepared:
     Raises:
         ConfigError: the job is wrong.
         TrainingError: the user's code raised.
+        InsufficientError: the process was killed.
     """
     request = PrepareRequest(
         job=config, cache_directory=cache_directory(), profile=given_profile(config)
@@ -80,20 +159,35 @@ def prepare(config: JobConfig, server: ForkServer) -> Prepared:
     answer = server.call(_PREPARE, msgspec.json.encode(request))
     prepared = msgspec.json.decode(answer, type=Prepared)
     if prepared.mistake is not None:
-        raise ConfigError(*prepared.mistake)
+        raise mistake_error(prepared.mistake)
     if prepared.traceback:
         raise TrainingError(-1, prepared.traceback)
     return prepared
 
 
+def mistake_error(mistake: tuple[str, str, str]) -> ConfigError:
+    """The user's mistake in a message; its value is JSON."""
+    field, value, remedy = mistake
+    return ConfigError(field, msgspec.json.decode(value), remedy)
+
+
 def given_profile(config: JobConfig) -> ModelProfile | None:
-    """The profile that the job names, in the job's own seconds; None if it is to be measured."""
+    """The profile that the job names, in the job's own seconds; None if it is to be measured.
+
+    Only its figures for one device remain: the engine runs a stage on one device.
+
+    Raises:
+        ConfigError: it cannot be read, or a layer of it does not run on one device.
+    """
     if not config.model.profile:
         return None
     profile = read_profile(Path(config.model.profile))
     scale = config.model.time_scale if config.model.kind == "paced" else 1.0
     memory_bytes = config.cluster.device_memory_bytes or profile.device_memory_bytes
-    return replace(scaled(profile, scale), device_memory_bytes=memory_bytes)
+    if any(1 not in layer.forward_s for layer in profile.layers):
+        remedy = 'every layer needs its time on one device: a key "1" in forward_s'
+        raise ConfigError("model.profile", config.model.profile, remedy)
+    return replace(on_one_device(scaled(profile, scale)), device_memory_bytes=memory_bytes)
 
 
 def read_profile(path: Path) -> ModelProfile:
@@ -132,6 +226,7 @@ def plan_job(
     epoch = manifest.epoch + 1 if manifest else 0
     templates: Mapping[int, PipelineTemplate] = {}
     if plan is None:
+        check_size(problem, config.cluster.nodes)
         templates = pipeline_templates(problem, config.cluster.nodes)
         plan = best_plan(problem, range(config.cluster.nodes), templates, epoch=epoch)
     plan = replace(plan, epoch=epoch)
@@ -152,6 +247,55 @@ def plan_job(
         predicted_peak_bytes=_predicted_peak_bytes(problem, plan),
         resumed=manifest,
     )
+
+
+def check_size(problem: Problem, num_nodes: int) -> None:
+    """Refuses at once what no plan could use, however long one searched.
+
+    Raises:
+        ConfigError: there are no nodes, more than could have work, or too many microbatches.
+    """
+    if num_nodes < 1:
+        raise ConfigError("cluster.nodes", num_nodes, "must be at least 1")
+    if problem.num_microbatches > NUM_MICROBATCHES_MAX:
+        raise ConfigError(
+            "training.global_batch_size",
+            problem.num_microbatches * problem.profile.microbatch_size,
+            f"makes {problem.num_microbatches} microbatches of {problem.profile.microbatch_size} "
+            f"samples; at most {NUM_MICROBATCHES_MAX} would do: make microbatches larger",
+        )
+    # A device works if it has a layer of its own in a pipeline with a microbatch of its own.
+    most = len(problem.profile.layers) * problem.num_microbatches // problem.devices_per_node
+    if num_nodes > most:
+        raise ConfigError(
+            "cluster.nodes",
+            num_nodes,
+            f"{len(problem.profile.layers)} layers x {problem.num_microbatches} microbatches keep "
+            f"at most {most} nodes of {problem.devices_per_node} devices at work",
+        )
+
+
+def check_disk(config: JobConfig, prepared: Prepared) -> None:
+    """Refuses a disk that cannot take one save; parameters and optimizer state are a layer's file.
+
+    Raises:
+        ConfigError: the free space is too small.
+    """
+    assert prepared.profile is not None
+    if config.model.kind == "paced":  # Its profile tells the bytes of another model.
+        return
+    directory = Path(config.checkpoint.directory)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    needed_bytes = sum(
+        layer.parameter_bytes + layer.optimizer_bytes for layer in prepared.profile.layers
+    )
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            "checkpoint.directory",
+            config.checkpoint.directory,
+            f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there",
+        )
 
 
 def _predicted_peak_bytes(problem: Problem, plan: Plan) -> int:

@@ -10,7 +10,7 @@ import pytest
 from jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.tiers import DiskTier
 from planaria.core.job import JobConfig
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     content[-1] ^= 1
     path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match=r"layer-00004\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"layer-00004\.safetensors"):
         train_shape(job, (2,), server, resume=True)
 
 

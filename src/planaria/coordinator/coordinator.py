@@ -4,6 +4,9 @@ It starts the epoch when every worker of the plan has reported, takes an iterati
 when every member has reported the age after it, has a save published when every layer of it is
 on disk, and ends the job. It decides; who calls it (nodes/launcher.py) acts.
 
+Reports of ranks come in any order. What a rank says twice, or says of another epoch, or says
+though the plan has no such rank, changes nothing.
+
 Source: DESIGN 4.5 and 6 (Coordination).
 """
 
@@ -113,8 +116,11 @@ class JobState:
         source: version of the disk tier to start from, "" for the seed.
         workers: who has reported, by rank.
         materialised: how many layers each ready rank has materialised.
+        num_committed: iterations that this run has committed.
         reports: of iterations not yet committed, by iteration, then rank.
-        saves: files and ranks that are still awaited, by (iteration, epoch).
+        saves: files so far by (iteration, epoch), then layer, of saves not yet published.
+        published: number of iterations in the newest save of this run that is published.
+        unsaved: why a save of this epoch failed, by its number of iterations.
         last: the iteration that all ranks agreed to be the last, -1 while none is.
     """
 
@@ -125,8 +131,11 @@ class JobState:
     phase: Phase = Phase.JOINING
     workers: Mapping[int, WorkerReady] = field(default_factory=dict)
     materialised: Mapping[int, int] = field(default_factory=dict)
+    num_committed: int = 0
     reports: Mapping[int, Mapping[int, IterationDone]] = field(default_factory=dict)
-    saves: Mapping[tuple[int, int], tuple[LayerFile, ...]] = field(default_factory=dict)
+    saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
+    published: int = -1
+    unsaved: Mapping[int, str] = field(default_factory=dict)
     last: int = -1
     stop_requested: bool = False
 
@@ -150,7 +159,7 @@ def step(state: JobState, event: FromNode) -> Step:
         case SaveFailed():
             return _save_failed(state, event)
         case StopRequested():
-            return replace(state, stop_requested=True), (Tell(event),)
+            return _stop_requested(state, event)
         case WorkerFailed():
             return _end(state, End(Ending.FAILED, "the code in a worker raised", event))
         case WorkerExited():
@@ -161,8 +170,10 @@ def step(state: JobState, event: FromNode) -> Step:
 
 
 def _worker_ready(state: JobState, event: WorkerReady) -> Step:
+    if state.phase is not Phase.JOINING or event.rank not in state.plan.ranks:
+        return state, ()
     state = replace(state, workers={**state.workers, event.rank: event})
-    if state.phase is not Phase.JOINING or set(state.workers) != set(state.plan.ranks):
+    if len(state.workers) < len(state.plan.ranks):
         return state, ()
     start = StartEpoch(
         epoch=state.plan.epoch,
@@ -171,60 +182,93 @@ def _worker_ready(state: JobState, event: WorkerReady) -> Step:
         iteration=state.first_iteration,
         source=state.source,
     )
-    return replace(state, phase=Phase.STARTING), (Tell(start),)
+    state = replace(state, phase=Phase.STARTING)
+    # A node that connected after the user's request has not heard of it.
+    return state, (Tell(start), *((Tell(StopRequested()),) if state.stop_requested else ()))
+
+
+def _stop_requested(state: JobState, event: StopRequested) -> Step:
+    if state.stop_requested:
+        return state, ()
+    return replace(state, stop_requested=True), (Tell(event),)
+
+
+def _is_of_epoch(state: JobState, event: EpochReady | IterationDone) -> bool:
+    return event.epoch == state.plan.epoch and event.rank in state.plan.ranks
 
 
 def _epoch_ready(state: JobState, event: EpochReady) -> Step:
-    if event.epoch != state.plan.epoch:
+    if state.phase is not Phase.STARTING or not _is_of_epoch(state, event):
         return state, ()
     materialised = {**state.materialised, event.rank: event.layers_materialised}
     state = replace(state, materialised=materialised)
-    if set(materialised) != set(state.plan.ranks):
+    if len(materialised) < len(state.plan.ranks):
         return state, ()
-    phase = Phase.TRAINING if state.phase is Phase.STARTING else state.phase
-    return replace(state, phase=phase), (Began(materialised),)
+    began = Began(materialised)
+    state, commands = _committed(replace(state, phase=Phase.TRAINING))
+    return state, (began, *commands)
 
 
 def _iteration_done(state: JobState, event: IterationDone) -> Step:
-    if event.epoch != state.plan.epoch:
+    is_open = state.phase in (Phase.STARTING, Phase.TRAINING)
+    is_new = event.iteration >= state.first_iteration + state.num_committed
+    if not is_open or not is_new or not _is_of_epoch(state, event):
         return state, ()
     reports = {**state.reports.get(event.iteration, {}), event.rank: event}
-    if set(reports) != set(state.plan.ranks):
-        return replace(state, reports={**state.reports, event.iteration: reports}), ()
-    rest = {i: r for i, r in state.reports.items() if i != event.iteration}
-    state = replace(state, reports=rest)
-    committed = Committed(event.iteration, tuple(reports[rank] for rank in sorted(reports)))
-    if not event.ends:
-        return state, (committed,)
-    state, commands = _maybe_end(replace(state, last=event.iteration, phase=Phase.SAVING))
-    return state, (committed, *commands)
+    return _committed(replace(state, reports={**state.reports, event.iteration: reports}))
+
+
+def _committed(state: JobState) -> Step:
+    """Commits what every member has reported, in the order of iterations."""
+    commands: list[Command] = []
+    while state.phase is Phase.TRAINING:
+        iteration = state.first_iteration + state.num_committed
+        reports = state.reports.get(iteration, {})
+        if len(reports) < len(state.plan.ranks):
+            break
+        commands.append(Committed(iteration, tuple(reports[rank] for rank in sorted(reports))))
+        rest = {i: r for i, r in state.reports.items() if i != iteration}
+        state = replace(state, reports=rest, num_committed=state.num_committed + 1)
+        if any(report.ends for report in reports.values()):
+            state = replace(state, last=iteration, phase=Phase.SAVING)
+    state, ending = _maybe_end(state)
+    return state, (*commands, *ending)
 
 
 def _layers_saved(state: JobState, event: LayersSaved) -> Step:
+    is_settled = event.iteration <= state.published or event.iteration in state.unsaved
+    if event.epoch != state.plan.epoch or is_settled:
+        return state, ()
     key = (event.iteration, event.epoch)
-    files = (*state.saves.get(key, ()), *event.files)
-    newer = {k: v for k, v in state.saves.items() if k >= key}
-    saves = {**newer, key: files}
+    files = {**state.saves.get(key, {}), **{file.layer: file for file in event.files}}
+    assert all(0 <= layer < state.plan.num_layers for layer in files), event
     if len(files) < state.plan.num_layers:
-        return replace(state, saves=saves), ()
-    assert sorted(file.layer for file in files) == list(range(state.plan.num_layers))
-    publish = Publish(event.iteration, event.epoch, tuple(sorted(files, key=lambda f: f.layer)))
-    state, commands = _maybe_end(replace(state, saves=saves))
+        return replace(state, saves={**state.saves, key: files}), ()
+    # An older save that is not complete by now would be of no use any more.
+    newer = {k: v for k, v in state.saves.items() if k > key}
+    state = replace(state, saves=newer, published=event.iteration)
+    publish = Publish(event.iteration, event.epoch, tuple(files[layer] for layer in sorted(files)))
+    state, commands = _maybe_end(state)
     return state, (publish, *commands)
 
 
 def _save_failed(state: JobState, event: SaveFailed) -> Step:
+    if event.epoch != state.plan.epoch or event.iteration <= state.published:
+        return state, ()
     discard = Discard(event.iteration, event.epoch, event.reason)
-    if event.iteration == state.end_iteration or event.iteration == state.last + 1:
-        state, commands = _end(state, End(Ending.UNSAVED, event.reason))
-        return state, (discard, *commands)
-    return state, (discard,)
+    rest = {k: v for k, v in state.saves.items() if k != (event.iteration, event.epoch)}
+    unsaved = {event.iteration: event.reason, **state.unsaved}
+    state, commands = _maybe_end(replace(state, saves=rest, unsaved=unsaved))
+    return state, (discard, *commands)
 
 
 def _maybe_end(state: JobState) -> Step:
-    """Ends the job if the last iteration is committed everywhere and saved."""
-    saved = state.saves.get((state.last + 1, state.plan.epoch), ())
-    if state.phase is not Phase.SAVING or len(saved) < state.plan.num_layers:
+    """Ends the job if the last iteration is committed everywhere and saved, or cannot be."""
+    if state.phase is not Phase.SAVING:
+        return state, ()
+    if state.last + 1 in state.unsaved:
+        return _end(state, End(Ending.UNSAVED, state.unsaved[state.last + 1]))
+    if state.published <= state.last:
         return state, ()
     is_cut_short = state.stop_requested and state.last + 1 < state.end_iteration
     return _end(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))

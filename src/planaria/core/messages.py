@@ -98,7 +98,8 @@ class SaveFailed(Message, frozen=True, kw_only=True):
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The code in a worker raised; `mistake` is (field, value, remedy) of a ConfigError."""
+    """The code in a worker raised; `mistake` is (field, value, remedy) of a ConfigError, the
+    value as JSON."""
 
     node: int
     rank: int

@@ -178,6 +178,44 @@ class Plan:
         return tuple(sorted(r for r, layers in self.layers_by_rank().items() if layer in layers))
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """The state of one layer, parameters and optimizer state, on its way from rank to rank."""
+
+    layer: int
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One way from a plan to the next, with its price.
+
+    Attributes:
+        rounds: transfers that run at the same time, round after round.
+        downtime_s: predicted, from the decision to the first forward of the next plan.
+        iteration_s: predicted, of an iteration of the next plan.
+        redone_samples: that the job had already computed and computes again.
+        policy: that proposes it.
+        answer: how the policy would do it, such as "borrow" or "global".
+    """
+
+    before: Plan
+    after: Plan
+    rounds: tuple[tuple[Transfer, ...], ...]
+    downtime_s: float
+    iteration_s: float
+    redone_samples: int
+    policy: str
+    answer: str
+
+    def __post_init__(self) -> None:
+        assert self.after.epoch > self.before.epoch
+        # The global batch never changes, whoever is left to compute it.
+        assert len(self.after.routes) == len(self.before.routes)
+
+
 def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[int, ...]) -> Plan:
     """The plan in which pipeline p takes microbatches[p] microbatches, in order, on its own route.
 
@@ -204,6 +242,20 @@ def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
             forward_s=times(layer.forward_s),
             backward_input_s=times(layer.backward_input_s),
             backward_weight_s=times(layer.backward_weight_s),
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+def on_one_device(profile: ModelProfile) -> ModelProfile:
+    """The profile without what its layers cost on several devices."""
+    layers = tuple(
+        replace(
+            layer,
+            forward_s={1: layer.forward_s[1]},
+            backward_input_s={1: layer.backward_input_s[1]},
+            backward_weight_s={1: layer.backward_weight_s[1]},
         )
         for layer in profile.layers
     )

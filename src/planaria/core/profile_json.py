@@ -2,7 +2,7 @@
 
 import msgspec
 
-from planaria.core.plan import ModelProfile
+from planaria.core.plan import LayerProfile, ModelProfile
 from planaria.errors import ConfigError
 
 VERSION = 1
@@ -17,7 +17,7 @@ def decode_profile(data: bytes, *, source: str) -> ModelProfile:
     """The profile in `data`; `source` names it in errors.
 
     Raises:
-        ConfigError: it is not a profile of this version, or a layer contradicts itself.
+        ConfigError: it is not a profile of this version, or its numbers contradict each other.
     """
     try:
         profile = msgspec.json.decode(data, type=ModelProfile)
@@ -30,10 +30,33 @@ def decode_profile(data: bytes, *, source: str) -> ModelProfile:
     for kind in ("intra_node", "inter_node"):
         if kind not in profile.links:
             raise ConfigError("profile", source, f"links.{kind} is missing")
+    for kind, link in profile.links.items():
+        if link.latency_s < 0 or link.bandwidth_bytes_per_s <= 0:
+            remedy = f"links.{kind}: a latency is 0 s or more, a bandwidth above 0 bytes/s"
+            raise ConfigError("profile", source, remedy)
     for layer in profile.layers:
-        counts = set(layer.forward_s)
-        same = counts == {*layer.backward_input_s} == {*layer.backward_weight_s}
-        if not counts or not same:
-            remedy = f"layer {layer.name}: forward_s and backward_*_s need the same device counts"
+        contradiction = _contradiction(layer)
+        if contradiction:
+            raise ConfigError("profile", source, f"layer {layer.name}: {contradiction}")
+    for tied in profile.tied:
+        if tied.parameter_bytes < 0 or not set(tied.layers) <= set(range(len(profile.layers))):
+            remedy = f"tied: layers {tied.layers} of {len(profile.layers)}, numbered from 0"
             raise ConfigError("profile", source, remedy)
     return profile
+
+
+def _contradiction(layer: LayerProfile) -> str:
+    """What is wrong with the layer's numbers, "" if nothing."""
+    seconds = (layer.forward_s, layer.backward_input_s, layer.backward_weight_s)
+    counts = set(layer.forward_s)
+    if not counts or any(counts != set(by_count) for by_count in seconds):
+        return "forward_s and backward_*_s need the same device counts"
+    if min(counts) < 1:
+        return "a device count is 1 or more"
+    if any(value < 0 for by_count in seconds for value in by_count.values()):
+        return "seconds are 0 or more"
+    num_bytes = (
+        *(layer.parameter_bytes, layer.optimizer_bytes),
+        *(layer.activation_bytes, layer.output_bytes),
+    )
+    return "bytes are 0 or more" if min(num_bytes) < 0 else ""

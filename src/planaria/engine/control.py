@@ -9,7 +9,9 @@ import os
 import queue
 import selectors
 import socket
+import sys
 import threading
+import traceback
 
 from planaria.core.messages import Message, Shutdown, StartEpoch, StopRequested
 from planaria.transport.frames import FrameDecoder, frame, to_node_decoder
@@ -40,6 +42,18 @@ class Control:
         return self._orders.get()
 
     def _listen(self) -> None:
+        """Never returns: when this thread ends, for whatever reason, so does the process. Without
+        it nobody would hear of the end of the job."""
+        try:
+            self._serve()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _serve(self) -> None:
+        """Takes messages in until the agent or the launcher is gone."""
         decoder = FrameDecoder()
         selector = selectors.DefaultSelector()
         selector.register(self._socket, selectors.EVENT_READ)
@@ -48,7 +62,7 @@ class Control:
             for key, _ in selector.select():
                 data = self._socket.recv(1 << 20) if key.fileobj is self._socket else b""
                 if not data:
-                    os._exit(1)
+                    return
                 for body in decoder.feed(data):
                     message = to_node_decoder.decode(body)
                     if isinstance(message, StopRequested):

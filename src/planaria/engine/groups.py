@@ -20,6 +20,8 @@ from torch import Tensor
 
 from planaria.transport.links import Buffer, Channel, Links, Tag
 
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
 
 def reduce_bucket(
     links: Links,
@@ -60,7 +62,7 @@ def reduce_bucket(
     for index, rank in enumerate(ranks):
         if index != own:
             received = links.receive(rank, gather, timeout_s=timeout_s)
-            segment_of_rank = torch.from_numpy(received).view(torch.float32)
+            segment_of_rank = _tensor(received, torch.float32)
         else:
             segment_of_rank = segment
         _fill(results, bounds[index], segment_of_rank)
@@ -83,9 +85,14 @@ def _segment_sum(
             part = torch.cat([torch.from_numpy(s) for s in _slices(sums, *bounds)] or [total[:0]])
         else:
             received = links.receive(rank, tag, timeout_s=timeout_s)
-            part = torch.from_numpy(received).view(dtype)
+            part = _tensor(received, dtype)
         total += part
     return total.to(torch.float32)
+
+
+def _tensor(received: Buffer, dtype: torch.dtype) -> Tensor:
+    """The bytes as numbers; torch cannot view an empty tensor as another dtype, numpy can."""
+    return torch.from_numpy(received.view(_NUMPY_DTYPES[dtype]))
 
 
 def _slices(parts: Sequence[Tensor], first: int, end: int) -> list[Buffer]:

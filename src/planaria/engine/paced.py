@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from planaria.core.plan import LayerProfile, ModelProfile
 from planaria.core.samples import mix
 from planaria.engine.layers import SplitModel, TiedGroup, layer_seed
-from planaria.errors import ConfigError
 
 WIDTH = 16
 NUM_SAMPLES = 1 << 20
@@ -33,14 +32,17 @@ class _Pace:
 
     def __init__(self) -> None:
         self._end_s = 0.0
+        self._woken_s = -HIDDEN_GAP_S
 
     def sleep(self, seconds: float) -> None:
         """Sleeps until the work that started with this call, or right before it, is done."""
         now_s = time.monotonic()
-        start_s = self._end_s if now_s - self._end_s < HIDDEN_GAP_S else now_s
+        # The gap is the caller's alone: a busy machine wakes a sleeper late by milliseconds.
+        start_s = self._end_s if now_s - self._woken_s < HIDDEN_GAP_S else now_s
         self._end_s = start_s + seconds
         if self._end_s > now_s:
             time.sleep(self._end_s - now_s)
+        self._woken_s = time.monotonic()
 
 
 class _Sleep(torch.autograd.Function):
@@ -120,14 +122,7 @@ class PacedData:
 
 
 def paced_model(profile: ModelProfile, *, seed: int) -> SplitModel:
-    """A model of one sleeping layer for each of the profile's.
-
-    Raises:
-        ConfigError: a layer of the profile has no time for one device.
-    """
-    if any(1 not in layer.forward_s for layer in profile.layers):
-        remedy = 'a paced layer sleeps its time on one device: every layer needs a key "1"'
-        raise ConfigError("model.profile", profile.model, remedy)
+    """A model of one sleeping layer for each of the profile's."""
     builder = _PacedLayers(profile, seed=seed)
     return SplitModel(builder, objective="supervised", loss=_squared_error_sum)
 

@@ -5,7 +5,6 @@ is found, and told, before anything is started.
 """
 
 import os
-import traceback
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from planaria.engine.layers import SplitModel, split_model
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.paced import PacedData, paced_model
 from planaria.engine.profiler import profile_model
+from planaria.engine.tracebacks import user_traceback
 from planaria.errors import ConfigError
 
 
@@ -54,6 +54,15 @@ def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Datas
     )
 
 
+def mistake_of(error: ConfigError) -> tuple[str, str, str]:
+    """A user's mistake as messages carry it; the value is JSON, or text where it has none."""
+    try:
+        value = msgspec.json.encode(error.value)
+    except TypeError:
+        value = msgspec.json.encode(str(error.value))
+    return error.field, value.decode(), error.remedy
+
+
 def main(payload: bytes, result_fd: int) -> None:
     """Prepares a job in a forked process; writes a `Prepared` to result_fd."""
     torch.set_num_threads(1)
@@ -61,9 +70,9 @@ def main(payload: bytes, result_fd: int) -> None:
     try:
         result = _prepared(request)
     except ConfigError as error:
-        result = Prepared(mistake=(error.field, str(error.value), error.remedy))
-    except Exception:
-        result = Prepared(traceback=traceback.format_exc())
+        result = Prepared(mistake=mistake_of(error))
+    except (Exception, SystemExit) as error:
+        result = Prepared(traceback=user_traceback(error))
     with os.fdopen(result_fd, "wb") as file:
         file.write(msgspec.json.encode(result))
 
@@ -83,6 +92,8 @@ def _prepared(request: PrepareRequest) -> Prepared:
     optimizer_factory(job.training)
     later = {use for group in model.tied for use in group.uses[1:]}
     shapes = [model.parameter_shapes(layer) for layer in range(model.num_layers)]
+    if request.profile is not None and job.model.kind != "paced":
+        _check_profile(job, request.profile, model)
     parameters = tuple(
         tuple(name for name in names if all((layer, name) != (u.layer, u.name) for u in later))
         for layer, names in enumerate(shapes)
@@ -97,3 +108,25 @@ def _prepared(request: PrepareRequest) -> Prepared:
             shapes[layer][name].numel() for layer, names in enumerate(parameters) for name in names
         ),
     )
+
+
+def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> None:
+    """Refuses a profile of another model, or of other microbatches.
+
+    Raises:
+        ConfigError: naming the first difference.
+    """
+    remedy = "is not of this job: {}; measure it anew with planaria profile JOB -o FILE"
+    facts: list[tuple[str, object, object]] = [
+        ("microbatch_size", profile.microbatch_size, job.training.microbatch_size),
+        ("dtype", profile.dtype, job.training.dtype),
+        ("number of layers", len(profile.layers), model.num_layers),
+    ]
+    for layer, (name, measured) in enumerate(zip(model.layer_names, profile.layers, strict=False)):
+        num_bytes = 4 * sum(shape.numel() for shape in model.parameter_shapes(layer).values())
+        facts.append((f"name of layer {layer}", measured.name, name))
+        facts.append((f"parameter_bytes of layer {name}", measured.parameter_bytes, num_bytes))
+    for what, there, here in facts:
+        if there != here:
+            difference = f"{what} is {there} there and {here} here"
+            raise ConfigError("model.profile", job.model.profile, remedy.format(difference))

@@ -1,16 +1,17 @@
 """Measures a job's layers and links on this machine: the ModelProfile that planning needs.
 
-Each kind of layer (same modules, same shapes) is measured once: its forward, the backward to its
-input alone, and what the gradient of its weights adds. The median of a few runs counts. Links
-are measured over loopback; emulated nodes have no other.
+Each kind of layer (same modules, same shapes, in and out) is measured once: its forward, the
+backward to its input alone, and what the gradient of its weights adds. The median of a few runs
+counts. Links are measured over loopback; emulated nodes have no other.
 
 Source: Oobleck (SOSP '23), section 6 (profiler); Odyssey, section IV.
 """
 
+import logging
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,10 @@ from planaria.engine.batches import Batches
 from planaria.engine.data import Dataset
 from planaria.engine.layers import SplitModel, buffer_values, refuse_changing_buffers
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
+from planaria.errors import PeerLostError
 from planaria.transport.links import Channel, Links, Tag
+
+logger = logging.getLogger(__name__)
 
 NUM_RUNS = 5
 LINK_BYTES = 1 << 22
@@ -39,23 +43,27 @@ def profile_model(job: JobConfig, model: SplitModel, dataset: Dataset) -> ModelP
     batches = Batches(dataset, job.training, iteration=0)
     hidden = batches.inputs(0)
     targets, num_targets = batches.targets(0), batches.num_targets()
-    known: dict[str, tuple[LayerProfile, Tensor]] = {}
+    known: dict[str, LayerProfile] = {}
     layers = []
     for layer, name in enumerate(model.layer_names):
         is_last = layer == model.num_layers - 1
-        module = model.materialise(layer)
-        key = f"{layer == 0}/{is_last}/{_kind(module)}/{tuple(hidden.shape)}"
+        module = model.materialise(layer).to(getattr(torch, job.training.dtype))
+        before = buffer_values(module)
+        with torch.no_grad():
+            output = module(hidden)
+        refuse_changing_buffers(name, before, module)
+        # Layers of one kind may still differ in what no parameter shows, as a stride.
+        shapes = f"{tuple(hidden.shape)}/{tuple(output.shape)}"
+        key = f"{layer == 0}/{is_last}/{_kind(module)}/{shapes}"
         if key not in known:
-            before = buffer_values(module)
 
             def loss(output: Tensor) -> Tensor:
                 return model.loss_sum(output, targets) / num_targets
 
-            profile, output = _measured(job, name, module, hidden, loss if is_last else None)
-            refuse_changing_buffers(name, before, module)
-            known[key] = (profile, output)
-        profile, hidden = known[key]
-        layers.append(replace(profile, name=name))
+            known[key] = _measured(job, name, module, hidden, loss if is_last else None)
+        output_bytes = 0 if is_last else output.numel() * output.element_size()
+        layers.append(replace(known[key], name=name, output_bytes=output_bytes))
+        hidden = output
     link = measured_link()
     return ModelProfile(
         model=job.name,
@@ -83,35 +91,52 @@ def tied_parameters(model: SplitModel) -> tuple[TiedParameters, ...]:
 
 def measured_link() -> Link:
     """Latency and bandwidth of a link over loopback."""
-    token = b"profile"
-    ends = [Links(rank, token=token) for rank in (0, 1)]
-    addresses = {rank: end.address for rank, end in enumerate(ends)}
+    ends = [Links(rank, token=b"profile") for rank in (0, 1)]
     sizes = [64] * 50 + [LINK_BYTES] * NUM_RUNS
+    answering = threading.Thread(target=_answer, args=(ends[1], ends[0], len(sizes)))
+    answering.start()
+    try:
+        seconds = _round_trips(ends[0], ends[1], sizes)
+    finally:
+        # Closing frees the answering end too, if it still waits for what will not come.
+        ends[0].close()
+        answering.join()
+        ends[1].close()
+    round_trip_s = statistics.median(seconds[64])
+    large_s = statistics.median(seconds[LINK_BYTES])
+    return Link(round_trip_s / 2, LINK_BYTES / max(large_s - round_trip_s, 1e-6))
 
-    def echo() -> None:
-        ends[1].begin(0, addresses=addresses, peers=(0,), timeout_s=_LINK_TIMEOUT_S)
-        for index in range(len(sizes)):
+
+def _begin(own: Links, other: Links) -> None:
+    addresses = {links.rank: links.address for links in (own, other)}
+    own.begin(0, addresses=addresses, peers=(other.rank,), timeout_s=_LINK_TIMEOUT_S)
+
+
+def _answer(own: Links, other: Links, num_messages: int) -> None:
+    """Answers each message with a few bytes, until the other end is done or gone."""
+    try:
+        _begin(own, other)
+        for index in range(num_messages):
             tag = Tag(Channel.FORWARD, 0, index)
-            ends[1].receive(0, tag, timeout_s=_LINK_TIMEOUT_S)
-            ends[1].send(0, tag, np.zeros(8, dtype=np.uint8))
+            own.receive(other.rank, tag, timeout_s=_LINK_TIMEOUT_S)
+            own.send(other.rank, tag, np.zeros(8, dtype=np.uint8))
+    except PeerLostError as error:
+        # Both ends are in this process: what went wrong is raised at the other one.
+        logger.info("a link was measured in part: %s", error)
 
-    thread = threading.Thread(target=echo)
-    thread.start()
-    ends[0].begin(0, addresses=addresses, peers=(1,), timeout_s=_LINK_TIMEOUT_S)
+
+def _round_trips(own: Links, other: Links, sizes: Sequence[int]) -> dict[int, list[float]]:
+    """The seconds of each round trip, by number of bytes sent."""
+    _begin(own, other)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for index, size in enumerate(sizes):
         tag = Tag(Channel.FORWARD, 0, index)
         payload = np.zeros(size, dtype=np.uint8)
         start_s = time.perf_counter()
-        ends[0].send(1, tag, payload)
-        ends[0].receive(1, tag, timeout_s=_LINK_TIMEOUT_S)
+        own.send(other.rank, tag, payload)
+        own.receive(other.rank, tag, timeout_s=_LINK_TIMEOUT_S)
         seconds[size].append(time.perf_counter() - start_s)
-    thread.join()
-    for end in ends:
-        end.close()
-    round_trip_s = statistics.median(seconds[64])
-    large_s = statistics.median(seconds[LINK_BYTES])
-    return Link(round_trip_s / 2, LINK_BYTES / max(large_s - round_trip_s, 1e-6))
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +159,8 @@ def _measured(
     module: nn.Module,
     hidden: Tensor,
     loss: Callable[[Tensor], Tensor] | None,
-) -> tuple[LayerProfile, Tensor]:
-    """The layer's profile, and its output for one microbatch."""
-    optimizer_bytes = _optimizer_bytes(job, module)
-    parameter_bytes = sum(4 * parameter.numel() for parameter in module.parameters())
-    if job.training.dtype == "bfloat16":
-        module = module.to(torch.bfloat16)
+) -> LayerProfile:
+    """The layer's profile, but for the bytes that it puts out."""
     activation_bytes = _activation_bytes(module, hidden, loss)
     runs = [_run(module, hidden, loss) for _ in range(NUM_RUNS + 1)][1:]
     forward_s = statistics.median(run.forward for run in runs)
@@ -150,19 +171,16 @@ def _measured(
         # The backward runs the forward again, and only the input is kept until then.
         input_s += forward_s
         activation_bytes = hidden.numel() * hidden.element_size()
-    with torch.no_grad():
-        output = module(hidden)
-    profile = LayerProfile(
+    return LayerProfile(
         name=name,
         forward_s={1: forward_s},
         backward_input_s={1: input_s},
         backward_weight_s={1: weight_s},
-        parameter_bytes=parameter_bytes,
-        optimizer_bytes=optimizer_bytes,
+        parameter_bytes=sum(4 * parameter.numel() for parameter in module.parameters()),
+        optimizer_bytes=_optimizer_bytes(job, module),
         activation_bytes=activation_bytes,
-        output_bytes=output.numel() * output.element_size() if loss is None else 0,
+        output_bytes=0,
     )
-    return profile, output
 
 
 def _leaf(hidden: Tensor) -> Tensor:
@@ -216,17 +234,17 @@ def _activation_bytes(
 
 
 def _optimizer_bytes(job: JobConfig, module: nn.Module) -> int:
-    """The optimizer's state of the layer, read off after one step."""
-    named = dict(module.named_parameters())
+    """The optimizer's state of the layer, read off one step of float32 parameters like its own."""
+    named = {
+        name: nn.Parameter(torch.zeros_like(parameter, dtype=torch.float32))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
     if not named:
         return 0
     optimizer = optimizer_factory(job.training)(named.items())
-    before = {name: parameter.detach().clone() for name, parameter in named.items()}
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for name, parameter in named.items():
-        parameter.grad = None
-        parameter.data.copy_(before[name])
     state = optimizer_state(optimizer, named)
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -12,7 +12,7 @@ depend on who computes the layer.
 Source: DESIGN 4.3, 4.4 and 4.6.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +31,12 @@ State = Mapping[str, npt.NDArray[np.generic]]
 class HeldLayer:
     """One layer on this rank.
 
+    A parameter that does not require gradients stays as it is: no weight decay reaches it.
+
     Attributes:
         age: iterations applied to it.
+        masters: the parameters that are stepped, saved and sent, float32; those of the module
+            itself unless it computes in bfloat16.
         sums: flat gradient sums of its own parameters.
         tied_sums: by parameter name, flat gradient sums of this layer's use of tied parameters.
         gradients: flat float32, the reduced gradients of its own parameters.
@@ -40,20 +44,23 @@ class HeldLayer:
     """
 
     def __init__(
-        self, layer: int, module: nn.Module, *, training: TrainingConfig, tied: Iterable[str]
+        self, layer: int, module: nn.Module, *, training: TrainingConfig, tied: Collection[str]
     ) -> None:
         self.layer = layer
         self.age = 0
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         if training.dtype == "bfloat16":
             self.masters = {
-                name: nn.Parameter(parameter.detach().clone())
+                name: nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 for name, parameter in self.masters.items()
             }
             module = module.to(torch.bfloat16)
         self.module = module
         self.parameters = dict(module.named_parameters())
-        self.optimizer = optimizer_factory(training)(self.masters.items()) if self.masters else None
+        self._trained = {n: master for n, master in self.masters.items() if master.requires_grad}
+        self.optimizer = (
+            optimizer_factory(training)(self._trained.items()) if self._trained else None
+        )
         sum_dtype = torch.float64 if training.deterministic else torch.float32
         self.tied_names = tuple(name for name in self.masters if name in set(tied))
         own = [name for name in self.masters if name not in self.tied_names]
@@ -99,13 +106,13 @@ class HeldLayer:
             assert self.age == iteration + 1, (self.layer, self.age, iteration)
             return
         if self.optimizer is not None:
-            for name, master in self.masters.items():
+            for name, master in self._trained.items():
                 gradient = self._gradient_views[name]
                 master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
-            for name, master in self.masters.items():
+            for name, master in self._trained.items():
                 master.grad = None
                 if self.parameters[name] is not master:
                     self.parameters[name].data.copy_(master.data)
@@ -115,7 +122,7 @@ class HeldLayer:
         """A copy of the parameters and the optimizer's state, in the disk tier's names."""
         tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
         if self.optimizer is not None:
-            named = optimizer_state(self.optimizer, self.masters)
+            named = optimizer_state(self.optimizer, self._trained)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
         return {name: tensor.clone().contiguous().numpy() for name, tensor in tensors.items()}
 
@@ -133,7 +140,7 @@ class HeldLayer:
                 for name, array in state.items()
                 if name.startswith(prefix)
             }
-            load_optimizer_state(self.optimizer, self.masters, named)
+            load_optimizer_state(self.optimizer, self._trained, named)
         self.age = age
 
 

@@ -6,11 +6,11 @@ for saves, one for control. `PeerLostError` and `AbortedError` end up here and n
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
 import time
-import traceback
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,10 +33,11 @@ from planaria.engine.control import Control
 from planaria.engine.executor import CommitVector, Executor
 from planaria.engine.groups import tree_peers
 from planaria.engine.optimizer import learning_rate
-from planaria.engine.prepare import load_data, load_model
+from planaria.engine.prepare import load_data, load_model, mistake_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage, State
+from planaria.engine.tracebacks import user_traceback
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import lowered
@@ -62,13 +63,14 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int) -> None:
         _Worker(spec, control).run()
         return
     except (PeerLostError, AbortedError) as loss:
-        logger.warning("rank %s: %s", spec.rank, loss)
+        # The coordinator hears of it from the lost node's agent, and says what follows.
+        logger.info("rank %s: %s", spec.rank, loss)
     except ConfigError as error:
-        mistake = (error.field, str(error.value), error.remedy)
-        text = traceback.format_exc()
+        mistake = mistake_of(error)
+        text = user_traceback(error)
         control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text, mistake=mistake))
-    except Exception:
-        text = traceback.format_exc()
+    except (Exception, SystemExit) as error:
+        text = user_traceback(error)
         control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text))
     while not isinstance(control.wait_order(), Shutdown):
         logger.info("rank %s has failed and waits to be shut down", spec.rank)
@@ -140,7 +142,11 @@ class _Worker:
         )
         if manifest is None:
             raise CheckpointError(f"checkpoint {start.source} is not complete any more")
-        return {layer: self._tier.read_layer(manifest, layer) for layer in layers}
+        try:
+            return {layer: self._tier.read_layer(manifest, layer) for layer in layers}
+        except CheckpointError as error:
+            directory = self._job.checkpoint.directory
+            raise ConfigError("checkpoint.directory", directory, str(error)) from error
 
     def _train(self, start: StartEpoch, executor: Executor) -> None:
         """Runs iterations until the ranks agree that one was the last, then saves."""
@@ -154,6 +160,7 @@ class _Worker:
             vector, spans = executor.run(
                 iteration, batches, wants_stop=self._control.stop_requested.is_set
             )
+            self._refuse_divergence(iteration, vector)
             self._apply(iteration, vector)
             ends = self._is_last(iteration, vector)
             stall_s = self._save(start, iteration + 1, ends=ends)
@@ -170,6 +177,26 @@ class _Worker:
             )
             iteration += 1
         self._saver.wait_written()
+
+    def _refuse_divergence(self, iteration: int, vector: CommitVector) -> None:
+        """Ends training before a step would turn every parameter into a NaN.
+
+        All ranks see the same vector, so all end here. The state is not saved: the parameters
+        that led here are suspect, and resuming from them would compute the same numbers.
+
+        Raises:
+            ConfigError: the loss or the gradient norm is infinite or not a number.
+        """
+        if math.isfinite(vector.loss) and math.isfinite(vector.gradient_norm):
+            return
+        raise ConfigError(
+            "training.learning_rate",
+            self._job.training.learning_rate,
+            f"training diverged: iteration {iteration} has loss {vector.loss} and gradient norm "
+            f"{vector.gradient_norm}, and was not applied; lower the rate, set "
+            "training.gradient_clip, or mend the data, and --resume from the newest checkpoint "
+            "(checkpoint.persist_every) if there is one",
+        )
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         training = self._job.training
@@ -195,6 +222,8 @@ class _Worker:
             for layer, held in self._stage.layers.items()
             if start.plan.holders(layer)[0] == self._spec.rank
         }
+        if not owned:  # It has nothing to write, so nothing to tell.
+            return 0.0
         return self._saver.save(owned, iteration=age, epoch=start.epoch)
 
     def _report(

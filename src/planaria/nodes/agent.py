@@ -53,6 +53,9 @@ def main(payload: bytes, lifeline_fd: int) -> None:
         asyncio.run(_Agent(spec, workers, lifeline_fd).run())
     except (ConnectionError, asyncio.IncompleteReadError) as error:
         logger.info("node %s leaves: %s", spec.node, error)
+    except BaseException:
+        # The end of the group is the end of this process too: nobody else would print it.
+        traceback.print_exc()
     finally:
         _end_group()
 
@@ -136,8 +139,11 @@ async def _wait_exit(pid: int) -> int:
 
 def _fork_worker(spec: NodeSpec, lifeline_fd: int) -> _Worker:
     ours, theirs = socket.socketpair()
+    agent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
+        # A worker whose agent was killed alone must not outlive it.
+        die_with_parent(agent_pid)
         ours.close()
         _become_worker(spec, theirs.detach(), lifeline_fd)
     theirs.close()
@@ -148,8 +154,6 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int) -> None:
     """Runs the worker in the forked child and leaves; never returns."""
     status = 1
     try:
-        # A worker whose agent was killed alone must not outlive it.
-        die_with_parent()
         module, _, function = spec.worker.partition(":")
         worker_main: WorkerMain = getattr(importlib.import_module(module), function)
         worker_main(spec, agent_fd, lifeline_fd)

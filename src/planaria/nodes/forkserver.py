@@ -3,7 +3,7 @@
 Forking a process that has torch imported takes milliseconds and shares its memory; starting one
 takes seconds. The server is single-threaded, so a fork is safe, and it imports nothing of the
 user's main script (multiprocessing's forkserver runs that script again in every child). It ends
-when the launcher's end of its socket closes.
+when the process that started it ends, by whatever signal, also while it imports.
 
 A request is a JSON packet over a Unix socket pair, with file descriptors attached: which function
 ("module:function") to call with which payload in the child. The payload travels in memory,
@@ -11,6 +11,7 @@ never in argv, for it holds the job's token. Exits of children are reported on t
 """
 
 import ctypes
+import fcntl
 import importlib
 import json
 import logging
@@ -22,14 +23,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from planaria.errors import InsufficientError
 
 logger = logging.getLogger(__name__)
 
 _PACKET_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
+_END_TIMEOUT_S = 10.0
 
 # A pool of threads would exist in the server alone: its forks inherit the pool's locks, held by
 # nobody, and hang now and then. numpy's BLAS starts one on import.
@@ -43,21 +47,38 @@ class ForkServer:
         preload: modules to import before the first fork; one that is missing is skipped, and
             fails where it is used.
         path: directories to put in front of sys.path (where the user's modules lie).
+        output: takes each line that the server or its children print, in a thread of its own;
+            without it they print to this process's own output.
     """
 
-    def __init__(self, preload: Sequence[str], *, path: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str],
+        *,
+        path: Sequence[str] = (),
+        output: Callable[[str], None] | None = None,
+    ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from planaria.nodes.forkserver import serve; serve({theirs.fileno()})"
+        lifeline_fd, self._lifeline_fd = os.pipe()
+        descriptors = (theirs.fileno(), lifeline_fd)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=(theirs.fileno(),),
+            [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
+            stdout=None if output is None else subprocess.PIPE,
+            stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | _ONE_THREAD,
         )
         theirs.close()
+        os.close(lifeline_fd)
         self._socket = ours
-        self._exits: deque[tuple[int, int]] = deque()
+        self._exits: list[tuple[int, int]] = []
+        self._is_ready = False
+        self._printer: threading.Thread | None = None
+        if output is not None:
+            self._printer = threading.Thread(target=self._pass_on, args=(output,), daemon=True)
+            self._printer.start()
         self._send({"preload": list(preload), "path": [*path, *sys.path]}, ())
 
     @property
@@ -68,10 +89,22 @@ class ForkServer:
         """Readable when `exits` has news."""
         return self._socket.fileno()
 
+    def wait_ready(self) -> None:
+        """Blocks until everything is imported.
+
+        Raises:
+            InsufficientError: the server is gone.
+        """
+        while not self._is_ready:
+            self._note(self._reply())
+
     def spawn(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
         """Forks a child that calls `target(payload, *fds)`; returns its pid.
 
         The child's copies of `fds` are its own to close. It outlives the server.
+
+        Raises:
+            InsufficientError: the server is gone.
         """
         return self._spawn({"target": target}, payload, fds)
 
@@ -84,42 +117,70 @@ class ForkServer:
         while True:
             reply = self._reply()
             if "pid" in reply:
-                return int(reply["pid"])
+                return reply["pid"]
             self._note(reply)
 
     def call(self, target: str, payload: bytes) -> bytes:
         """What `target(payload, fd)` writes to fd, run in a child that is waited for.
 
         Raises:
-            RuntimeError: the child left without a word.
+            InsufficientError: the server or the child is gone without a result.
         """
         read_fd, write_fd = os.pipe()
         with os.fdopen(read_fd, "rb") as reader:
-            self._spawn({"target": target, "dies_with_server": True}, payload, (write_fd,))
-            os.close(write_fd)
+            try:
+                pid = self._spawn(
+                    {"target": target, "dies_with_server": True}, payload, (write_fd,)
+                )
+            finally:
+                os.close(write_fd)
             result = reader.read()
+        status = self._wait_exit(pid)
         if not result:
-            raise RuntimeError(f"{target} left without a result; its error stands above")
+            raise InsufficientError(f"the process that ran {target} {told(status)}")
         return result
 
     def exits(self) -> list[tuple[int, int]]:
-        """Children that ended since the last call: (pid, exit status, negative for a signal)."""
+        """Children that ended since the last call: (pid, exit status, negative for a signal).
+
+        Raises:
+            InsufficientError: the server is gone.
+        """
         while select.select([self._socket], [], [], 0)[0]:
             self._note(self._reply())
-        exits = list(self._exits)
-        self._exits.clear()
+        exits, self._exits = self._exits, []
         return exits
 
     def close(self) -> None:
-        """Ends the server; children go on."""
+        """Ends the server, whatever it does; children that were spawned go on."""
+        self._process.kill()
+        self._process.wait(timeout=_END_TIMEOUT_S)
         self._socket.close()
-        self._process.wait(timeout=10.0)
+        os.close(self._lifeline_fd)
+        if self._printer is not None:
+            # Its end of the pipe closes with the last child.
+            self._printer.join(timeout=1.0)
+
+    def _wait_exit(self, pid: int) -> int:
+        """The exit status of a child that has ended or is about to."""
+        while True:
+            for exited in self._exits:
+                if exited[0] == pid:
+                    self._exits.remove(exited)
+                    return exited[1]
+            self._note(self._reply())
 
     def _note(self, reply: dict[str, int]) -> None:
-        self._exits.append((reply["exited"], reply["status"]))
+        if "ready" in reply:
+            self._is_ready = True
+        else:
+            self._exits.append((reply["exited"], reply["status"]))
 
     def _send(self, request: dict[str, object], fds: Sequence[int]) -> None:
-        socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._lost() from error
 
     def _reply(self) -> dict[str, int]:
         """The server's next packet; blocks until it comes."""
@@ -128,13 +189,30 @@ class ForkServer:
         except ConnectionResetError:
             data = b""
         if not data:
-            raise RuntimeError("the fork server died; its error stands above")
+            raise self._lost()
         reply: dict[str, int] = json.loads(data)
         return reply
 
+    def _lost(self) -> InsufficientError:
+        status = self._process.wait(timeout=_END_TIMEOUT_S)
+        return InsufficientError(f"the fork server {told(status)}; no node can be started any more")
 
-def serve(fd: int) -> None:
+    def _pass_on(self, output: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                output(line.decode(errors="replace").rstrip("\n"))
+
+
+def told(status: int) -> str:
+    """An exit status in words; it is negative for a signal."""
+    return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
+
+
+def serve(fd: int, lifeline_fd: int) -> None:
     """The server's main function: imports, then forks on request until the socket closes."""
+    end_with(lifeline_fd)
+    os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
     child_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_fd)
@@ -149,6 +227,22 @@ def serve(fd: int) -> None:
                 _reap(sock)
             elif not _serve_request(sock):
                 return
+
+
+def end_with(lifeline_fd: int) -> None:
+    """Has the kernel end this process when the other end of a pipe closes (Linux).
+
+    A thread could not exist in a process that forks, and a handler in Python would wait for an
+    import that runs; SIGIO, left at its default, ends the process whatever it does.
+    """
+    os.set_inheritable(lifeline_fd, False)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+    closed = select.poll()
+    closed.register(lifeline_fd, 0)
+    if closed.poll(0):  # It closed before anyone watched.
+        os._exit(1)
 
 
 def _reap(sock: socket.socket) -> None:
@@ -179,12 +273,14 @@ def _serve_request(sock: socket.socket) -> bool:
         num_threads = len(os.listdir("/proc/self/task"))
         if num_threads > 1:
             logger.warning("a preloaded module started %d threads: forks may hang", num_threads - 1)
+        sock.sendall(json.dumps({"ready": 1}).encode())
         return True
+    server_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         sock.close()
         if request.get("dies_with_server"):
-            die_with_parent()
+            die_with_parent(server_pid)
         _become(request["target"], fds)
     for descriptor in fds:
         os.close(descriptor)
@@ -201,9 +297,11 @@ def _preload(name: str) -> None:
             raise
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Has the kernel kill this process when its parent dies (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # It died before the kernel was asked.
+        os._exit(1)
 
 
 def _become(target: str, fds: list[int]) -> None:

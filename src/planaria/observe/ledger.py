@@ -43,9 +43,12 @@ class Ledger:
 
     def moved(self, seconds: float, source: Category, target: Category) -> "Ledger":
         """The ledger with seconds that belong to another category, at most what source has."""
-        taken = min(seconds, self.seconds.get(source, 0.0))
+        assert seconds >= 0.0, seconds
+        assert source is not target
+        available = self.seconds.get(source, 0.0)
+        taken = min(seconds, available)
         changed = {
-            source: self.seconds.get(source, 0.0) - taken,
+            source: available - taken,
             target: self.seconds.get(target, 0.0) + taken,
         }
         return replace(self, seconds=self.seconds | changed)

@@ -1,4 +1,8 @@
-"""What a person sees while a job trains: a live panel on a terminal, lines of text elsewhere."""
+"""What a person sees while a job trains: a live panel on a terminal, lines of text elsewhere.
+
+Whatever stays true is printed once, above the panel: the plan, notes, what the job's own code
+prints. The panel itself is two lines, so it never outgrows the screen.
+"""
 
 import time
 from collections import deque
@@ -6,6 +10,7 @@ from collections import deque
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -13,28 +18,41 @@ from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.plans import pipeline_microbatches
 
-_NUM_NOTES = 5
 _NUM_RECENT = 10
 
 
 def pipelines_table(plan: Plan, layer_names: tuple[str, ...]) -> Table:
-    """One line per pipeline: its nodes, each with the layers it computes, and its microbatches."""
+    """One line per stage: its pipeline and microbatches, its node and the layers it computes."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("pipeline", justify="right")
-    table.add_column("node: layers")
-    table.add_column("microbatches", justify="right")
+    for heading in ("pipeline", "microbatches", "node"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("layers", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
     counts = pipeline_microbatches(plan)
     for index, (pipeline, count) in enumerate(zip(plan.pipelines, counts, strict=True)):
-        cells = Text()
+        head = (str(index), str(count))
         for stage_index, stage in enumerate(pipeline.template.stages):
-            rank = pipeline.stage_ranks(stage_index)[0]
-            node = rank // pipeline.template.devices_per_node
-            first, last = layer_names[stage.first_layer], layer_names[stage.end_layer - 1]
-            name = first if first == last else f"{first} .. {last}"
-            cells.append(f"{node}: ", style="bold cyan")
-            cells.append(f"{name}   ")
-        table.add_row(str(index), cells, str(count))
+            node = pipeline.stage_ranks(stage_index)[0] // pipeline.template.devices_per_node
+            first, last = stage.first_layer, stage.end_layer - 1
+            table.add_row(
+                *head,
+                Text(str(node), style="bold cyan"),
+                f"{first}" if first == last else f"{first}-{last}",
+                Text(_names(layer_names[first], layer_names[last]), style="dim"),
+            )
+            head = ("", "")
     return table
+
+
+def _names(first: str, last: str) -> str:
+    """Two layers' names as a range; what they begin with alike is said once."""
+    if first == last:
+        return first
+    parts, others = first.split("."), last.split(".")
+    alike = 0
+    while alike < min(len(parts), len(others)) - 1 and parts[alike] == others[alike]:
+        alike += 1
+    return f"{first} .. {'.'.join(others[alike:])}"
 
 
 class LiveDisplay:
@@ -42,7 +60,7 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._is_live = console.is_terminal
+        self._is_live = console.is_interactive
         self._progress = Progress(
             TextColumn("iteration"),
             MofNCompleteColumn(),
@@ -51,24 +69,32 @@ class LiveDisplay:
             console=console,
         )
         self._recent: deque[IterationRecord] = deque(maxlen=_NUM_RECENT)
-        self._notes: deque[str] = deque(maxlen=_NUM_NOTES)
+        self._status: Status | None = None
         self._live: Live | None = None
         self._first_loss = 0.0
-        self._table: Table | None = None
         self._num_nodes = 0
+
+    def doing(self, text: str) -> None:
+        """Shows what takes the seconds before there is a plan."""
+        if not self._is_live:
+            self._line(f"{text} ...")
+        elif self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
 
     def show_plan(
         self, plan: Plan, layer_names: tuple[str, ...], *, iterations: int, first: int
     ) -> None:
         """Shows the plan and, on a terminal, starts the live panel."""
-        self._table = pipelines_table(plan, layer_names)
+        self.stop()
+        self._console.print(pipelines_table(plan, layer_names))
         self._num_nodes = len(plan.nodes)
         self._task = self._progress.add_task("train", total=iterations, completed=first)
         if self._is_live:
             self._live = Live(self._panel(), console=self._console, refresh_per_second=8)
             self._live.start()
-        else:
-            self._console.print(self._table)
 
     def committed(self, record: IterationRecord) -> None:
         """Shows a committed iteration."""
@@ -79,62 +105,69 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(self._panel())
         else:
-            self._console.print(
+            self._line(
                 f"iteration {record.iteration}  loss {record.loss:.4f}  "
                 f"{record.samples / record.seconds:.1f} samples/s"
             )
 
     def note(self, text: str) -> None:
-        """Shows a line."""
-        self._notes.append(f"{time.strftime('%H:%M:%S')}  {text}")
-        if self._live is not None:
-            self._live.update(self._panel())
+        """Shows a line, with the time of day on a terminal."""
+        if self._is_live:
+            self._line(f"{time.strftime('%H:%M:%S')}  {text}", style="dim")
         else:
-            self._console.print(text)
+            self._line(text)
+
+    def printed(self, line: str) -> None:
+        """Shows a line that the job's own code printed; any thread may call it."""
+        self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def stop(self) -> None:
-        """Ends the live panel; it stays on the screen as it was last."""
+        """Ends what moves; the panel stays on the screen as it was last."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
         if self._live is not None:
             self._live.stop()
             self._live = None
 
+    def _line(self, text: str, *, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
     def _panel(self) -> RenderableType:
-        parts: list[RenderableType] = [self._table or Text(), self._progress]
+        parts: list[RenderableType] = [self._progress]
         if self._recent:
             last = self._recent[-1]
             seconds = sum(record.seconds for record in self._recent)
             samples = sum(record.samples for record in self._recent)
-            parts.append(
-                Text.from_markup(
-                    f"loss [bold]{last.loss:.4f}[/] (first {self._first_loss:.4f})   "
-                    f"[bold]{samples / seconds:.1f}[/] samples/s   "
-                    f"{1000 * last.seconds:.0f} ms an iteration, "
-                    f"predicted {1000 * last.predicted_s:.0f}   {self._num_nodes} nodes"
-                )
+            facts = (
+                f"loss [bold]{last.loss:.4f}[/] (first {self._first_loss:.4f})",
+                f"[bold]{samples / seconds:.1f}[/] samples/s",
+                f"{1000 * last.seconds:.0f} ms (predicted {1000 * last.predicted_s:.0f})",
+                f"{self._num_nodes} nodes",
             )
-        parts += [Text(note, style="dim") for note in self._notes]
+            parts.append(Text.from_markup("   ".join(facts)))
         return Group(*parts)
 
 
 def summary(report: Report) -> RenderableType:
-    """The table at the end of a run, and its ledger."""
+    """What stands at the end of a run: its facts, a line each, unbroken, and its ledger."""
     records = report.iterations
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_column(style="bold")
-    facts.add_column()
     samples = sum(record.samples for record in records)
     seconds = sum(record.seconds for record in records)
     tail = records[-3:]
-    facts.add_row("iterations", f"{report.final.iteration}")
-    facts.add_row(
-        "loss",
-        f"{records[0].loss:.4f} -> {sum(r.loss for r in tail) / len(tail):.4f} "
-        f"(mean of the last {len(tail)})",
-    )
-    facts.add_row("throughput", f"{samples / seconds:.1f} samples/s")
-    facts.add_row("checkpoint", report.final.checkpoint)
-    facts.add_row("parameters", f"sha256 {report.final.parameters_sha256}")
-    facts.add_row("optimizer", f"sha256 {report.final.optimizer_sha256}")
+    loss = sum(record.loss for record in tail) / len(tail)
+    facts = {
+        "iterations": f"{report.final.iteration}",
+        "loss": f"{records[0].loss:.4f} -> {loss:.4f} (mean of the last {len(tail)})",
+        "throughput": f"{samples / seconds:.1f} samples/s",
+        "checkpoint": report.final.checkpoint,
+        "sha256 of": "",
+        " parameters": report.final.parameters_sha256,
+        " optimizer": report.final.optimizer_sha256,
+    }
+    lines = Text("\n")
+    for name, value in facts.items():
+        lines.append(f"{name:<13}", style="bold").append(f"{value}\n")
     ledger = Table(title="where the seconds went", title_justify="left", box=None, pad_edge=False)
     ledger.add_column("", style="bold")
     ledger.add_column("seconds", justify="right")
@@ -143,4 +176,4 @@ def summary(report: Report) -> RenderableType:
     for name, spent_s in report.ledger.items():
         if spent_s > 0:
             ledger.add_row(name, f"{spent_s:.2f}", f"{100 * spent_s / wall_s:.1f}%")
-    return Group(Text(), facts, Text(), ledger)
+    return Group(lines, ledger)

@@ -6,14 +6,15 @@ and asyncio share one implementation.
 
 Handshake: both ends send a hello (magic, a random nonce, who they are), then prove that they
 know the job's token by an HMAC over both hellos. The role is part of the proof, so that an end
-cannot be answered with its own words. The token itself never travels.
+cannot be answered with its own words. The token itself never travels. An end that says nothing
+is given up after `HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descriptors.
 """
 
 import asyncio
 import hmac
 import os
 import struct
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from enum import Enum
 from typing import Any
 
@@ -25,9 +26,10 @@ from planaria.errors import AuthenticationError
 _LENGTH = struct.Struct("!I")
 _MAGIC = b"planar01"
 _NONCE_BYTES = 16
-_HELLO = struct.Struct(f"!8s{_NONCE_BYTES}sI")
+_HELLO = struct.Struct(f"!8s{_NONCE_BYTES}sQ")
 _PROOF_BYTES = 32
 FRAME_BYTES_MAX = 1 << 28
+HANDSHAKE_TIMEOUT_S = 10.0
 
 from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
 to_node_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
@@ -53,18 +55,23 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete once `data` has arrived."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are complete once `data` has arrived.
+
+        Raises:
+            AuthenticationError: what comes next is longer than any frame of ours.
+        """
         self._buffer += data
+        bodies = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > FRAME_BYTES_MAX:
                 raise AuthenticationError(f"a frame of {length} bytes is not one of ours")
             if len(self._buffer) < _LENGTH.size + length:
-                return
-            body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
+                break
+            bodies.append(bytes(self._buffer[_LENGTH.size : _LENGTH.size + length]))
             del self._buffer[: _LENGTH.size + length]
-            yield body
+        return bodies
 
 
 def handshake(
@@ -73,6 +80,9 @@ def handshake(
     """Proves this end and checks the other; returns the other's identity.
 
     Yields (bytes to send, number of bytes to read next); is sent the bytes read.
+
+    Args:
+        identity: who this end is, below 2^64; the other end gets it once it has the proof.
 
     Raises:
         AuthenticationError: the other end speaks another protocol or has another token.
@@ -101,13 +111,21 @@ async def shake_hands(
     role: Role,
     identity: int,
 ) -> int:
-    """`handshake` over an asyncio stream."""
+    """`handshake` over an asyncio stream.
+
+    Raises:
+        AuthenticationError: also where the other end says nothing for HANDSHAKE_TIMEOUT_S.
+        IncompleteReadError, ConnectionError: the stream ended.
+    """
     steps = handshake(token, role, identity=identity)
     answer: Any = None
-    while True:
-        try:
-            data, num_bytes = steps.send(answer)
-        except StopIteration as end:
-            return int(end.value)
-        writer.write(data)
-        answer = await reader.readexactly(num_bytes)
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            while True:
+                data, num_bytes = steps.send(answer)
+                writer.write(data)
+                answer = await reader.readexactly(num_bytes)
+    except TimeoutError as error:
+        raise AuthenticationError(f"nothing came for {HANDSHAKE_TIMEOUT_S:.0f} s") from error
+    except StopIteration as end:
+        return int(end.value)

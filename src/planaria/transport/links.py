@@ -5,93 +5,45 @@ take at once is queued, and one thread per process writes it out. The same threa
 message is a header (epoch, tag, length) and raw bytes, and waits in an inbox under (peer,
 epoch, tag) until `receive` takes it. `abort` frees every blocked receive at once and keeps the
 connections: messages of an older epoch are dropped on arrival, so a link needs no restart to
-enter the next epoch.
+enter the next epoch. A link belongs to one worker: where a rank comes back with another address,
+the old link is closed, at both ends, and what it still brings is dropped with it.
 
 Differs from Gloo, which cannot be aborted and then sits in its timeout (10 s, measured).
 """
 
+import contextlib
 import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Generator, Mapping
-from enum import IntEnum
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from planaria.errors import AbortedError, AuthenticationError, PeerLostError
-from planaria.transport.frames import Role, handshake
+from planaria.transport.connection import (
+    Address,
+    Channel,
+    Connection,
+    Received,
+    Tag,
+    connecting_socket,
+    header,
+)
+
+__all__ = ["Address", "Buffer", "Channel", "Links", "Tag"]
 
 logger = logging.getLogger(__name__)
 
-Address = tuple[str, int]
 Buffer = npt.NDArray[Any]
 
-_HEADER = struct.Struct("!IBIIIQ")
-_READ_BYTES_MAX = 1 << 22  # per wake-up and connection, so that no peer starves the others
-_IOV_MAX = 64
-
-
-class Channel(IntEnum):
-    """What a message is for; the first part of its tag."""
-
-    FORWARD = 1
-    BACKWARD = 2
-    SCATTER = 3
-    GATHER = 4
-    COMMIT = 5
-
-
-class Tag(NamedTuple):
-    """Names a message between two ranks: never used twice within an epoch."""
-
-    channel: Channel
-    iteration: int
-    a: int
-    b: int = 0
-
-
-class _Connection:
-    """One socket: what is to be written, and the message that is being read."""
-
-    def __init__(
-        self, sock: socket.socket, steps: Generator[tuple[bytes, int], bytes, int]
-    ) -> None:
-        self.sock = sock
-        self.steps: Generator[tuple[bytes, int], bytes, int] | None = steps
-        self.peer = -1
-        self.lock = threading.Lock()
-        self.unsent: deque[memoryview] = deque()
-        hello, num_bytes = next(steps)
-        self.unsent.append(memoryview(hello))
-        self.expect(num_bytes)
-
-    def expect(self, num_bytes: int) -> None:
-        """Reads the next num_bytes as handshake or header."""
-        self.head = bytearray(num_bytes)
-        self.payload: npt.NDArray[np.uint8] | None = None
-        self.view = memoryview(self.head)
-
-    def flush(self) -> bool:
-        """Writes what the kernel takes now; True if nothing is left. The lock must be held."""
-        while self.unsent:
-            views = [self.unsent[i] for i in range(min(len(self.unsent), _IOV_MAX))]
-            try:
-                sent = self.sock.sendmsg(views)
-            except (BlockingIOError, InterruptedError):
-                return False
-            while sent:
-                if sent < len(self.unsent[0]):
-                    self.unsent[0] = self.unsent[0][sent:]
-                    break
-                sent -= len(self.unsent.popleft())
-        return True
+_READ_AND_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class Links:
@@ -111,14 +63,19 @@ class Links:
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
+        # Guards all that follows up to the queues, which threads hand over by wake-ups.
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, Tag], npt.NDArray[np.uint8]] = {}
-        self._peers: dict[int, _Connection] = {}
+        self._peers: dict[int, Connection] = {}
+        self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
         self._aborted = ""
+        self._failure: Exception | None = None
         self._closing = False
-        self._new: deque[_Connection] = deque()
-        self._blocked: set[_Connection] = set()
+        self._new: deque[Connection] = deque()
+        self._retired: deque[Connection] = deque()
+        self._blocked: set[Connection] = set()
+        self._unproven: set[Connection] = set()  # Of the serving thread alone.
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
@@ -140,58 +97,74 @@ class Links:
 
         The lower rank of a pair connects, the higher one accepts.
 
+        Args:
+            addresses: of all ranks of the epoch. An older link to a rank that is not among them,
+                or now listens elsewhere, is closed.
+
         Raises:
             PeerLostError: a peer could not be reached within timeout_s.
+            AbortedError: `abort` was called.
         """
         assert self.rank not in peers
+        assert not self._closing
+        assert epoch >= self.epoch, (epoch, self.epoch)
         with self._changed:
             self.epoch = epoch
             self._aborted = ""
+            self._lost.clear()
             self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
+            self._retire({rank: address[1] for rank, address in addresses.items()})
+            missing = [p for p in peers if p > self.rank and not self._has(p, addresses[p])]
+            # Whoever still waits in an older epoch is freed, also if abort came just before.
+            self._changed.notify_all()
+        for peer in sorted(set(missing) - self._calling.keys()):
+            self._call(peer, addresses[peer])
+
+        def is_linked() -> bool:
+            return all(self._has(peer, addresses[peer]) for peer in peers)
+
+        with self._changed:
+            self._wait(is_linked, epoch=epoch, peers=peers, timeout_s=timeout_s)
             for peer in peers:
-                self._lost.pop(peer, None)
-            missing = [peer for peer in peers if peer > self.rank and peer not in self._peers]
-        deadline_s = time.monotonic() + timeout_s
-        for peer in sorted(missing):
-            self._connect(peer, addresses[peer], timeout_s=deadline_s - time.monotonic())
-        self._wait(
-            lambda: all(peer in self._peers for peer in peers),
-            peers=tuple(peers),
-            timeout_s=max(0.0, deadline_s - time.monotonic()),
-        )
+                self._peers[peer].is_used = True
 
     def send(self, peer: int, tag: Tag, *buffers: Buffer) -> None:
         """Sends contiguous arrays as one message; never blocks. They must not change until the
-        peer has them."""
+        peer has them.
+
+        Raises:
+            PeerLostError: there is no link to the peer, or not any more.
+        """
         connection = self._peers.get(peer)
         if connection is None:
+            self._check_alive()
             raise PeerLostError(peer, self._lost.get(peer, "no link"))
         views = [array.reshape(-1).view(np.uint8).data for array in buffers if array.size]
         num_bytes = sum(len(view) for view in views)
-        header = _HEADER.pack(self.epoch, tag.channel, tag.iteration, tag.a, tag.b, num_bytes)
         self.sent_bytes[tag.channel] += num_bytes
+        message = [memoryview(header(self.epoch, tag, num_bytes)), *views]
         with connection.lock:
-            waiting = bool(connection.unsent)
-            connection.unsent.append(memoryview(header))
-            connection.unsent.extend(views)
             try:
-                done = waiting or connection.flush()
+                is_done = connection.append(message)
             except OSError:
-                done = True  # The reader thread sees the same error and reports the loss.
-        if not done:
+                is_done = True  # The reader thread sees the same error and reports the loss.
+        if not is_done:
             self._blocked.add(connection)
             self._wake()
 
     def receive(self, peer: int, tag: Tag, *, timeout_s: float) -> npt.NDArray[np.uint8]:
         """The bytes that the peer sent under the tag in this epoch; blocks until they are here.
 
+        What arrived before the peer was lost or the epoch aborted can still be taken.
+
         Raises:
             PeerLostError: the link broke, or nothing came within timeout_s.
-            AbortedError: `abort` was called.
+            AbortedError: `abort` was called, or another thread began a newer epoch.
         """
-        key = (peer, self.epoch, tag)
-        self._wait(lambda: key in self._inbox, peers=(peer,), timeout_s=timeout_s)
         with self._changed:
+            epoch = self.epoch
+            key = (peer, epoch, tag)
+            self._wait(lambda: key in self._inbox, epoch=epoch, peers=(peer,), timeout_s=timeout_s)
             return self._inbox.pop(key)
 
     def abort(self, reason: str) -> None:
@@ -201,64 +174,132 @@ class Links:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Writes out what is queued as far as peers take it now, then closes every socket."""
+        """Writes out what is queued as far as the kernel takes it now, then closes every socket;
+        nothing if closed already."""
         self.abort("links closed")
         self._closing = True
         self._wake()
-        self._thread.join(timeout=10.0)
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("rank %s: the links' thread did not end", self.rank)
+            return
+        with self._changed:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     # -- helpers ------------------------------------------------------------------------------
 
-    def _wait(self, condition: Any, *, peers: tuple[int, ...], timeout_s: float) -> None:
-        def is_over() -> bool:
-            return bool(condition() or self._aborted or any(peer in self._lost for peer in peers))
+    def _has(self, peer: int, address: Address) -> bool:
+        """A link to this very worker stands. The condition must be held."""
+        connection = self._peers.get(peer)
+        return connection is not None and connection.port == address[1]
 
-        with self._changed:
-            self._changed.wait_for(is_over, timeout=timeout_s)
-            if condition():
-                return
-            if self._aborted:
-                raise AbortedError(f"rank {self.rank}, epoch {self.epoch}: {self._aborted}")
-            for peer in peers:
-                if peer in self._lost:
-                    raise PeerLostError(peer, self._lost[peer])
-            silent = next((p for p in peers if p not in self._peers), peers[0] if peers else -1)
-            raise PeerLostError(silent, f"nothing came for {timeout_s:.1f} s")
+    def _retire(self, ports: Mapping[int, int]) -> None:
+        """Takes links out of use whose peer is gone or listens elsewhere by now.
 
-    def _connect(self, peer: int, address: Address, *, timeout_s: float) -> None:
-        try:
-            sock = socket.create_connection(address, timeout=max(timeout_s, 0.001))
-        except OSError as error:
-            raise PeerLostError(peer, f"{address[0]}:{address[1]}: {error}") from error
-        self._adopt(sock, Role.CONNECT)
-
-    def _adopt(self, sock: socket.socket, role: Role) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._new.append(_Connection(sock, handshake(self._token, role, identity=self.rank)))
+        One that no epoch has used yet may belong to an epoch after this one, so it stays.
+        """
+        for links in (self._peers, self._calling):
+            for rank, connection in list(links.items()):
+                is_old = connection.is_used or connection.target >= 0
+                if is_old and ports.get(rank) != connection.port:
+                    del links[rank]
+                    self._retired.append(connection)
         self._wake()
 
+    def _wait(
+        self, condition: Callable[[], bool], *, epoch: int, peers: Collection[int], timeout_s: float
+    ) -> None:
+        """Returns once the condition is true, which counts even where all else is lost; the
+        condition variable must be held."""
+
+        def has_ended() -> bool:
+            return bool(self._aborted or self._failure) or self.epoch != epoch
+
+        def is_over() -> bool:
+            return condition() or has_ended() or not self._lost.keys().isdisjoint(peers)
+
+        self._changed.wait_for(is_over, timeout=timeout_s)
+        if condition():
+            return
+        self._check_alive()
+        if has_ended():
+            reason = self._aborted or f"epoch {self.epoch} has begun"
+            raise AbortedError(f"rank {self.rank}, epoch {epoch}: {reason}")
+        for peer in peers:
+            if peer in self._lost:
+                raise PeerLostError(peer, self._lost[peer])
+        silent = [peer for peer in peers if peer not in self._peers] or list(peers)
+        raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise AssertionError("the thread that serves the links died") from self._failure
+
+    def _call(self, peer: int, address: Address) -> None:
+        try:
+            sock = connecting_socket(address)
+        except OSError as error:
+            raise PeerLostError(peer, f"{address[0]}:{address[1]}: {error}") from error
+        with self._changed:
+            self._calling[peer] = self._adopt(sock, target=peer, port=address[1])
+
+    def _adopt(self, sock: socket.socket, *, target: int, port: int) -> Connection:
+        identity = (self.rank, self.address[1])
+        connection = Connection(
+            sock, token=self._token, identity=identity, target=target, port=port
+        )
+        self._new.append(connection)
+        self._wake()
+        return connection
+
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with self._changed:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     # -- the thread that reads, and writes what send could not ---------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
-            for key, events in self._selector.select():
-                if key.fileobj == self._wake_fd:
-                    os.eventfd_read(self._wake_fd)
-                elif key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._serve(key.data, events)
-            self._register()
-        for connection in {key.data for key in self._selector.get_map().values() if key.data}:
-            with connection.lock:
-                self._drop(connection, "links closed")
-        self._listener.close()
-        self._selector.close()
-        os.close(self._wake_fd)
+        try:
+            while not self._closing:
+                self._turn()
+        except Exception as error:
+            # Our mistake. Unless it is raised where somebody waits, all ranks wait in vain.
+            logger.exception("rank %s: the thread that serves the links died", self.rank)
+            with self._changed:
+                self._failure = error
+                self._peers.clear()  # So that send finds the failure too.
+                self._changed.notify_all()
+        finally:
+            self._close_all()
+
+    def _turn(self) -> None:
+        """Serves what is ready, then does what other threads asked for."""
+        for key, events in self._selector.select(self._patience_s()):
+            if key.fileobj == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._serve(key.data, events)
+        while self._new:
+            connection = self._new.popleft()
+            self._unproven.add(connection)
+            self._selector.register(connection.sock, _READ_AND_WRITE, connection)
+        while self._retired:
+            self._drop(self._retired.popleft(), "an older epoch's")
+        while self._blocked:
+            self._watch(self._blocked.pop(), _READ_AND_WRITE)
+        for connection in [c for c in self._unproven if c.deadline_s <= time.monotonic()]:
+            self._drop(connection, "no handshake")
+
+    def _patience_s(self) -> float | None:
+        """How long to wait at most for anything to happen."""
+        if not self._unproven:
+            return None
+        return max(0.0, min(c.deadline_s for c in self._unproven) - time.monotonic())
 
     def _accept(self) -> None:
         try:
@@ -266,91 +307,71 @@ class Links:
         except OSError as error:
             logger.warning("rank %s: a link was not accepted: %s", self.rank, error)
             return
-        self._adopt(sock, Role.ACCEPT)
+        self._adopt(sock, target=-1, port=0)
 
-    def _register(self) -> None:
-        while self._new:
-            connection = self._new.popleft()
-            both = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.register(connection.sock, both, connection)
-        while self._blocked:
-            connection = self._blocked.pop()
-            if connection.sock.fileno() >= 0:
-                both = selectors.EVENT_READ | selectors.EVENT_WRITE
-                self._selector.modify(connection.sock, both, connection)
+    def _watch(self, connection: Connection, events: int) -> None:
+        if connection.sock.fileno() >= 0:
+            self._selector.modify(connection.sock, events, connection)
 
-    def _serve(self, connection: _Connection, events: int) -> None:
+    def _serve(self, connection: Connection, events: int) -> None:
         try:
-            if events & selectors.EVENT_WRITE:
-                with connection.lock:
-                    if connection.flush():
-                        self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
             if events & selectors.EVENT_READ:
-                self._read(connection)
+                for message in connection.read():
+                    if message is None:
+                        self._welcome(connection)
+                    else:
+                        self._deliver(connection, message)
+            with connection.lock:
+                is_done = connection.flush()
+                self._watch(connection, selectors.EVENT_READ if is_done else _READ_AND_WRITE)
         except (OSError, AuthenticationError) as error:
             self._drop(connection, str(error))
 
-    def _read(self, connection: _Connection) -> None:
-        taken = 0
-        while taken < _READ_BYTES_MAX:
-            try:
-                count = connection.sock.recv_into(connection.view)
-            except (BlockingIOError, InterruptedError):
-                return
-            if count == 0:
-                raise ConnectionError("closed by peer")
-            taken += count
-            connection.view = connection.view[count:]
-            while not connection.view:
-                self._advance(connection)
-
-    def _advance(self, connection: _Connection) -> None:
-        """The bytes that the connection waited for are complete: what comes next."""
-        if connection.steps is not None:
-            self._step_handshake(connection)
-            return
-        epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack(connection.head)
-        if connection.payload is None and num_bytes:
-            connection.payload = np.empty(num_bytes, dtype=np.uint8)
-            connection.view = connection.payload.data
-            return
-        payload = connection.payload
-        if payload is None:
-            payload = np.empty(0, dtype=np.uint8)
-        connection.expect(_HEADER.size)
-        tag = Tag(Channel(channel), iteration, a, b)
-        self.received_bytes[tag.channel] += len(payload)
+    def _welcome(self, connection: Connection) -> None:
+        """The handshake is over: the connection is the link to its peer."""
+        self._unproven.discard(connection)
         with self._changed:
-            if epoch >= self.epoch:
-                self._inbox[connection.peer, epoch, tag] = payload
-                self._changed.notify_all()
-
-    def _step_handshake(self, connection: _Connection) -> None:
-        assert connection.steps is not None
-        try:
-            answer, num_bytes = connection.steps.send(bytes(connection.head))
-        except StopIteration as end:
-            connection.steps = None
-            connection.peer = int(end.value)
-            connection.expect(_HEADER.size)
-            with self._changed:
-                self._peers[connection.peer] = connection
-                self._changed.notify_all()
-            return
-        connection.expect(num_bytes)
-        with connection.lock:
-            connection.unsent.append(memoryview(answer))
-            if not connection.flush():
-                self._blocked.add(connection)
-
-    def _drop(self, connection: _Connection, reason: str) -> None:
-        self._selector.unregister(connection.sock)
-        connection.sock.close()
-        if connection.peer < 0:
-            logger.warning("rank %s: refused a link: %s", self.rank, reason)
-            return
-        with self._changed:
-            if self._peers.get(connection.peer) is connection:
-                del self._peers[connection.peer]
-                self._lost[connection.peer] = reason
+            self._calling.pop(connection.peer, None)
+            older = self._peers.get(connection.peer)
+            self._peers[connection.peer] = connection
+            if older is not None:
+                # The peer's worker was forked anew.
+                self._retired.append(older)
+                if older.is_used:  # This epoch knows another one.
+                    self._lost[connection.peer] = "it came back on a new link"
             self._changed.notify_all()
+
+    def _deliver(self, connection: Connection, message: Received) -> None:
+        self.received_bytes[message.tag.channel] += len(message.payload)
+        with self._changed:
+            is_current = self._peers.get(connection.peer) is connection
+            if message.epoch >= self.epoch and is_current:
+                self._inbox[connection.peer, message.epoch, message.tag] = message.payload
+                self._changed.notify_all()
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        if connection.sock.fileno() < 0:
+            return
+        self._selector.unregister(connection.sock)
+        self._unproven.discard(connection)
+        with self._changed:
+            for links in (self._peers, self._calling):
+                for rank in [r for r, link in links.items() if link is connection]:
+                    del links[rank]
+                    self._lost[rank] = reason
+            self._changed.notify_all()
+        connection.close()
+        if connection.peer < 0:
+            logger.warning("rank %s: gave up a link: %s", self.rank, reason)
+
+    def _close_all(self) -> None:
+        connections = {key.data for key in self._selector.get_map().values() if key.data}
+        for connection in connections | set(self._new):
+            with contextlib.suppress(OSError), connection.lock:
+                connection.flush()
+            connection.close()
+        self._listener.close()
+        self._selector.close()
+        with self._changed:
+            self._lost.update(dict.fromkeys(self._peers, "links closed"))
+            self._peers.clear()

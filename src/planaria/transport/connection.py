@@ -1,0 +1,225 @@
+"""One socket of a rank's links: what is to be written, and the message that is being read.
+
+A connection begins with the handshake of `frames.py`. After it, a message is a header (epoch,
+tag, length) and raw bytes. Any thread may `append`; the rest belongs to the one thread that
+serves the links.
+"""
+
+import errno
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from planaria.errors import AuthenticationError
+from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
+
+Address = tuple[str, int]
+
+_HEADER = struct.Struct("!IBIIIQ")
+_MESSAGE_BYTES_MAX = 1 << 40
+_READ_BYTES_MAX = 1 << 22  # per wake-up and connection, so that no peer starves the others
+_IOV_MAX = 64
+_RANK_BITS = 32
+
+
+class Channel(IntEnum):
+    """What a message is for; the first part of its tag."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    SCATTER = 3
+    GATHER = 4
+    COMMIT = 5
+
+
+_CHANNELS = frozenset(int(channel) for channel in Channel)
+
+
+class Tag(NamedTuple):
+    """Names a message between two ranks: never used twice within an epoch."""
+
+    channel: Channel
+    iteration: int
+    a: int
+    b: int = 0
+
+
+class Received(NamedTuple):
+    """A message that has arrived whole."""
+
+    epoch: int
+    tag: Tag
+    payload: npt.NDArray[np.uint8]
+
+
+def header(epoch: int, tag: Tag, num_bytes: int) -> bytes:
+    """What goes in front of a message's bytes."""
+    return _HEADER.pack(epoch, tag.channel, tag.iteration, tag.a, tag.b, num_bytes)
+
+
+def connecting_socket(address: Address) -> socket.socket:
+    """A socket that is being connected; whoever writes to it learns what came of it.
+
+    Raises:
+        OSError: it cannot even be tried, or was refused at once.
+    """
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, place = found[0]
+    sock = socket.socket(family, kind, protocol)
+    sock.setblocking(False)
+    status = sock.connect_ex(place)
+    if status not in (0, errno.EINPROGRESS):
+        sock.close()
+        raise OSError(status, os.strerror(status))
+    return sock
+
+
+class Connection:
+    """A socket, and how far it has come.
+
+    Attributes:
+        target: the rank that this end called, -1 where it was called.
+        port: where the peer listens; a worker that is forked anew has another one.
+        peer: the rank at the other end, -1 until the handshake has proved it.
+        deadline_s: when the handshake is given up, by the monotonic clock.
+        is_used: an epoch of this rank has counted on it.
+        lock: held by whoever writes, or closes the socket: a descriptor that is closed under
+            another thread's write may be some other file's by then.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        token: bytes,
+        identity: tuple[int, int],
+        target: int,
+        port: int,
+    ) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.target = target
+        self.port = port
+        self.peer = -1
+        self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self.is_used = False
+        self.lock = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        own_rank, own_port = identity
+        self._handshake = handshake(
+            token,
+            Role.ACCEPT if target < 0 else Role.CONNECT,
+            identity=own_port << _RANK_BITS | own_rank,
+        )
+        self._payload: npt.NDArray[np.uint8] | None = None
+        self._head = bytearray()
+        self._view = memoryview(self._head)
+        hello, num_bytes = next(self._handshake)
+        self._unsent.append(memoryview(hello))
+        self._expect(num_bytes)
+
+    def append(self, views: Iterable[memoryview]) -> bool:
+        """Queues bytes and writes what the kernel takes now; True if whoever queued earlier, or
+        nobody, has to see to the rest. The lock must be held.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        is_waited_for = bool(self._unsent)
+        self._unsent.extend(views)
+        return is_waited_for or self.flush()
+
+    def flush(self) -> bool:
+        """Writes what the kernel takes now; True if nothing is left. The lock must be held.
+
+        Raises:
+            OSError: the connection broke.
+        """
+        while self._unsent:
+            views = [self._unsent[i] for i in range(min(len(self._unsent), _IOV_MAX))]
+            try:
+                sent = self.sock.sendmsg(views)
+            except (BlockingIOError, InterruptedError):
+                return False
+            while sent:
+                if sent < len(self._unsent[0]):
+                    self._unsent[0] = self._unsent[0][sent:]
+                    break
+                sent -= len(self._unsent.popleft())
+        return True
+
+    def close(self) -> None:
+        """Closes the socket and drops what is unsent."""
+        with self.lock:
+            self.sock.close()
+            self._unsent.clear()
+
+    def read(self) -> Iterator[Received | None]:
+        """The messages that have arrived whole; None where the handshake came to its end.
+
+        Raises:
+            OSError: the connection closed or broke, after all that came before.
+            AuthenticationError: what came is not what a peer sends.
+        """
+        num_read = 0
+        while num_read < _READ_BYTES_MAX:
+            try:
+                count = self.sock.recv_into(self._view)
+            except (BlockingIOError, InterruptedError):
+                return
+            if count == 0:
+                raise ConnectionError("closed by peer")
+            num_read += count
+            self._view = self._view[count:]
+            while not self._view:
+                if self.peer < 0:
+                    self._step_handshake()
+                    if self.peer >= 0:
+                        yield None
+                else:
+                    yield from self._step_message()
+
+    def _expect(self, num_bytes: int) -> None:
+        """Reads the next num_bytes as handshake or header."""
+        self._head = bytearray(num_bytes)
+        self._payload = None
+        self._view = memoryview(self._head)
+
+    def _step_message(self) -> Iterator[Received]:
+        """The header or the payload is complete: what comes next."""
+        epoch, channel, iteration, a, b, num_bytes = _HEADER.unpack(self._head)
+        if channel not in _CHANNELS or num_bytes > _MESSAGE_BYTES_MAX:
+            reason = f"a message of {num_bytes} bytes on channel {channel} is not one of ours"
+            raise AuthenticationError(reason)
+        if self._payload is None:
+            self._payload = np.empty(num_bytes, dtype=np.uint8)
+            self._view = self._payload.data
+            return
+        payload = self._payload
+        self._expect(_HEADER.size)
+        yield Received(epoch, Tag(Channel(channel), iteration, a, b), payload)
+
+    def _step_handshake(self) -> None:
+        try:
+            answer, num_bytes = self._handshake.send(bytes(self._head))
+        except StopIteration as end:
+            port, rank = divmod(int(end.value), 1 << _RANK_BITS)
+            if self.target >= 0 and (rank, port) != (self.target, self.port):
+                reason = f"rank {rank} of port {port} answers for rank {self.target}"
+                raise AuthenticationError(reason) from end
+            self.peer, self.port = rank, port
+            self._expect(_HEADER.size)
+            return
+        self._expect(num_bytes)
+        with self.lock:
+            self._unsent.append(memoryview(answer))

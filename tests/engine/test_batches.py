@@ -1,0 +1,103 @@
+"""Batches: which samples a microbatch is made of depends on the seed and the iteration alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from planaria.core.job import TrainingConfig
+from planaria.core.samples import sample_numbers
+from planaria.engine.batches import Batches
+
+TRAINING = TrainingConfig(global_batch_size=12, microbatch_size=3, seed=5)
+NUM_SAMPLES = 50
+
+
+class _Numbers:
+    """A sample is its number, and notes how it is read. Of its two targets the second is -100,
+    which counts for nothing, where the number is odd."""
+
+    vocabulary_size = 0
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        self.reads.append((index, seed))
+        return torch.tensor([float(index)]), torch.tensor([index, -100 if index % 2 else index])
+
+
+def numbers(iteration: int) -> list[int]:
+    """The samples of an iteration, in order."""
+    drawn = sample_numbers(
+        iteration, seed=TRAINING.seed, num_samples=NUM_SAMPLES, global_batch_size=12
+    )
+    return [int(number) for number in drawn]
+
+
+@pytest.mark.parametrize("iteration", [0, 3, 4, 11])
+def test_microbatches_cut_the_iterations_samples_in_order(iteration: int) -> None:
+    """Also across the end of a data epoch, which comes after four iterations here."""
+    batches = Batches(_Numbers(), TRAINING, iteration=iteration)
+    inputs = torch.cat([batches.inputs(index) for index in range(4)]).flatten().tolist()
+    targets = torch.cat([batches.targets(index) for index in range(4)]).tolist()
+
+    assert inputs == numbers(iteration) == batches.consumed
+    assert [first for first, _ in targets] == inputs
+
+
+def test_a_microbatch_is_the_same_on_any_rank_in_any_order() -> None:
+    """One rank takes inputs only, another targets only, a third both the other way round."""
+    first, last, both = (Batches(_Numbers(), TRAINING, iteration=2) for _ in range(3))
+    for index in (3, 0, 2):
+        targets = both.targets(index)
+        inputs = both.inputs(index)
+
+        assert torch.equal(inputs, first.inputs(index))
+        assert torch.equal(targets, last.targets(index))
+    assert last.consumed == []
+    assert first.consumed == both.consumed
+
+
+def test_a_rank_that_needs_both_loads_a_microbatch_once() -> None:
+    """And does not keep it after its last hop."""
+    dataset = _Numbers()
+    batches = Batches(dataset, TRAINING, iteration=2)
+    batches.inputs(1)
+    batches.targets(1)
+
+    assert [index for index, _ in dataset.reads] == numbers(2)[3:6]
+    assert not batches._loaded
+
+
+def test_a_sample_has_a_seed_of_its_own_in_every_iteration() -> None:
+    """A random transform must give the same wherever it runs, and something else elsewhere."""
+    reads = []
+    for iteration in (0, 0, 1):
+        dataset = _Numbers()
+        Batches(dataset, TRAINING, iteration=iteration).inputs(0)
+        reads.append(dataset.reads)
+
+    assert reads[0] == reads[1]
+    seeds = [seed for read in (reads[0], reads[2]) for _, seed in read]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_loss_is_divided_by_the_targets_of_the_global_batch() -> None:
+    """The same on every rank, whichever microbatches it has; -100 is no target."""
+    batches = Batches(_Numbers(), TRAINING, iteration=2)
+
+    assert batches.num_targets() == sum(1 if number % 2 else 2 for number in numbers(2))
+
+
+def test_inputs_have_the_dtype_that_training_computes_in() -> None:
+    """A layer in bfloat16 does not take float32 inputs; targets stay as they are."""
+    training = replace(TRAINING, dtype="bfloat16")
+    batches = Batches(_Numbers(), training, iteration=0)
+
+    assert batches.inputs(0).dtype == torch.bfloat16
+    assert batches.targets(0).dtype == torch.int64

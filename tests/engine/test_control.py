@@ -1,0 +1,133 @@
+"""A worker's line to its agent: orders in order, and the process ends with its agent or job."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from jobs import shaped_plan
+from planaria.core.messages import (
+    FromNode,
+    LayersSaved,
+    Shutdown,
+    StartEpoch,
+    StopRequested,
+    WorkerFailed,
+)
+from planaria.transport.frames import FrameDecoder, frame, from_node_decoder
+
+TIMEOUT_S = 20.0
+
+# Echoes the names of its orders, and says so when it is asked to stop.
+WORKER = """
+import sys, threading
+from planaria.core.messages import LayersSaved, Shutdown, WorkerFailed
+from planaria.engine.control import Control
+control = Control(int(sys.argv[1]), int(sys.argv[2]))
+threads = [
+    threading.Thread(
+        target=lambda rank=rank: [
+            control.send(LayersSaved(rank=rank, epoch=0, iteration=i, files=()))
+            for i in range(50)
+        ]
+    )
+    for rank in range(2)
+]
+for thread in threads:
+    thread.start()
+while True:
+    order = control.wait_order()
+    stop = control.stop_requested.is_set()
+    control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__))
+    if isinstance(order, Shutdown):
+        break
+for thread in threads:
+    thread.join()
+threading.Event().wait() if "stay" in sys.argv else None
+"""
+
+
+class Agent:
+    """A worker's process and our end of its line."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(TIMEOUT_S)
+        lifeline_fd, self.lifeline_write_fd = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(theirs.fileno()), str(lifeline_fd), *arguments],
+            pass_fds=(theirs.fileno(), lifeline_fd),
+            stderr=subprocess.PIPE,
+        )
+        theirs.close()
+        os.close(lifeline_fd)
+
+    def messages(self, number: int) -> list[FromNode]:
+        decoder = FrameDecoder()
+        messages: list[FromNode] = []
+        while len(messages) < number:
+            data = self.socket.recv(1 << 16)
+            assert data
+            messages += [from_node_decoder.decode(body) for body in decoder.feed(data)]
+        return messages
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent("stay")
+    yield made
+    made.process.kill()
+    made.process.communicate(timeout=TIMEOUT_S)
+    made.socket.close()
+    os.close(made.lifeline_write_fd)
+
+
+def _start() -> StartEpoch:
+    return StartEpoch(epoch=0, plan=shaped_plan((2,), 4), addresses={0: ("h", 1)}, iteration=0)
+
+
+def test_orders_come_in_order_and_whole_however_the_stream_is_cut(agent: Agent) -> None:
+    """A request to stop is no order: it is seen at the next commit. Messages of two threads
+    do not mix."""
+    data = frame(_start()) + frame(StopRequested()) + frame(Shutdown())
+    for cut in range(0, len(data), 7):
+        agent.socket.sendall(data[cut : cut + 7])
+    messages = agent.messages(102)
+
+    told = [m.traceback for m in messages if isinstance(m, WorkerFailed)]
+    assert told == ["StartEpoch", "Shutdown"]
+    assert [m.node for m in messages if isinstance(m, WorkerFailed)][-1] == 1
+    for rank in range(2):
+        saved = [m.iteration for m in messages if isinstance(m, LayersSaved) and m.rank == rank]
+        assert saved == list(range(50))
+
+
+def test_a_worker_ends_with_its_agent(agent: Agent) -> None:
+    """Whatever its compute thread does; here it waits for ever."""
+    agent.messages(100)
+    agent.socket.shutdown(socket.SHUT_RDWR)
+
+    assert agent.process.wait(TIMEOUT_S) == 1
+
+
+def test_a_worker_ends_with_its_job(agent: Agent) -> None:
+    """The launcher's end of the lifeline closes when it dies."""
+    agent.messages(100)
+    os.close(agent.lifeline_write_fd)
+    status = agent.process.wait(TIMEOUT_S)
+    agent.lifeline_write_fd = os.dup(0)
+
+    assert status == 1
+
+
+def test_a_worker_that_cannot_hear_any_more_ends_and_says_why(agent: Agent) -> None:
+    """A message that nobody understands must not leave a process that no order reaches."""
+    agent.messages(100)
+    agent.socket.sendall(b"\0\0\0\2{}")
+
+    assert agent.process.wait(TIMEOUT_S) == 1
+    assert agent.process.stderr is not None
+    assert b"ValidationError" in agent.process.stderr.read()

@@ -1,0 +1,132 @@
+"""Paced layers take their time on average, and their gradients are real."""
+
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from planaria.engine import paced
+from planaria.engine.layers import SplitModel
+from planaria.engine.paced import WIDTH, PacedData, paced_model
+from strategies import layer_profile, model_profile
+
+
+def model(*forward_s: float) -> SplitModel:
+    """Sleeping layers whose backward takes twice their forward."""
+    layers = tuple(layer_profile(f"layer {i}", value) for i, value in enumerate(forward_s))
+    return paced_model(model_profile(layers), seed=3)
+
+
+class _LateClock:
+    """A clock on which every sleep ends later than it should."""
+
+    def __init__(self, seed: int, late_s: float) -> None:
+        self.now_s = 0.0
+        self._rng = random.Random(seed)
+        self._late_s = late_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now_s += seconds + self._rng.random() * self._late_s
+
+
+@given(st.integers(0, 1 << 32), st.lists(st.floats(0.0, 0.01), min_size=1, max_size=50))
+def test_what_sleeps_overshoot_is_made_up_for(seed: int, durations: list[float]) -> None:
+    """The whole is never short, and never later than by the lateness of one sleep."""
+    late_s = 0.004
+    clock = _LateClock(seed, late_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paced, "time", clock)
+        pace = paced._Pace()
+        for seconds in durations:
+            pace.sleep(seconds)
+
+    assert -1e-9 <= clock.now_s - sum(durations) <= late_s + 1e-9
+
+
+def test_a_model_takes_the_profiles_time_within_three_percent() -> None:
+    """0.2 s in 40 layers forward and backward, by the real clock; the best of three counts, for
+    other people use the machine too."""
+    layers = model(*[0.2 / 40 / 3] * 40)
+    modules = [layers.materialise(layer) for layer in range(layers.num_layers)]
+    errors = []
+    for _ in range(3):
+        start_s = time.monotonic()
+        hidden = torch.ones(1, WIDTH, requires_grad=True)
+        for module in modules:
+            hidden = module(hidden)
+        hidden.sum().backward()  # type: ignore[no-untyped-call]
+        errors.append(abs(time.monotonic() - start_s - 0.2) / 0.2)
+
+    assert min(errors) < 0.03
+
+
+@given(st.floats(0.0, 0.002), st.floats(0.001, 0.1))
+def test_a_gap_counts_only_where_the_rank_waited(gap_s: float, seconds: float) -> None:
+    """The host's own work hides behind the sleep before it; a wait for a message does not."""
+    clock = _LateClock(0, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paced, "time", clock)
+        pace = paced._Pace()
+        pace.sleep(seconds)
+        clock.now_s += gap_s
+        pace.sleep(seconds)
+
+    is_hidden = gap_s < paced.HIDDEN_GAP_S - 1e-9
+    if abs(gap_s - paced.HIDDEN_GAP_S) > 1e-9:
+        assert clock.now_s == pytest.approx(2 * seconds + (0.0 if is_hidden else gap_s))
+
+
+def test_forward_and_backward_take_their_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the layer's profile, each where it belongs; the backward is input and weight."""
+    slept: list[float] = []
+    monkeypatch.setattr(paced._Pace, "sleep", lambda _, seconds: slept.append(seconds))
+    layers = model(1.0, 5.0)
+    hidden = torch.ones(1, WIDTH)
+    for layer in range(2):
+        hidden = layers.materialise(layer)(hidden)
+    hidden.sum().backward()  # type: ignore[no-untyped-call]
+
+    assert slept == [1.0, 5.0, 10.0, 2.0]
+
+
+def test_gradients_are_those_of_the_product() -> None:
+    """Held against autograd's own."""
+    layer = model(0.0).materialise(0)
+    weight = next(layer.parameters())
+    x = torch.rand(3, WIDTH, requires_grad=True)
+    layer(x).square().sum().backward()
+    other_x, other_weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+    (other_x * other_weight).square().sum().backward()  # type: ignore[no-untyped-call]
+
+    torch.testing.assert_close(x.grad, other_x.grad)
+    torch.testing.assert_close(weight.grad, other_weight.grad)
+
+
+def test_first_weights_depend_on_seed_and_layer_alone() -> None:
+    """Whoever builds the layer, in whatever order; near 1, so that no product vanishes."""
+    weights = [next(model(0.0, 0.0).materialise(layer).parameters()) for layer in (1, 0, 1)]
+
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[1])
+    assert all(
+        0.9 <= float(weight.min()) <= float(weight.max()) <= 1.1
+        for weight in map(Tensor.detach, weights)
+    )
+
+
+def test_a_sample_is_a_function_of_its_number() -> None:
+    """Input and target differ, and so do samples."""
+    first, again, other = (PacedData().sample(index, seed=0) for index in (7, 7, 8))
+
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])

@@ -1,0 +1,325 @@
+"""The profiler measures what a layer is, and the pace of layers that sleep is right."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jobs import tiny_job
+from linked import num_descriptors
+from planaria.core.job import JobConfig
+from planaria.core.plan import LayerProfile, Link, ModelProfile, on_one_device, scaled
+from planaria.engine import profiler
+from planaria.engine.layers import SplitModel, TiedGroup
+from planaria.engine.paced import PacedData, paced_model
+from planaria.engine.prepare import load_data, load_model
+from planaria.errors import ConfigError, PeerLostError
+from planaria.transport.links import Links
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _profile(job: JobConfig, directory: Path) -> ModelProfile:
+    model = load_model(job, cache_directory=directory, profile=None)
+    dataset = load_data(job, objective=model.objective, cache_directory=directory)
+    return profiler.profile_model(job, model, dataset)
+
+
+def test_layers_that_are_alike_are_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight equal blocks between two other layers: three measurements, equal figures."""
+    measured = []
+    measure = profiler._measured
+
+    def note(job: JobConfig, name: str, *rest: object) -> LayerProfile:
+        measured.append(name)
+        return measure(job, name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(profiler, "_measured", note)
+    profile = _profile(tiny_job("sequential", tmp_path), tmp_path)
+
+    assert measured == ["0.Linear", "1._Residual", "9.Linear"]
+    assert {layer.forward_s[1] for layer in profile.layers[2:9]} == {profile.layers[1].forward_s[1]}
+    assert [layer.name for layer in profile.layers[:3]] == [
+        "0.Linear",
+        "1._Residual",
+        "2._Residual",
+    ]
+
+
+def test_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
+    """float32: 24 x 24 weights and three vectors; a microbatch of two samples of 24 numbers."""
+    job = tiny_job("sequential", tmp_path)
+    block = _profile(job, tmp_path).layers[1]
+
+    assert block.parameter_bytes == 4 * (24 * 24 + 3 * 24)
+    # Two moments, and a step count of 8 bytes for each of the four parameters.
+    assert block.optimizer_bytes == 2 * block.parameter_bytes + 4 * 8
+    assert block.output_bytes == 4 * 2 * 24
+
+
+def test_checkpointing_keeps_the_input_alone_and_pays_a_forward(tmp_path: Path) -> None:
+    """What the planner must know of it."""
+    job = tiny_job("sequential", tmp_path)
+    kept = _profile(job, tmp_path).layers[1]
+    recomputing = replace(job, training=replace(job.training, activation_checkpointing=True))
+    recomputed = _profile(recomputing, tmp_path).layers[1]
+
+    assert recomputed.activation_bytes == 4 * 2 * 24 < kept.activation_bytes
+    assert recomputed.backward_input_s[1] >= recomputed.forward_s[1]
+
+
+class _Counting(nn.Module):
+    """A layer with a buffer that its forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1  # type: ignore[operator, assignment]
+        output: Tensor = self.linear(x)
+        return output
+
+
+def test_a_layer_that_changes_a_buffer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No module class betrays it; its first forward does."""
+    job = tiny_job("sequential", tmp_path)
+    model = load_model(job, cache_directory=tmp_path, profile=None)
+    dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
+    build: Callable[[SplitModel, int], nn.Module] = SplitModel.materialise
+    monkeypatch.setattr(
+        SplitModel, "materialise", lambda self, i: _Counting() if i == 0 else build(self, i)
+    )
+
+    with pytest.raises(ConfigError, match="GroupNorm"):
+        profiler.profile_model(job, model, dataset)
+
+
+def test_a_link_is_measured_over_real_sockets() -> None:
+    """Orders of magnitude: loopback takes microseconds to milliseconds and moves megabytes."""
+    link = profiler.measured_link()
+
+    assert 1e-6 < link.latency_s < 0.1
+    assert link.bandwidth_bytes_per_s > 1e6
+
+
+def _paced(num_layers: int, forward_s: float) -> ModelProfile:
+    layer = LayerProfile(
+        name="sleep",
+        forward_s={1: forward_s},
+        backward_input_s={1: forward_s},
+        backward_weight_s={1: forward_s},
+        parameter_bytes=0,
+        optimizer_bytes=0,
+        activation_bytes=0,
+        output_bytes=0,
+    )
+    link = Link(0.0, 1e9)
+    return ModelProfile(
+        model="sleep",
+        microbatch_size=1,
+        dtype="float32",
+        device="cpu",
+        device_memory_bytes=0,
+        layers=(layer,) * num_layers,
+        links={"intra_node": link, "inter_node": link},
+    )
+
+
+def test_paced_layers_take_their_time_on_average() -> None:
+    """What one sleep overshoots the next makes up for: 60 sleeps, 3% in all."""
+    model = paced_model(_paced(20, 0.003), seed=0)
+    layers = [model.materialise(layer) for layer in range(20)]
+    x, target = PacedData().sample(5, seed=0)
+    start_s = time.monotonic()
+    hidden = x.unsqueeze(0).requires_grad_()
+    for layer in layers:
+        hidden = layer(hidden)
+    model.loss_sum(hidden, target.unsqueeze(0)).backward()  # type: ignore[no-untyped-call]
+
+    # A lower bound holds on any machine; the upper one is three times the goal.
+    seconds = time.monotonic() - start_s
+    assert 20 * 0.009 - 0.004 <= seconds <= 1.09 * 20 * 0.009
+    assert all(p.grad is not None and p.grad.any() for m in layers for p in m.parameters())
+
+
+def test_a_job_plans_with_the_figures_for_one_device() -> None:
+    """A profile of other hardware may know more than the engine can run."""
+    profile = _paced(1, 0.01)
+    both = {1: 0.01, 2: 0.006}
+    layer = replace(
+        profile.layers[0], forward_s=both, backward_input_s=both, backward_weight_s=both
+    )
+
+    assert on_one_device(replace(profile, layers=(layer,))).layers[0].forward_s == {1: 0.01}
+
+
+def test_scaled_profiles_keep_their_bytes() -> None:
+    """model.time_scale makes a job faster, not smaller."""
+    profile = replace(_paced(2, 0.01), device_memory_bytes=7)
+    faster = scaled(profile, 0.5)
+
+    assert faster.layers[1].forward_s == {1: 0.005}
+    assert faster.layers[1].backward_s(1) == pytest.approx(0.01)
+    assert faster.device_memory_bytes == 7
+
+
+class _Layers:
+    """A builder of the modules it is given."""
+
+    tied: tuple[TiedGroup, ...] = ()
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._modules = modules
+        self.layer_names = tuple(f"{i}.{type(m).__name__}" for i, m in enumerate(modules))
+
+    def materialise(self, layer: int) -> nn.Module:
+        return self._modules[layer]
+
+    structure = materialise
+
+    def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in self._modules[layer].named_parameters()}
+
+
+class _Points:
+    """Samples of one shape, with a number as target."""
+
+    vocabulary_size = 0
+
+    def __init__(self, *shape: int) -> None:
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return 100
+
+    def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index + seed % 2)
+        return torch.randn(self._shape, generator=generator), torch.zeros(1)
+
+
+def _profile_of(job: JobConfig, *modules: nn.Module, shape: tuple[int, ...]) -> ModelProfile:
+    """The profile of these modules on samples of a shape; the loss is a plain sum."""
+    model = SplitModel(
+        _Layers(*modules), objective="supervised", loss=lambda output, _: output.float().sum()
+    )
+    return profiler.profile_model(job, model, _Points(*shape))
+
+
+def test_activations_are_what_autograd_keeps(tmp_path: Path) -> None:
+    """A linear layer keeps its input, a tanh its output, a relu in place the one tensor that is
+    both; parameters and what is freed at once count for nothing. Microbatches of two samples."""
+    job = tiny_job("sequential", tmp_path)
+    layers = (
+        nn.Sequential(nn.Linear(24, 32)),
+        nn.Sequential(nn.Linear(32, 32), nn.Tanh()),
+        nn.Sequential(nn.Linear(32, 32), nn.ReLU(inplace=True)),
+        nn.Linear(32, 1),
+    )
+    profile = _profile_of(job, *layers, shape=(24,))
+
+    sizes = [layer.activation_bytes for layer in profile.layers]
+    assert sizes[:3] == [4 * 2 * 24, 4 * 2 * (32 + 32), 4 * 2 * (32 + 32)]
+    assert [layer.output_bytes for layer in profile.layers] == [4 * 2 * 32] * 3 + [0]
+
+
+def test_layers_of_one_kind_may_differ_in_what_they_put_out(tmp_path: Path) -> None:
+    """Equal modules and weights, another stride: the layer after them sees its real input."""
+    layers = (
+        nn.Conv2d(1, 2, 3, padding=1),
+        nn.Conv2d(2, 2, 3, padding=1),
+        nn.Conv2d(2, 2, 3, padding=1, stride=2),
+        nn.Flatten(),
+        nn.Linear(2 * 4 * 4, 1),
+    )
+    profile = _profile_of(tiny_job("sequential", tmp_path), *layers, shape=(1, 8, 8))
+
+    outputs = [layer.output_bytes for layer in profile.layers]
+    assert outputs == [4 * 2 * 128, 4 * 2 * 128, 4 * 2 * 32, 4 * 2 * 32, 0]
+
+
+class _Scaled(nn.Module):
+    """A linear layer with a buffer that never changes and has no short binary form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x) * self.scale
+        return output
+
+
+def test_a_buffer_that_bfloat16_rounds_has_not_changed(tmp_path: Path) -> None:
+    """The layer is put into bfloat16 before it is measured; that is no batch statistics."""
+    job = tiny_job("sequential", tmp_path)
+    rounded = replace(job, training=replace(job.training, dtype="bfloat16"))
+    profile = _profile_of(rounded, _Scaled(), nn.Linear(8, 1), shape=(8,))
+
+    assert profile.layers[0].output_bytes == 2 * 2 * 8
+    assert profile.layers[0].parameter_bytes == 4 * 72
+
+
+def test_a_changing_buffer_is_found_in_every_layer(tmp_path: Path) -> None:
+    """Also in one that looks like a layer which was measured before and does not change its own."""
+
+    class Sometimes(_Counting):
+        changes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = super().forward(x) if self.changes else self.linear(x)
+            return output
+
+    layers = [Sometimes() for _ in range(4)]
+    layers[2].changes = True
+
+    with pytest.raises(ConfigError, match=r"2\.Sometimes"):
+        _profile_of(tiny_job("sequential", tmp_path), *layers, shape=(8,))
+
+
+def test_frozen_parameters_have_no_optimizer_state(tmp_path: Path) -> None:
+    """They take memory, and their optimizer none."""
+    layers = (nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1))
+    frozen = _profile_of(tiny_job("sequential", tmp_path), *layers, shape=(8,)).layers[0]
+
+    assert (frozen.parameter_bytes, frozen.optimizer_bytes) == (4 * 72, 0)
+
+
+def test_measuring_changes_neither_parameters_nor_gradients(tmp_path: Path) -> None:
+    """A caller may train what it has measured."""
+    layers = (nn.Linear(8, 8), nn.Linear(8, 1))
+    before = [p.detach().clone() for layer in layers for p in layer.parameters()]
+    _profile_of(tiny_job("sequential", tmp_path), *layers, shape=(8,))
+    after = [p for layer in layers for p in layer.parameters()]
+
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in after)
+
+
+def test_measuring_a_link_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither threads nor descriptors, also where it fails."""
+    threads, descriptors = threading.active_count(), num_descriptors()
+    profiler.measured_link()
+    assert (threads, descriptors) == (threading.active_count(), num_descriptors())
+
+    def unable(*_: object, **__: object) -> None:
+        raise PeerLostError(1, "no such luck")
+
+    monkeypatch.setattr(Links, "send", unable)
+    with pytest.raises(PeerLostError):
+        profiler.measured_link()
+    assert (threads, descriptors) == (threading.active_count(), num_descriptors())

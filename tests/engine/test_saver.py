@@ -1,0 +1,142 @@
+"""The saver writes what the layers were when it was asked, off the training path."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.core.job import TrainingConfig
+from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
+from planaria.engine.saver import Saver
+from planaria.engine.stage import HeldLayer, State
+from planaria.errors import CheckpointError
+
+TRAINING = TrainingConfig()
+
+
+def layers(*numbers: int) -> dict[int, HeldLayer]:
+    return {
+        number: HeldLayer(number, nn.Linear(3, 2), training=TRAINING, tied=()) for number in numbers
+    }
+
+
+Write = Callable[[DiskTier, int, int, int, State], LayerFile]
+
+
+class _SlowDisk:
+    """Waits for the test before it writes; notes what it wrote."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.may_write = threading.Event()
+        self.iterations: list[int] = []
+        write: Write = DiskTier.write_layer
+
+        def wait_and_write(
+            tier: DiskTier, iteration: int, epoch: int, layer: int, tensors: State
+        ) -> LayerFile:
+            assert self.may_write.wait(20.0)
+            self.iterations.append(iteration)
+            return write(tier, iteration, epoch, layer, tensors)
+
+        patch.setattr(DiskTier, "write_layer", wait_and_write)
+
+
+def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on while the disk is slow; what it changes then is not in the save."""
+    disk, tier = _SlowDisk(monkeypatch), DiskTier(tmp_path)
+    sent: list[Message] = []
+    saver = Saver(tier, rank=4, send=sent.append)
+    held = layers(0, 1)
+    before = {number: layer.state() for number, layer in held.items()}
+    stall_s = saver.save(held, iteration=7, epoch=2)
+    with torch.no_grad():
+        for layer in held.values():
+            for master in layer.masters.values():
+                master.add_(1.0)
+    assert sent == []
+    disk.may_write.set()
+    saver.wait_written()
+
+    (message,) = sent
+    assert isinstance(message, LayersSaved)
+    assert (message.rank, message.iteration, message.epoch) == (4, 7, 2)
+    assert [file.layer for file in message.files] == [0, 1]
+    assert 0.0 <= stall_s < 20.0
+    manifest = Manifest(iteration=7, epoch=2, job={}, layers=message.files)
+    tier.publish(manifest)
+    for number, state in before.items():
+        read = tier.read_layer(manifest, number)
+        assert read.keys() == state.keys()
+        assert all(np.array_equal(state[name], read[name]) for name in state)
+
+
+def test_the_next_save_waits_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most one copy of the state is in memory, however slow the disk."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    saver = Saver(DiskTier(tmp_path), rank=0, send=sent.append)
+    saver.save(layers(0), iteration=1, epoch=0)
+    second = threading.Thread(
+        target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
+    )
+    second.start()
+    assert second.is_alive()
+    assert disk.iterations == []
+    disk.may_write.set()
+    second.join(20.0)
+    saver.wait_written()
+
+    assert disk.iterations == [1, 2]
+    assert [message.iteration for message in sent if isinstance(message, LayersSaved)] == [1, 2]
+
+
+def test_a_save_that_fails_is_told_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No exception, no word of success; the next save is tried as if nothing had been."""
+    sent: list[Message] = []
+    write: Write = DiskTier.write_layer
+
+    def refuse(tier: DiskTier, iteration: int, epoch: int, layer: int, tensors: State) -> LayerFile:
+        if layer > 0:
+            raise CheckpointError("no space left")
+        return write(tier, iteration, epoch, layer, tensors)
+
+    monkeypatch.setattr(DiskTier, "write_layer", refuse)
+    saver = Saver(DiskTier(tmp_path), rank=3, send=sent.append)
+    saver.save(layers(0, 1), iteration=4, epoch=1)
+    saver.wait_written()
+    saver.save(layers(0), iteration=5, epoch=1)
+    saver.wait_written()
+
+    assert sent[0] == SaveFailed(rank=3, epoch=1, iteration=4, reason="no space left")
+    assert isinstance(sent[1], LayersSaved)
+
+
+def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> None:
+    """What is no failure of the disk is ours, and must not be lost in a thread."""
+
+    def broken(message: Message) -> None:
+        raise RuntimeError(f"cannot send {type(message).__name__}")
+
+    saver = Saver(DiskTier(tmp_path), rank=0, send=broken)
+    saver.save(layers(0), iteration=1, epoch=0)
+
+    with pytest.raises(RuntimeError, match="cannot send LayersSaved"):
+        saver.wait_written()
+
+
+def test_nothing_is_waited_for_where_nothing_was_saved(tmp_path: Path) -> None:
+    """The end of a run that another rank saves."""
+    Saver(DiskTier(tmp_path), rank=0, send=lambda _: None).wait_written()
+
+    assert not any(tmp_path.iterdir())

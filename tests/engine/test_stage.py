@@ -1,0 +1,273 @@
+"""A layer that a rank holds: its sums, its step, its age and its state."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from planaria.core.job import ModelConfig, TrainingConfig
+from planaria.engine.layers import split_model
+from planaria.engine.stage import HeldLayer, Stage
+
+Dtype = Literal["float32", "bfloat16"]
+
+TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _held(dtype: Dtype = "float32", tied: tuple[str, ...] = ()) -> HeldLayer:
+    torch.manual_seed(0)
+    training = replace(TRAINING, dtype=dtype)
+    return HeldLayer(0, nn.Linear(3, 2), training=training, tied=tied)
+
+
+def _microbatch(held: HeldLayer, seed: int) -> None:
+    """One forward and backward, gradients left on the parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 3, generator=generator).to(next(held.module.parameters()).dtype)
+    held.module(x).float().square().sum().backward()
+
+
+def _iteration(held: HeldLayer, iteration: int) -> None:
+    held.clear()
+    for microbatch in range(3):
+        _microbatch(held, 10 * iteration + microbatch)
+        held.accumulate()
+    held.gradients.copy_(held.sums)
+    for name, sums in held.tied_sums.items():
+        held.tied_gradients[name].copy_(sums)
+    held.apply(iteration, learning_rate=0.1, scale=1.0)
+
+
+def test_sums_are_those_of_float64_and_leave_no_gradient_behind() -> None:
+    """Each microbatch is added once, the float32 gradients summed in float64."""
+    held = _held()
+    expected = torch.zeros(8, dtype=torch.float64)
+    for microbatch in range(5):
+        _microbatch(held, microbatch)
+        expected += torch.cat(
+            [p.grad.flatten() for p in held.module.parameters() if p.grad is not None]
+        )
+        held.accumulate()
+
+    assert torch.equal(held.sums, expected)
+    assert all(parameter.grad is None for parameter in held.module.parameters())
+    held.clear()
+    assert not held.sums.any()
+
+
+def test_a_step_is_taken_once_for_each_age() -> None:
+    """Told twice to apply an iteration, a rank applies it once."""
+    held = _held()
+    _iteration(held, 0)
+    after = held.state()
+    held.apply(0, learning_rate=0.1, scale=1.0)
+
+    assert held.age == 1
+    assert all((after[name] == array).all() for name, array in held.state().items())
+    with pytest.raises(AssertionError):
+        held.apply(5, learning_rate=0.1, scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_that_loads_a_state_goes_on_as_its_source(dtype: Dtype) -> None:
+    """Parameters, moments and step: with bfloat16 the float32 masters, not their roundings."""
+    source, target = _held(dtype), _held(dtype)
+    with torch.no_grad():
+        for master in target.masters.values():
+            master.zero_()
+    _iteration(source, 0)
+    _iteration(source, 1)
+    target.load(source.state(), age=source.age)
+    for held in (source, target):
+        _iteration(held, 2)
+
+    theirs = target.state()
+    assert all((array == theirs[name]).all() for name, array in source.state().items())
+    assert target.age == 3
+    for one, other in zip(source.module.parameters(), target.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_is_a_copy() -> None:
+    """A save is written while training goes on."""
+    held = _held()
+    state = held.state()
+    before = {name: array.copy() for name, array in state.items()}
+    _iteration(held, 0)
+
+    assert all((before[name] == array).all() for name, array in state.items())
+
+
+def test_tied_parameters_have_sums_of_their_own() -> None:
+    """They are summed over other ranks than the rest of the layer."""
+    held = _held(tied=("weight",))
+    _microbatch(held, 0)
+    gradient = held.module.weight.grad.flatten().double()  # type: ignore[operator, union-attr]
+    held.accumulate()
+
+    assert held.sums.numel() == 2
+    assert torch.equal(held.tied_sums["weight"], gradient)
+
+
+def test_the_scale_clips_the_step() -> None:
+    """SGD: the parameters move by learning rate x scale x gradient."""
+    training = TrainingConfig(optimizer={"name": "SGD"})
+    held = HeldLayer(0, nn.Linear(2, 1, bias=False), training=training, tied=())
+    before = held.masters["weight"].detach().clone()
+    held.gradients.fill_(2.0)
+    held.apply(0, learning_rate=0.5, scale=0.25)
+
+    assert torch.equal(held.masters["weight"], before - 0.25)
+
+
+def test_layers_that_are_held_already_are_not_touched() -> None:
+    """A survivor's layers stay the very objects they are; only missing ones are built."""
+    model = ModelConfig(kind="python", target="user_models:factories")
+    stage = Stage(
+        split_model(model, seed=0, vocabulary_size=0, sequence_length=0), training=TRAINING
+    )
+    stage.hold([2, 3], states={}, age=4)
+    kept = stage.layers[3]
+    stage.hold([3, 4], states={}, age=4)
+
+    assert stage.layers[3] is kept
+    assert stage.num_materialised == 3
+    assert [held.age for held in stage.layers.values()] == [4, 4, 4]
+
+
+def test_dropout_depends_on_iteration_microbatch_and_layer_alone() -> None:
+    """The same triple draws the same, whatever was drawn before; any other draws differently."""
+    model = ModelConfig(kind="python", target="user_models:sequential")
+    stage = Stage(
+        split_model(model, seed=0, vocabulary_size=0, sequence_length=0), training=TRAINING
+    )
+    stage.hold([1, 2], states={}, age=0)
+    x = torch.randn(2, 24, generator=torch.Generator().manual_seed(1))
+
+    def output(layer: int, iteration: int, microbatch: int) -> torch.Tensor:
+        return stage.forward(layer, layer + 1, x, iteration=iteration, microbatch=microbatch)
+
+    first = output(1, 0, 0)
+    others = [output(1, 0, 1), output(1, 1, 0)]
+    assert torch.equal(first, output(1, 0, 0))
+    assert not any(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_parameter_stays_as_it_is(dtype: Dtype) -> None:
+    """Plain torch skips it; a step with gradient zero would still decay its weights."""
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    training = replace(TRAINING, dtype=dtype, optimizer={"name": "AdamW", "weight_decay": 0.5})
+    held = HeldLayer(0, module, training=training, tied=())
+    before = held.state()
+    _iteration(held, 0)
+    after = held.state()
+
+    assert (before["parameter/bias"] == after["parameter/bias"]).all()
+    assert (before["parameter/weight"] != after["parameter/weight"]).any()
+    assert {name for name in after if name.startswith("optimizer/")} == {
+        f"optimizer/weight/{key}" for key in ("exp_avg", "exp_avg_sq", "step")
+    }
+    held.load(after, age=1)
+    _iteration(held, 1)
+    assert (before["parameter/bias"] == held.state()["parameter/bias"]).all()
+
+
+def test_a_layer_whose_parameters_are_all_frozen_only_grows_older() -> None:
+    """It has no optimizer, and its state goes from rank to rank like any other."""
+    held = HeldLayer(0, nn.Linear(3, 2).requires_grad_(False), training=TRAINING, tied=())
+    held.apply(0, learning_rate=0.1, scale=1.0)
+    state = held.state()
+    other = HeldLayer(0, nn.Linear(3, 2).requires_grad_(False), training=TRAINING, tied=())
+    other.load(state, age=held.age)
+
+    assert other.age == 1
+    assert set(state) == {"parameter/weight", "parameter/bias"}
+    assert all((array == state[name]).all() for name, array in other.state().items())
+
+
+def test_norms_are_summed_in_float64() -> None:
+    """1 + 1e-9 squared 1000 times: float32 sums would lose the small part."""
+    held = HeldLayer(0, nn.Linear(1001, 1, bias=False), training=TRAINING, tied=())
+    held.gradients.fill_(2.0**-13)
+    held.gradients[0] = 1.0
+
+    assert held.squared_norm(["weight"]) == 1.0 + 1000 * 2.0**-26
+    assert held.squared_norm([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "dtype"), [(True, torch.float64), (False, torch.float32)]
+)
+def test_only_deterministic_sums_cost_twice_the_memory(
+    deterministic: bool, dtype: torch.dtype
+) -> None:
+    """The sums of tied parameters follow."""
+    training = replace(TRAINING, deterministic=deterministic)
+    held = HeldLayer(0, nn.Linear(3, 2), training=training, tied=("weight",))
+
+    assert held.sums.dtype == held.tied_sums["weight"].dtype == dtype
+
+
+@pytest.mark.parametrize("tied", [(), ("weight",)], ids=["own", "tied"])
+def test_the_step_is_that_of_plain_torch(tied: tuple[str, ...]) -> None:
+    """AdamW on the same gradients, clipped by the same scale, three times."""
+    held = _held(tied=tied)
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(held.module.state_dict())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
+    for iteration in range(3):
+        held.clear()
+        _microbatch(held, iteration)
+        for mine, theirs in zip(held.module.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            theirs.grad = mine.grad * 0.5
+        held.accumulate()
+        held.gradients.copy_(held.sums)
+        for name, sums in held.tied_sums.items():
+            held.tied_gradients[name].copy_(sums)
+        held.apply(iteration, learning_rate=0.1, scale=0.5)
+        optimizer.step()
+
+    for mine, theirs in zip(held.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_missing_layer_takes_the_state_that_it_is_given() -> None:
+    """The others start from the seed; all have the age of the state."""
+    model = ModelConfig(kind="python", target="user_models:factories")
+    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
+    source, target = Stage(split, training=TRAINING), Stage(split, training=TRAINING)
+    source.hold([2], states={}, age=0)
+    given = {name: array + 1 for name, array in source.layers[2].state().items()}
+    target.hold([2, 3], states={2: given}, age=5)
+
+    loaded = target.layers[2].state()
+    assert all((array == loaded[name]).all() for name, array in given.items())
+    assert [held.age for held in target.layers.values()] == [5, 5]
+
+
+def test_a_rank_finds_its_uses_of_a_tied_parameter() -> None:
+    """In layer order, and only those that it holds."""
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 1, "n_positions": 8}
+    model = ModelConfig(config=config)
+    split = split_model(model, seed=0, vocabulary_size=11, sequence_length=8)
+    (group,) = split.tied
+    stage = Stage(split, training=TRAINING)
+    stage.hold([3], states={}, age=0)
+    assert [held.layer for held, _ in stage.tied_uses(group)] == [3]
+
+    stage.hold([0, 1], states={}, age=0)
+    uses = stage.tied_uses(group)
+    assert [held.layer for held, _ in uses] == [0, 3]
+    for held, name in uses:
+        assert name in held.tied_sums
+        assert torch.equal(held.masters[name], uses[0][0].masters[uses[0][1]])

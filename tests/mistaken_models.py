@@ -1,0 +1,131 @@
+"""Models and data with a mistake in them, each as a user would make it.
+
+Those that go wrong in training let the few passes of profiling go by first: they count the passes
+of their process.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from user_models import WIDTH, points
+
+NUM_GOOD_PASSES = 40
+
+
+class _After(nn.Module):
+    """Fine for a while, then it does what it is told to."""
+
+    def __init__(self, go_wrong: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._go_wrong = go_wrong
+        self._num_passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._num_passes += 1
+        return self._go_wrong(x) if self._num_passes > NUM_GOOD_PASSES else x
+
+
+def _raise(_: Tensor) -> Tensor:
+    raise ValueError("a mistake in the user's model")
+
+
+def _leave(_: Tensor) -> Tensor:
+    raise SystemExit(5)
+
+
+def _kill(pid: int, x: Tensor) -> Tensor:
+    os.kill(pid, signal.SIGKILL)
+    return x
+
+
+def _around(module: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, WIDTH), module, nn.Linear(WIDTH, 5))
+
+
+def raises() -> nn.Sequential:
+    """Raises in a forward of its own."""
+    return _around(_After(_raise))
+
+
+def multiplies_wrongly() -> nn.Sequential:
+    """Has torch raise."""
+    return _around(_After(lambda x: x @ torch.zeros(3, 3)))
+
+
+def overflows() -> nn.Sequential:
+    """Its loss becomes NaN."""
+    return _around(_After(lambda x: x * float("inf")))
+
+
+def leaves() -> nn.Sequential:
+    """Calls sys.exit."""
+    return _around(_After(_leave))
+
+
+def killed() -> nn.Sequential:
+    """Its worker is killed, as the kernel does where memory runs out."""
+    return _around(_After(lambda x: _kill(os.getpid(), x)))
+
+
+def killed_with_its_node() -> nn.Sequential:
+    """Its worker's agent is killed."""
+    return _around(_After(lambda x: _kill(os.getppid(), x)))
+
+
+def killed_at_once() -> nn.Sequential:
+    """The process that looks at it is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return raises()
+
+
+def raises_at_once() -> nn.Sequential:
+    """Cannot be built."""
+    raise ValueError("a mistake in the user's constructor")
+
+
+def with_batch_norm() -> nn.Sequential:
+    """Couples the samples of a batch."""
+    return _around(nn.BatchNorm1d(WIDTH))
+
+
+def returns_nothing() -> None:
+    """No layers."""
+
+
+_num_losses = 0
+
+
+def _raising_loss(output: Tensor, targets: Tensor) -> Tensor:
+    global _num_losses
+    _num_losses += 1
+    if _num_losses > NUM_GOOD_PASSES:
+        raise ValueError("a mistake in the user's loss")
+    return nn.functional.cross_entropy(output, targets, reduction="sum")
+
+
+def with_raising_loss() -> tuple[nn.Sequential, object]:
+    """Its loss function raises after a while."""
+    return _around(nn.Tanh()), _raising_loss
+
+
+class _RaisingData:
+    num_reads = 0
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.num_reads += 1
+        if self.num_reads > NUM_GOOD_PASSES:
+            raise ValueError("a mistake in the user's data")
+        sample: tuple[Tensor, Tensor] = points()[index]
+        return sample
+
+
+def raising_data() -> _RaisingData:
+    """Data that cannot be read after a while."""
+    return _RaisingData()

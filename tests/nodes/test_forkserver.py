@@ -1,0 +1,191 @@
+"""The fork server: what it forks, what it tells of it, and that it never stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from command import wait_for
+from planaria.errors import InsufficientError
+from planaria.nodes.forkserver import ForkServer
+
+# Functions that children of the server run: the server finds this module through its path.
+PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+THIS = Path(__file__).stem
+
+
+def echo(payload: bytes, result_fd: int) -> None:
+    """Writes back what it got."""
+    with os.fdopen(result_fd, "wb") as file:
+        file.write(payload[::-1])
+
+
+def say_nothing(_: bytes, __: int) -> None:
+    """Leaves without a result."""
+    sys.exit(7)
+
+
+def die(_: bytes, __: int) -> None:
+    """Is killed without a result."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def talk(_: bytes, result_fd: int) -> None:
+    """Prints, then is done."""
+    print("first line\nsecond line")
+    print("third line", file=sys.stderr, flush=True)
+    os.write(result_fd, b"done")
+
+
+def wait_for_end(payload: bytes) -> None:
+    """Tells its pid in a file and waits for a signal."""
+    Path(payload.decode()).write_text(str(os.getpid()))
+    signal.pause()
+
+
+@pytest.fixture
+def small() -> Iterator[ForkServer]:
+    """A server that imports nothing but this module."""
+    running = ForkServer([THIS], path=PATH)
+    yield running
+    running.close()
+
+
+def test_a_call_returns_what_its_child_writes_however_long(small: ForkServer) -> None:
+    """A payload larger than any socket buffer travels, too."""
+    payload = bytes(range(256)) * 20_000
+
+    assert small.call(f"{THIS}:echo", payload) == payload[::-1]
+
+
+@pytest.mark.parametrize(
+    ("target", "how"), [("say_nothing", "left with status 7"), ("die", "was killed by signal 9")]
+)
+def test_a_child_without_a_result_is_told_with_its_end(
+    target: str, how: str, small: ForkServer
+) -> None:
+    """As where memory runs out, and the server goes on."""
+    with pytest.raises(InsufficientError, match=f"{THIS}:{target} {how}"):
+        small.call(f"{THIS}:{target}", b"")
+
+    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+
+
+def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> None:
+    """An agent that ends before it has connected is known from here alone."""
+    pid = small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    wait_for((tmp_path / "pid").exists, what="the child runs")
+    os.kill(pid, signal.SIGTERM)
+    exits: list[tuple[int, int]] = []
+
+    def is_told() -> bool:
+        exits.extend(small.exits())
+        return bool(exits)
+
+    wait_for(is_told, what="its exit is told")
+    assert exits == [(pid, -signal.SIGTERM)]
+    assert small.exits() == []
+
+
+def test_a_missing_module_is_skipped_and_a_broken_one_ends_the_server(tmp_path: Path) -> None:
+    """The first fails where it is used, with a better message; the second would fail everywhere."""
+    (tmp_path / "broken.py").write_text("import there_is_no_such_module")
+    fine = ForkServer(["there_is_no_such_module"])
+    broken = ForkServer(["broken"], path=[str(tmp_path)], output=lambda _: None)
+
+    fine.wait_ready()
+    with pytest.raises(InsufficientError, match="the fork server left with status 1"):
+        broken.wait_ready()
+    fine.close()
+    broken.close()
+
+
+ASK: dict[str, Callable[[ForkServer], object]] = {
+    "spawn": lambda server: server.spawn(f"{THIS}:wait_for_end", b""),
+    "call": lambda server: server.call(f"{THIS}:echo", b""),
+    "exits": lambda server: server.exits(),
+}
+
+
+@pytest.mark.parametrize("question", ASK)
+def test_a_killed_server_is_told_by_whatever_is_asked_of_it_next(question: str) -> None:
+    """Nobody waits for an answer that cannot come."""
+    server = ForkServer([])
+    server.wait_ready()
+    os.kill(server.pid, signal.SIGKILL)
+    process = psutil.Process(server.pid)
+    wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE, what="it is dead")
+
+    with pytest.raises(InsufficientError, match="the fork server was killed by signal 9"):
+        ASK[question](server)
+
+    server.close()
+
+
+def test_closing_does_not_wait_for_an_import(tmp_path: Path) -> None:
+    """Ctrl-C while torch is imported takes no seconds."""
+    (tmp_path / "endless.py").write_text("import signal\nwhile True: signal.pause()")
+    server = ForkServer(["endless"], path=[str(tmp_path)])
+    process = psutil.Process(server.pid)
+
+    server.close()
+
+    assert not process.is_running()
+
+
+def test_output_comes_line_by_line_where_it_is_asked_for() -> None:
+    """So that a live display is not written over."""
+    lines: list[str] = []
+    server = ForkServer([THIS], path=PATH, output=lines.append)
+
+    assert server.call(f"{THIS}:talk", b"") == b"done"
+    server.close()
+
+    assert sorted(lines) == ["first line", "second line", "third line"]
+
+
+STARTER = """
+import os, signal, sys
+from planaria.nodes.forkserver import ForkServer
+server = ForkServer(["endless"], path=[sys.argv[1]])
+print(server.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_the_server_ends_with_who_started_it_even_while_it_imports(tmp_path: Path) -> None:
+    """A handler in Python, or a look at the socket, would come after the import."""
+    (tmp_path / "endless.py").write_text("while True: pass")
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    assert starter.stdout is not None
+    server = psutil.Process(int(starter.stdout.readline()))
+
+    starter.kill()
+    starter.wait(timeout=10)
+
+    wait_for(
+        lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE,
+        what="the server has left",
+        timeout_s=2.0,
+    )
+    starter.stdout.close()
+
+
+def test_the_server_outlives_the_thread_that_started_it() -> None:
+    """The kernel's death signal of a parent is that of a thread, which would end it too soon."""
+    servers: list[ForkServer] = []
+    thread = threading.Thread(target=lambda: servers.append(ForkServer([THIS], path=PATH)))
+    thread.start()
+    thread.join()
+
+    assert json.loads(servers[0].call(f"{THIS}:echo", b"21")) == 12
+    servers[0].close()

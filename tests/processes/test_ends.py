@@ -1,0 +1,227 @@
+"""However a job ends, nothing of it is left, and what ended it is said."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from command import PACED, Command, listening_ports, running, train_arguments, wait_for
+from planaria.checkpoint.tiers import DiskTier
+from planaria.errors import InsufficientError
+from planaria.library import Job
+from planaria.nodes.forkserver import ForkServer
+
+SCRIPT_EXAMPLE = PACED.with_name("script.py")
+GONE_S = 2.0
+FAST, SLOW = "model.time_scale=0.1", "model.time_scale=40"  # Iterations of tens of ms, or seconds.
+SMALL = (
+    FAST,
+    "cluster.nodes=6",
+    "training.global_batch_size=12",
+    "checkpoint.directory=checkpoints",
+)
+ENDLESS = (*SMALL, "training.iterations=1_000_000_000", "checkpoint.persist_every=1")
+
+# What the command says right before each of these moments.
+IMPORTING, PREPARING, STARTING = "importing torch", "building the model", "6 nodes are up"
+TRAINING, SAVING = "iteration 1 ", "saved iteration 2"
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "planaria" in name or "torch" in name}
+
+
+def assert_nothing_is_left(command: Command, ports: set[int]) -> None:
+    # A process that exits gives its memory back, and with it its mark, before its sockets.
+    wait_for(
+        lambda: not command.processes() and not ports & listening_ports(),
+        what="processes and ports are gone",
+        timeout_s=GONE_S,
+    )
+
+
+def newest_iteration(directory: Path) -> int:
+    manifest = DiskTier(directory / "checkpoints").newest()
+    assert manifest is not None
+    return manifest.iteration
+
+
+@pytest.mark.parametrize("moment", [IMPORTING, PREPARING, STARTING, SAVING])
+def test_nothing_outlives_a_killed_launcher(moment: str, tmp_path: Path) -> None:
+    """SIGKILL leaves it no last word: the kernel has to end the others, also while they import."""
+    before = shared_memory()
+    with running(train_arguments(PACED, *ENDLESS), directory=tmp_path) as command:
+        command.wait_output(moment)
+        wait_for(lambda: len(command.processes()) > 1, what="it has started others")
+        ports = command.ports()
+        command.process.kill()
+
+        command.wait()
+        assert_nothing_is_left(command, ports)
+    assert shared_memory() <= before
+
+
+def to_the_launcher_alone(command: Command) -> None:
+    command.process.send_signal(signal.SIGINT)
+
+
+def to_the_foreground_group(command: Command) -> None:
+    os.killpg(command.process.pid, signal.SIGINT)
+
+
+def as_a_scheduler_does(command: Command) -> None:
+    command.process.terminate()
+
+
+@pytest.mark.parametrize(
+    "interrupt", [to_the_launcher_alone, to_the_foreground_group, as_a_scheduler_does]
+)
+def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
+    interrupt: Callable[[Command], None], server: ForkServer, tmp_path: Path
+) -> None:
+    """A terminal signals the whole foreground group, a scheduler sends SIGTERM."""
+    settings = (*ENDLESS, "checkpoint.persist_every=0")
+    with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
+        command.wait_output(TRAINING)
+        ports = command.ports()
+        interrupt(command)
+
+        assert command.wait() == 130
+        assert_nothing_is_left(command, ports)
+    saved = newest_iteration(tmp_path)
+    assert f"iteration {saved - 1} " in command.output
+    assert "go on with --resume" in command.output
+    assert not command.errors
+
+    overrides = [
+        *SMALL,
+        f"training.iterations={saved + 1}",
+        f"checkpoint.directory={tmp_path / 'checkpoints'}",
+    ]
+    result = Job.from_file(PACED, overrides=overrides).train(resume=True, server=server)
+    assert [record.iteration for record in result.report.iterations] == [saved]
+
+
+@pytest.mark.parametrize("moment", [IMPORTING, PREPARING, STARTING])
+def test_ctrl_c_before_training_ends_at_once(moment: str, tmp_path: Path) -> None:
+    """There is nothing to save yet, so nobody waits for an iteration."""
+    settings = (*ENDLESS, SLOW)
+    with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
+        command.wait_output(moment)
+        command.process.send_signal(signal.SIGINT)
+
+        assert command.wait(timeout_s=GONE_S) == 130
+        assert_nothing_is_left(command, set())
+    assert command.errors.startswith("planaria: interrupted")
+    assert command.errors.count("\n") == 1
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> None:
+    """The first waits for a commit that is seconds away."""
+    settings = (*ENDLESS, SLOW, "checkpoint.persist_every=0")
+    with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
+        command.wait_output("training\n")
+        command.process.send_signal(signal.SIGINT)
+        command.wait_output("stopping at the next commit")
+        command.process.send_signal(signal.SIGINT)
+
+        assert command.wait(timeout_s=GONE_S) == 130
+        assert_nothing_is_left(command, set())
+    assert "nothing was saved; there is no checkpoint" in command.errors
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_killed_fork_server_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    """It is the first child of the launcher; without it nobody would see an agent end."""
+    with running(train_arguments(PACED, *ENDLESS), directory=tmp_path) as command:
+        command.wait_output(TRAINING)
+        (fork_server,) = psutil.Process(command.process.pid).children()
+        fork_server.kill()
+
+        assert command.wait(timeout_s=2 * GONE_S) == 3
+        assert_nothing_is_left(command, set())
+    assert "the fork server was killed by signal 9" in command.errors
+    assert command.errors.count("\n") == 1
+
+
+SCRIPT = """
+import pathlib, planaria
+with open("runs", "a") as file:
+    file.write("run\\n")
+job = planaria.Job.from_file({paced!r}, overrides={overrides!r})
+print(job.train().report.final.iteration)
+"""
+
+
+def test_a_script_without_a_main_guard_trains_once(tmp_path: Path) -> None:
+    """multiprocessing would run the script again in every process."""
+    script = tmp_path / "script.py"
+    overrides = [*SMALL, "training.iterations=2"]
+    script.write_text(SCRIPT.format(paced=str(PACED), overrides=overrides))
+
+    with running([sys.executable, str(script)], directory=tmp_path) as command:
+        assert command.wait() == 0, command.errors
+        assert_nothing_is_left(command, set())
+    assert command.output.split() == ["2"]
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_the_example_script_trains_as_a_command(tmp_path: Path) -> None:
+    """Its model, data and job are in one file that workers import."""
+    arguments = train_arguments(SCRIPT_EXAMPLE, "training.iterations=3")
+    with running([*arguments, "--nodes", "2"], directory=tmp_path) as command:
+        assert command.wait() == 0, command.errors
+        assert_nothing_is_left(command, set())
+    assert "2 nodes are up" in command.output
+    assert "saved iteration 3" in command.output
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            "killed",
+            r"^the worker of rank \d on node \d was killed by signal 9; there is no checkpoint$",
+        ),
+        (
+            "killed_with_its_node",
+            r"^node \d is gone: its agent was killed by signal 9; there is no checkpoint$",
+        ),
+    ],
+)
+def test_a_process_killed_from_outside_is_named_with_its_node_and_signal(
+    target: str,
+    message: str,
+    server: ForkServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the kernel does where memory runs out; a later release goes on without it."""
+    overrides = [
+        "model.kind=python",
+        f"model.target=mistaken_models:{target}",
+        "data.kind=python",
+        "data.target=user_models:points",
+        "cluster.nodes=2",
+        f"checkpoint.directory={tmp_path / 'checkpoints'}",
+    ]
+    job = Job.from_file(empty_job(tmp_path), overrides=overrides)
+    children = set(psutil.Process(server.pid).children())
+
+    with pytest.raises(InsufficientError, match=message):
+        job.train(server=server)
+
+    assert set(psutil.Process(server.pid).children()) <= children
+    assert not caplog.records  # The launcher warns of a process that is left.
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def empty_job(directory: Path) -> Path:
+    path = directory / "job.toml"
+    path.touch()
+    return path

@@ -1,0 +1,202 @@
+"""A disk that refuses: before training it is an error, while training it costs only the save."""
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jobs import tiny_job
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.job import JobConfig
+from planaria.errors import CheckpointError, ConfigError
+from planaria.library import Job, Silent
+from planaria.nodes.forkserver import ForkServer
+
+SAVE_BYTES = 200_000  # More than a save of the tiny job takes, less than two of them.
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a disk of its own with the given options."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+
+    def mount(options: str) -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("only root may mount")
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+        if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+            pytest.skip("mounting is not allowed here")
+        return directory
+
+    yield mount
+    subprocess.run(["umount", str(directory)], check=False, capture_output=True)
+
+
+def saving_job(directory: Path, *, iterations: int = 4) -> JobConfig:
+    """Saves every iteration and keeps all."""
+    job = tiny_job("sequential", directory, iterations=iterations)
+    checkpoint = replace(job.checkpoint, persist_every=1, keep=0)
+    return replace(job, checkpoint=checkpoint, cluster=replace(job.cluster, nodes=2))
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """What no complete version accounts for."""
+    tier = DiskTier(directory / "checkpoints")
+    whole = {v.directory for v in tier.versions() if v.manifest is not None}
+    entries = tier.directory.glob("*")
+    return [entry for entry in entries if entry not in whole] + [
+        *tier.directory.glob("*/*.partial")
+    ]
+
+
+def test_a_read_only_disk_is_refused(disk: Callable[[str], Path]) -> None:
+    """Before torch is imported, let alone anything computed that could not be saved."""
+    job = Job(saving_job(disk("ro")))
+
+    with pytest.raises(ConfigError, match=r"checkpoint\.directory.*cannot be written to"):
+        job.train()
+
+
+def test_a_disk_too_small_for_one_save_is_refused(
+    disk: Callable[[str], Path], server: ForkServer
+) -> None:
+    """The profile tells what a save takes."""
+    directory = disk("size=8k")
+
+    with pytest.raises(ConfigError, match=r"one save takes \S+ bytes and \S+ are free"):
+        Job(saving_job(directory)).train(server=server)
+
+    assert not list(directory.iterdir())
+
+
+class _Filling(Silent):
+    """The disk fills up when training begins, and has space again when someone reads of it."""
+
+    def __init__(self, filler: Path) -> None:
+        self._filler = filler
+
+    def began(self) -> None:
+        space = os.statvfs(self._filler.parent)
+        self._filler.write_bytes(bytes(space.f_bavail * space.f_frsize - 2 * 4096))
+
+    def note(self, text: str) -> None:
+        if "was not saved" in text:
+            self._filler.unlink(missing_ok=True)
+
+
+def test_a_full_disk_costs_the_save_and_not_the_training(
+    disk: Callable[[str], Path], server: ForkServer
+) -> None:
+    """The next save that fits is made, and what failed is told and in the report."""
+    directory = disk("size=4m")
+    filler = directory / "filler"
+
+    report = Job(saving_job(directory)).train(server=server, display=_Filling(filler)).report
+
+    failed = [event for event in report.events if event["kind"] == "save_failed"]
+    assert failed
+    assert "No space left on device" in failed[0]["reason"]
+    assert [record.iteration for record in report.iterations] == [0, 1, 2, 3]
+    assert report.final.parameters_sha256
+    assert not leftovers(directory)
+
+
+def test_a_last_save_that_fails_is_an_error_and_older_ones_stay(
+    disk: Callable[[str], Path], server: ForkServer
+) -> None:
+    """Nobody should believe that the parameters are there."""
+    directory = disk(f"size={4 * SAVE_BYTES}")
+    job = Job(saving_job(directory, iterations=12))
+
+    result = job.run(server=server)
+
+    assert isinstance(result.error, CheckpointError)
+    assert "the last save failed" in str(result.error)
+    assert "No space left on device" in str(result.error)
+    assert len(result.report.iterations) >= 11  # The last one's commit may not be told any more.
+    assert result.report.final.parameters_sha256 == ""
+    assert result.report.events[-1]["kind"] == "unsaved"
+    newest = DiskTier(directory / "checkpoints").newest()
+    assert newest is not None
+    assert 0 < newest.iteration < 12
+    assert result.report.final.checkpoint.endswith(f"{newest.iteration}-0")
+    assert not leftovers(directory)
+    assert not [p for p in psutil.Process(server.pid).children() if p.is_running()]
+
+
+def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer is on disk then, and still nothing that a reader would look at."""
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError("cannot write manifest.json")
+
+    monkeypatch.setattr(DiskTier, "publish", refuse)
+
+    result = Job(saving_job(tmp_path)).run(server=server)
+
+    assert isinstance(result.error, CheckpointError)
+    assert "cannot write manifest.json" in str(result.error)
+    assert [event["kind"] for event in result.report.events] == ["save_failed"] * 4 + ["unsaved"]
+    assert not leftovers(tmp_path)
+
+
+def test_what_a_rank_writes_after_another_has_failed_to_is_removed_in_the_end(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first removal may come before the last file; here it is as if it had never come."""
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError("cannot write manifest.json")
+
+    discard, num_discards = DiskTier.discard, Counter[int]()
+
+    def discard_late(tier: DiskTier, iteration: int, epoch: int) -> None:
+        num_discards[iteration] += 1
+        if num_discards[iteration] > 1:
+            discard(tier, iteration, epoch)
+
+    monkeypatch.setattr(DiskTier, "publish", refuse)
+    monkeypatch.setattr(DiskTier, "discard", discard_late)
+
+    Job(saving_job(tmp_path)).run(server=server)
+
+    assert not leftovers(tmp_path)
+
+
+class _Listening(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_old_checkpoints_that_cannot_be_removed_do_not_spoil_the_new_one(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is good; that the disk fills up is a thing to say."""
+
+    def refuse(*_: object) -> None:
+        raise CheckpointError("cannot remove 1-0")
+
+    monkeypatch.setattr(DiskTier, "prune", refuse)
+    job = saving_job(tmp_path)
+    display = _Listening()
+
+    report = (
+        Job(replace(job, checkpoint=replace(job.checkpoint, keep=1)))
+        .train(server=server, display=display)
+        .report
+    )
+
+    assert report.final.parameters_sha256
+    assert not report.events
+    assert "old checkpoints stay: cannot remove 1-0" in display.notes

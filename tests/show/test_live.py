@@ -1,0 +1,104 @@
+"""What a person sees: short lines that hold together, on a terminal and in a pipe."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from jobs import shaped_plan
+from planaria.observe.metrics import FinalRecord, IterationRecord, Report
+from planaria.show.live import LiveDisplay, summary
+
+NAMES = ("embedding", *(f"transformer.h.{i}" for i in range(8)), "head")
+SHA256 = "ab" * 32
+
+
+def record(iteration: int) -> IterationRecord:
+    return IterationRecord(
+        iteration=iteration,
+        loss=2.5,
+        samples=10,
+        sample_digest="",
+        seconds=0.5,
+        epoch=0,
+        predicted_s=0.5,
+        peak_bytes=0,
+        predicted_peak_bytes=0,
+    )
+
+
+def report() -> Report:
+    return Report(
+        job={},
+        seed=0,
+        versions={},
+        workers=(),
+        iterations=(record(0),),
+        events=(),
+        checkpoints={},
+        ledger={"useful": 1.0, "idle": 0.0, "wall": 2.0},
+        final=FinalRecord(
+            iteration=1,
+            loss=2.5,
+            parameters_sha256=SHA256,
+            optimizer_sha256=SHA256,
+            nodes=(0,),
+            epoch=0,
+            checkpoint="/a/long/path" * 10,
+        ),
+    )
+
+
+def shown(width: int, *, is_terminal: bool) -> str:
+    """Everything that a job of two pipelines shows."""
+    console = Console(
+        file=StringIO(), width=width, force_terminal=is_terminal, force_interactive=is_terminal
+    )
+    display = LiveDisplay(console)
+    display.doing("importing torch")
+    display.show_plan(shaped_plan((2, 3), 10), NAMES, iterations=2, first=0)
+    display.note("a note")
+    display.committed(record(0))
+    display.printed("the job's own words")
+    display.stop()
+    console.print(summary(report()), soft_wrap=True)
+    output = console.file
+    assert isinstance(output, StringIO)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_plan_has_a_short_line_for_each_node(width: int) -> None:
+    """Its layers by number and by name, what the names share said once."""
+    lines = [line.split() for line in shown(width, is_terminal=False).splitlines()]
+
+    assert ["0", "4", "0", "0-4", "embedding", "..", "transformer.h.3"] in lines
+    assert ["1", "6", "2", "0-2", "embedding", "..", "transformer.h.1"] in lines
+    assert ["3", "3-5", "transformer.h.2", "..", "4"] in lines
+
+
+def test_a_pipe_gets_plain_unbroken_lines() -> None:
+    """Hashes and paths are copied from there, whatever width the console believes in."""
+    text = shown(40, is_terminal=False)
+
+    assert "\x1b" not in text
+    assert f"parameters  {SHA256}\n" in text
+    assert "/a/long/path" * 10 + "\n" in text
+    assert "iteration 0  loss 2.5000  20.0 samples/s\n" in text
+    assert "importing torch ...\n" in text
+
+
+def test_hashes_fit_a_terminal_of_80_columns() -> None:
+    """A wrapped hash cannot be compared by eye."""
+    lines = shown(80, is_terminal=False).splitlines()
+
+    assert all(len(line) <= 80 for line in lines if SHA256 in line)
+
+
+def test_a_terminal_keeps_what_was_printed_and_shows_where_it_is() -> None:
+    """The panel is redrawn; the plan, notes and the job's own words stay above it."""
+    text = shown(80, is_terminal=True)
+
+    assert "the job's own words" in text
+    assert text.count("transformer.h.3") == 1
+    assert "1/2" in text

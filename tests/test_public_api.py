@@ -1,0 +1,84 @@
+"""What users write stays as it is: the public names and the command line.
+
+A change here is a change of the interface; it belongs in CHANGELOG.md too.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import typer
+
+import planaria
+from planaria.cli import app
+
+NAMES = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "ClusterConfig",
+    "ConfigError",
+    "DataConfig",
+    "InsufficientError",
+    "Job",
+    "JobConfig",
+    "ModelConfig",
+    "PlanariaError",
+    "Report",
+    "ResilienceConfig",
+    "TrainingConfig",
+    "TrainingError",
+    "TrainingResult",
+    "__version__",
+]
+COMMANDS = {
+    "train": {
+        "job",
+        "--nodes",
+        "--devices-per-node",
+        "--report",
+        "--timeline",
+        "--resume",
+        "--set",
+    },
+    "profile": {"job", "-o", "--output", "--set"},
+    "plan": {"profile", "--nodes", "--devices-per-node", "-f", "--microbatches", "--json"},
+}
+
+
+def test_the_public_names_are_these_and_all_can_be_imported() -> None:
+    """They are imported on first use, so a wrong module would not show before."""
+    assert planaria.__all__ == NAMES
+    assert all(getattr(planaria, name).__module__.startswith("planaria") for name in NAMES[:-1])
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    """As of any module; hasattr and pickling rely on it."""
+    with pytest.raises(AttributeError, match="'planaria' has no attribute 'nothing'"):
+        planaria.nothing  # noqa: B018
+
+
+def test_the_command_line_is_this() -> None:
+    """Every command with its arguments and options."""
+    group = typer.main.get_command(app)
+    context = typer.Context(group)
+
+    assert {
+        name: {
+            word
+            for parameter in group.get_command(context, name).params  # type: ignore[attr-defined]
+            for word in (
+                parameter.opts if parameter.param_type_name == "option" else [parameter.name]
+            )
+        }
+        for name in group.list_commands(context)  # type: ignore[attr-defined]
+    } == COMMANDS
+
+
+def test_importing_planaria_and_its_commands_does_not_import_torch() -> None:
+    """A typing mistake is told in a second, and the launcher needs no torch at all."""
+    code = (
+        "import sys, planaria, planaria.cli; planaria.Job; "
+        "sys.exit(any(name.split('.')[0] in ('torch', 'transformers') for name in sys.modules))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

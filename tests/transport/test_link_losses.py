@@ -1,0 +1,372 @@
+"""Links when something is wrong: lost peers, strangers, mistakes, and the end."""
+
+import socket
+import struct
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from linked import (
+    TIMEOUT_S,
+    TOKEN,
+    addresses,
+    begin_all,
+    blocked_receive,
+    in_threads,
+    linked,
+    num_descriptors,
+    payload,
+    received,
+    tag,
+    wait_until,
+)
+from planaria.errors import AbortedError, PeerLostError
+from planaria.transport import connection
+from planaria.transport.frames import Role, handshake
+from planaria.transport.links import Links
+
+LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
+
+
+def test_a_lost_peer_is_named_and_what_it_said_still_counts() -> None:
+    """The messages that arrived before the end can be taken, the others are lost with it."""
+    with linked(3) as (left, middle, right):
+        right.send(0, tag(0), payload(3))
+        right.close()
+        thread, errors = blocked_receive(middle, 0)
+        wait_until(lambda: 2 in left._lost)
+
+        assert received(left, 2, 0) == payload(3).tolist()
+        with pytest.raises(PeerLostError) as lost:
+            left.receive(2, tag(1), timeout_s=TIMEOUT_S)
+        assert lost.value.rank == 2
+        with pytest.raises(PeerLostError) as unsendable:
+            left.send(2, tag(2), payload(1))
+        assert unsendable.value.rank == 2
+        assert not errors  # Who waits for another peer goes on waiting.
+        left.send(1, tag(99), payload(1))
+        thread.join(TIMEOUT_S)
+        assert not errors
+
+
+def test_a_lost_peer_frees_who_waits_for_it() -> None:
+    """At once, not after the timeout of the receive."""
+    with linked(2) as (left, right):
+        thread, errors = blocked_receive(left, 1)
+        right.close()
+        thread.join(TIMEOUT_S)
+
+        assert isinstance(errors[0], PeerLostError)
+        assert "nothing came" not in str(errors[0])
+
+
+def test_what_a_peer_sent_before_it_died_arrives_with_its_end() -> None:
+    """The bytes and the end of the stream are often read in one go."""
+    for _ in range(20):
+        with linked(2) as (left, right):
+            for index in range(10):
+                right.send(0, tag(index), payload(index))
+            right.close()
+            for index in range(10):
+                assert received(left, 1, index) == payload(index).tolist()
+
+
+def test_begin_without_a_peer_names_it() -> None:
+    """Nobody listens there, or nobody comes."""
+    gone = Links(2, token=TOKEN)
+    gone.close()
+    links = Links(1, token=TOKEN)
+    with pytest.raises(PeerLostError) as refused:
+        links.begin(0, addresses={2: gone.address}, peers=(2,), timeout_s=TIMEOUT_S)
+    with pytest.raises(PeerLostError, match="nothing came") as silent:
+        links.begin(1, addresses={0: gone.address}, peers=(0,), timeout_s=0.05)
+    links.close()
+
+    assert refused.value.rank == 2
+    assert silent.value.rank == 0
+
+
+def test_begin_goes_on_where_a_timed_out_one_left_off() -> None:
+    """The peer comes late: one link serves, none is left over."""
+    left, right = Links(0, token=TOKEN), Links(1, token=TOKEN)
+    places = addresses([left, right])
+    with pytest.raises(PeerLostError):
+        right.begin(0, addresses=places, peers=(0,), timeout_s=0.01)
+    descriptors = num_descriptors()
+    begin_all([left, right], 1)
+    begin_all([left, right], 2)
+    left.send(1, tag(0), payload(1))
+
+    assert received(right, 0, 0) == payload(1).tolist()
+    assert num_descriptors() == descriptors + 2
+    left.close()
+    right.close()
+
+
+def _is_in_epoch(links: Links, epoch: int) -> bool:
+    return links.epoch == epoch
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["late", "first"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["calling", "called"])
+def test_a_rank_that_comes_back_is_linked_anew(rank: int, noticed: bool) -> None:
+    """Its new worker listens elsewhere, whether the old link broke before or is noticed later."""
+    for _ in range(5):
+        with linked(3) as ranks:
+            old, stays = ranks[rank], ranks[1]
+            back = Links(rank, token=TOKEN)
+            ranks[rank] = back
+            if noticed:
+                old.close()
+                wait_until(partial(_has_lost, stays, rank))
+            with in_threads(partial(begin_all, ranks, 1)) as (begun,):
+                wait_until(partial(_is_in_epoch, stays, 1))
+                old.close()
+                begun.result(timeout=TIMEOUT_S)
+            back.send(1, tag(0), payload(4))
+            stays.send(rank, tag(0), payload(5))
+
+            assert received(stays, rank, 0) == payload(4).tolist()
+            assert received(back, 1, 0) == payload(5).tolist()
+
+
+def _has_lost(links: Links, peer: int) -> bool:
+    return peer in links._lost
+
+
+def test_a_worker_that_comes_back_frees_who_waits_for_the_old_one() -> None:
+    """The old worker's node hangs: its socket stays open, but its rank is somebody else now."""
+    with linked(2) as ranks:
+        hung, stays = ranks
+        thread, errors = blocked_receive(stays, 0)
+        back = Links(0, token=TOKEN)
+        back.begin(1, addresses=addresses([back, stays]), peers=(1,), timeout_s=TIMEOUT_S)
+        thread.join(TIMEOUT_S)
+        wait_until(lambda: not hung._peers)
+
+        assert isinstance(errors[0], PeerLostError)
+        assert "came back" in str(errors[0])
+        back.close()
+
+
+def test_a_worker_that_died_unseen_before_its_first_epoch_is_not_waited_for() -> None:
+    """Its link stands, and it was told of an epoch that this rank skipped."""
+    right = Links(1, token=TOKEN)
+    died = _raw_link(right, rank=0, port=7)
+    back = Links(0, token=TOKEN)
+    places = addresses([back, right])
+    with in_threads(lambda: right.begin(2, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)) as (
+        begun,
+    ):
+        wait_until(lambda: right.epoch == 2)
+        back.begin(2, addresses=places, peers=(1,), timeout_s=TIMEOUT_S)
+        begun.result(timeout=TIMEOUT_S)
+    right.send(0, tag(0), payload(1))
+    back.send(1, tag(0), payload(2))
+
+    assert received(back, 1, 0) == payload(1).tolist()
+    assert received(right, 0, 0) == payload(2).tolist()
+    assert died.recv(1) == b""
+    for links in (back, right):
+        links.close()
+    died.close()
+
+
+def test_a_link_to_a_rank_that_is_gone_for_good_is_closed() -> None:
+    """A hung node keeps its socket open: what is queued for it would stay for ever."""
+    with linked(3) as (left, middle, hung):
+        places = addresses([left, middle])
+        with in_threads(
+            lambda: left.begin(1, addresses=places, peers=(1,), timeout_s=TIMEOUT_S),
+            lambda: middle.begin(1, addresses=places, peers=(0,), timeout_s=TIMEOUT_S),
+        ):
+            wait_until(lambda: not hung._peers)
+
+        with pytest.raises(PeerLostError):
+            left.send(2, tag(0), payload(1))
+
+
+def test_memory_of_a_lost_peers_messages_is_given_back() -> None:
+    """Nobody takes what an aborted epoch left; the next begin drops it."""
+    with linked(3) as (left, middle, right):
+        for index in range(10):
+            right.send(0, tag(index), payload(index))
+        wait_until(lambda: len(left._inbox) == 10)
+        right.close()
+        places = addresses([left, middle])
+        left.begin(1, addresses=places, peers=(1,), timeout_s=TIMEOUT_S)
+
+        assert not left._inbox
+
+
+def test_a_client_with_another_token_is_refused_and_harmless() -> None:
+    """It gets no link, and those of the job go on."""
+    with linked(2) as ranks:
+        stranger = Links(0, token=b"another")
+        with pytest.raises(PeerLostError) as refused:
+            stranger.begin(0, addresses={1: ranks[1].address}, peers=(1,), timeout_s=TIMEOUT_S)
+        stranger.close()
+        before = dict(ranks[1]._peers)
+        ranks[0].send(1, tag(0), payload(1))
+
+        assert refused.value.rank == 1
+        assert received(ranks[1], 0, 0) == payload(1).tolist()
+        assert before == ranks[1]._peers
+
+
+def test_another_rank_at_the_address_is_not_taken_for_the_peer() -> None:
+    """A port may have been given to another worker of the same job."""
+    links, other = Links(0, token=TOKEN), Links(2, token=TOKEN)
+    with pytest.raises(PeerLostError, match="answers for rank 1") as lost:
+        links.begin(0, addresses={1: other.address}, peers=(1,), timeout_s=TIMEOUT_S)
+    links.close()
+    other.close()
+
+    assert lost.value.rank == 1
+
+
+def _raw_link(links: Links, *, rank: int, port: int) -> socket.socket:
+    """A link of a worker of `rank` that listens at `port`, made by hand, blocking."""
+    sock = socket.create_connection(links.address, timeout=TIMEOUT_S)
+    steps = handshake(TOKEN, Role.CONNECT, identity=port << 32 | rank)
+    data, num_bytes = next(steps)
+    for _ in range(2):
+        sock.sendall(data)
+        read = b""
+        while len(read) < num_bytes:
+            read += sock.recv(num_bytes - len(read))
+        try:
+            data, num_bytes = steps.send(read)
+        except StopIteration:
+            break
+    wait_until(lambda: rank in links._peers)
+    return sock
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("!IBIIIQ", 0, 77, 0, 0, 0, 8) + b"12345678",
+        struct.pack("!IBIIIQ", 0, 1, 0, 0, 0, 1 << 63),
+    ],
+    ids=["channel", "length"],
+)
+def test_nonsense_from_a_peer_ends_its_link_alone(garbage: bytes) -> None:
+    """The thread that serves all links must not die of it."""
+    with linked(2) as (left, right):
+        with _raw_link(right, rank=5, port=7) as sock:
+            sock.sendall(garbage)
+            with pytest.raises(PeerLostError, match="not one of ours"):
+                right.receive(5, tag(0), timeout_s=TIMEOUT_S)
+        left.send(1, tag(0), payload(1))
+
+        assert received(right, 0, 0) == payload(1).tolist()
+
+
+def test_clients_that_talk_garbage_or_nothing_disturb_nobody() -> None:
+    """Random bytes, half a hello, silence, and a connect that is closed at once."""
+    with linked(2) as (left, right):
+        hello, _ = next(handshake(TOKEN, Role.CONNECT, identity=0))
+        before = dict(right._peers)
+        clients = [socket.create_connection(right.address, timeout=TIMEOUT_S) for _ in range(4)]
+        clients[0].sendall(np.random.default_rng(0).bytes(5000))
+        clients[1].sendall(hello[:20])
+        clients[2].sendall(hello)  # Says who it is and never proves it.
+        clients[3].close()
+        left.send(1, tag(0), payload(1))
+
+        assert received(right, 0, 0) == payload(1).tolist()
+        assert before == right._peers
+        for client in clients:
+            client.close()
+
+
+def test_a_client_that_says_nothing_is_closed_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or strangers could use up all descriptors of a rank."""
+    monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT_S", 0.05)
+    links = Links(0, token=TOKEN)
+    with socket.create_connection(links.address, timeout=TIMEOUT_S) as client:
+        data = b""
+        while more := client.recv(4096):
+            data += more
+        links.close()
+
+    assert len(data) > 0  # The hello of the rank, then the end of the stream.
+
+
+def test_a_socket_is_not_closed_under_a_write() -> None:
+    """Its descriptor would be some other file's by the time of the write."""
+    with linked(2) as (left, right):
+        link = left._peers[1]
+        with link.lock:
+            right.close()
+            with pytest.raises(PeerLostError):
+                left.receive(1, tag(0), timeout_s=TIMEOUT_S)
+
+            assert link.sock.fileno() >= 0
+        wait_until(lambda: link.sock.fileno() < 0)
+
+
+def test_a_mistake_in_the_serving_thread_reaches_who_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that dies in silence would leave all ranks waiting."""
+
+    def mistake(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    with linked(2) as (left, right):
+        thread, errors = blocked_receive(left, 1)
+        monkeypatch.setattr(left, "_deliver", mistake)
+        right.send(0, tag(0), payload(1))
+        thread.join(TIMEOUT_S)
+
+        assert isinstance(errors[0], AssertionError)
+        assert "a bug" in str(errors[0].__cause__)
+        with pytest.raises(AssertionError):
+            left.send(1, tag(1), payload(1))
+        with pytest.raises(PeerLostError):
+            right.receive(0, tag(0), timeout_s=TIMEOUT_S)
+
+
+def test_close_leaves_no_thread_and_no_descriptor() -> None:
+    """Also with links that are being made, and when called twice."""
+    threads, descriptors = threading.active_count(), num_descriptors()
+    with linked(4) as ranks:
+        stranger = socket.create_connection(ranks[0].address, timeout=TIMEOUT_S)
+        for links in ranks:
+            links.close()
+            links.close()
+        stranger.close()
+
+    assert threads == threading.active_count()
+    assert descriptors == num_descriptors()
+
+
+def test_close_writes_out_what_the_kernel_takes() -> None:
+    """A rank that leaves has said all that fits into the buffers; here that is all."""
+    with linked(2) as (left, right):
+        link = left._peers[1]
+        with link.lock:
+            link._unsent.append(memoryview(connection.header(0, tag(0), 0)))
+        left.close()
+
+        assert right.receive(0, tag(0), timeout_s=TIMEOUT_S).size == 0
+
+
+def test_close_frees_who_waits_and_a_late_send_is_harmless() -> None:
+    """The reduction thread may still be at it when the worker leaves."""
+    with linked(2) as (left, _):
+        thread, errors = blocked_receive(left, 1)
+        link = left._peers[1]
+        left.close()
+        thread.join(TIMEOUT_S)
+        left._peers[1] = link  # As a thread has it that looked just before.
+        left.send(1, tag(0), payload(1, size=LARGE))
+
+        assert isinstance(errors[0], AbortedError)
+        del left._peers[1]

@@ -1,0 +1,256 @@
+"""Links between ranks: every message once, in its epoch; what is blocked can be freed."""
+
+import socket
+import time
+
+import numpy as np
+import pytest
+
+from linked import (
+    TIMEOUT_S,
+    TOKEN,
+    addresses,
+    begin_all,
+    blocked_receive,
+    in_threads,
+    linked,
+    num_descriptors,
+    on_all,
+    payload,
+    received,
+    tag,
+    wait_until,
+)
+from planaria.errors import AbortedError, PeerLostError
+from planaria.transport.links import Address, Buffer, Channel, Links, Tag
+
+LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
+
+
+def test_a_message_waits_under_its_tag() -> None:
+    """Whoever asks for a later one first gets it; channel, iteration and both numbers count."""
+    tags = [Tag(c, i, a, b) for c in Channel for i in (0, 1) for a in (0, 1) for b in (0, 7)]
+    with linked(2) as (left, right):
+        for index, name in enumerate(tags):
+            left.send(1, name, payload(index))
+        values = {
+            name: right.receive(0, name, timeout_s=TIMEOUT_S).view(np.float64)
+            for name in reversed(tags)
+        }
+
+    for index, name in enumerate(tags):
+        np.testing.assert_array_equal(payload(index), values[name])
+
+
+def test_several_buffers_are_one_message() -> None:
+    """Of any dtype and shape, empty ones too; their bytes are laid end to end."""
+    buffers: list[Buffer] = [
+        np.arange(6, dtype=np.int32).reshape(2, 3),
+        np.empty((0, 4)),
+        np.array(7.5),
+        np.frombuffer(b"abc", dtype=np.uint8),
+    ]
+    with linked(2) as (left, right):
+        right.send(0, tag(0), *buffers)
+        data = left.receive(1, tag(0), timeout_s=TIMEOUT_S)
+
+        assert b"".join(array.tobytes() for array in buffers) == data.tobytes()
+        assert right.sent_bytes[Channel.FORWARD] == data.size
+        assert left.received_bytes[Channel.FORWARD] == data.size
+
+
+def test_an_empty_message_arrives() -> None:
+    """A segment of a small bucket is empty, and its receiver waits for it all the same."""
+    with linked(2) as (left, right):
+        left.send(1, tag(0))
+        left.send(1, tag(1), np.empty(0))
+        left.send(1, tag(2), payload(2))
+
+        assert right.receive(0, tag(1), timeout_s=TIMEOUT_S).size == 0
+        assert right.receive(0, tag(0), timeout_s=TIMEOUT_S).size == 0
+        assert received(right, 0, 2) == payload(2).tolist()
+
+
+def test_large_messages_both_ways_at_once_do_not_block() -> None:
+    """Both ends send 100 MiB before either receives anything: no socket buffer holds that."""
+    with linked(2) as ranks:
+        for links in ranks:
+            for index in range(4):
+                links.send(1 - links.rank, tag(index), payload(index, size=LARGE))
+        for links in ranks:
+            for index in range(4):
+                data = links.receive(1 - links.rank, tag(index), timeout_s=TIMEOUT_S)
+                assert np.array_equal(payload(index, size=LARGE), data.view(np.float64))
+
+
+def test_many_threads_send_whole_messages() -> None:
+    """The compute thread and the reduction thread share a link; their bytes do not mix."""
+    sizes = (0, 1, 1000, 200_000)
+
+    def send_all(links: Links, channel: Channel) -> None:
+        for index in range(60):
+            size = sizes[index % len(sizes)]
+            links.send(1, tag(index, channel), payload(index, size=size))
+
+    with linked(2) as (left, right):
+        channels = (Channel.FORWARD, Channel.SCATTER, Channel.GATHER)
+        calls = [lambda channel=channel: send_all(left, channel) for channel in channels]
+        with in_threads(*calls) as sending:
+            for channel in channels:
+                for index in range(60):
+                    data = right.receive(0, tag(index, channel), timeout_s=TIMEOUT_S)
+                    size = sizes[index % len(sizes)]
+                    assert np.array_equal(payload(index, size=size), data.view(np.float64))
+        assert all(sent.exception() is None for sent in sending)
+
+
+def test_eight_ranks_begin_at_once() -> None:
+    """Whoever comes first, each pair has one link, and it carries both ways."""
+    with linked(8) as ranks:
+
+        def exchange(links: Links) -> list[list[float]]:
+            others = [rank for rank in range(8) if rank != links.rank]
+            for peer in others:
+                links.send(peer, tag(0), payload(links.rank))
+            return [received(links, peer, 0) for peer in others]
+
+        results = on_all(ranks, exchange)
+
+    for rank, values in enumerate(results):
+        assert values == [payload(peer).tolist() for peer in range(8) if peer != rank]
+
+
+def test_a_message_of_an_older_epoch_is_dropped() -> None:
+    """The receiver has moved on: what the sender still says belongs to nobody."""
+    with linked(2) as (left, right):
+        places = addresses([left, right])
+        right.begin(1, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)
+        left.send(1, tag(0), payload(5))
+        left.begin(1, addresses=places, peers=(1,), timeout_s=TIMEOUT_S)
+        left.send(1, tag(1), payload(6))
+
+        assert received(right, 0, 1) == payload(6).tolist()
+        with pytest.raises(PeerLostError, match="nothing came"):
+            right.receive(0, tag(0), timeout_s=0.0)
+        assert not right._inbox
+
+
+def test_what_waits_from_an_older_epoch_is_dropped_at_begin() -> None:
+    """The same tag in the next epoch is another message."""
+    with linked(2) as ranks:
+        left, right = ranks
+        left.send(1, tag(0), payload(5))
+        left.send(1, tag(1), payload(6))
+        received(right, 0, 1)
+        begin_all(ranks, 1)
+
+        with pytest.raises(PeerLostError, match="nothing came"):
+            right.receive(0, tag(0), timeout_s=0.0)
+        left.send(1, tag(0), payload(7))
+        assert received(right, 0, 0) == payload(7).tolist()
+
+
+def test_a_message_of_a_newer_epoch_is_kept_until_begin() -> None:
+    """A rank that is told later than its peer must not lose the peer's first words."""
+    with linked(2) as (left, right):
+        places = addresses([left, right])
+        left.begin(3, addresses=places, peers=(1,), timeout_s=TIMEOUT_S)
+        left.send(1, tag(0), payload(5))
+        wait_until(lambda: right.received_bytes[Channel.FORWARD] > 0)
+        with pytest.raises(PeerLostError, match="nothing came"):
+            right.receive(0, tag(0), timeout_s=0.0)
+        right.begin(3, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)
+
+        assert received(right, 0, 0) == payload(5).tolist()
+
+
+def test_a_later_epoch_keeps_the_connections() -> None:
+    """Going on after a loss costs no reconnects between survivors, and no descriptors."""
+    with linked(3) as ranks:
+        before = [dict(links._peers) for links in ranks]
+        descriptors = num_descriptors()
+        for epoch in range(1, 5):
+            for links in ranks:
+                links.abort("next epoch")
+            begin_all(ranks, epoch)
+
+        assert before == [links._peers for links in ranks]
+        assert descriptors == num_descriptors()
+
+
+def test_abort_frees_a_blocked_receive_within_milliseconds() -> None:
+    """And the links work again after the next begin."""
+    with linked(2) as ranks:
+        thread, errors = blocked_receive(ranks[1], 0)
+        start_s = time.monotonic()
+        ranks[1].abort("node 7 is gone")
+        thread.join(TIMEOUT_S)
+        seconds = time.monotonic() - start_s
+
+        assert isinstance(errors[0], AbortedError)
+        assert "node 7 is gone" in str(errors[0])
+        assert seconds < 0.5  # Milliseconds on an idle machine; Gloo needs 10 s.
+        begin_all(ranks, 1)
+        ranks[0].send(1, tag(0), payload(1))
+        assert received(ranks[1], 0, 0) == payload(1).tolist()
+
+
+def test_an_abort_with_a_begin_right_behind_frees_whoever_waited() -> None:
+    """The waiting thread may wake up only when the next epoch has begun already."""
+    with linked(2) as ranks:
+        left, right = ranks
+        for epoch in range(1, 11):
+            thread, errors = blocked_receive(right, 0)
+            right.abort("next epoch")
+            right.begin(epoch, addresses=addresses(ranks), peers=(0,), timeout_s=TIMEOUT_S)
+            thread.join(2.0)
+
+            left.abort("")
+            assert not thread.is_alive()
+            assert isinstance(errors[0], AbortedError)
+
+
+def test_abort_frees_a_begin_that_waits_for_a_peer() -> None:
+    """A peer that never comes must not hold up the answer to the next failure."""
+    links = Links(1, token=TOKEN)
+    places = {0: links.address}
+    with in_threads(lambda: links.begin(1, addresses=places, peers=(0,), timeout_s=TIMEOUT_S)) as (
+        begun,
+    ):
+        wait_until(lambda: links.epoch == 1)
+        links.abort("again")
+        with pytest.raises(AbortedError):
+            begun.result(timeout=TIMEOUT_S / 2)
+    links.close()
+
+
+def _aborted_begin(links: Links, epoch: int, places: dict[int, Address]) -> None:
+    """A begin that waits for its peers and is aborted."""
+    with in_threads(
+        lambda: links.begin(epoch, addresses=places, peers=places.keys(), timeout_s=TIMEOUT_S)
+    ) as (begun,):
+        wait_until(lambda: links._calling.keys() == places.keys())
+        wait_until(lambda: links.epoch == epoch)
+        links.abort("again")
+        with pytest.raises(AbortedError):
+            begun.result(timeout=TIMEOUT_S / 2)
+
+
+def test_abort_frees_a_begin_that_connects_into_the_void() -> None:
+    """A node that is cut off answers no connect: the kernel would try for minutes. The next begin
+    goes on with the same attempt."""
+    backlog = socket.create_server(("127.0.0.1", 0), backlog=0)
+    fillers = [socket.socket() for _ in range(4)]
+    for filler in fillers:
+        filler.setblocking(False)
+        filler.connect_ex(backlog.getsockname())
+    links = Links(0, token=TOKEN)
+    places = {1: backlog.getsockname()}
+    _aborted_begin(links, 1, places)
+    descriptors = num_descriptors()
+    _aborted_begin(links, 2, places)
+
+    assert descriptors == num_descriptors()
+    for sock in (*fillers, backlog):
+        sock.close()
+    links.close()
