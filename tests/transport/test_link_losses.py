@@ -56,10 +56,10 @@ def test_a_lost_peer_frees_who_waits_for_it() -> None:
     with linked(2) as (left, right):
         thread, errors = blocked_receive(left, 1)
         right.close()
-        thread.join(TIMEOUT_S)
+        thread.join(TIMEOUT_S / 2)
 
+        assert not thread.is_alive()
         assert isinstance(errors[0], PeerLostError)
-        assert "nothing came" not in str(errors[0])
 
 
 def test_what_a_peer_sent_before_it_died_arrives_with_its_end() -> None:

@@ -1,0 +1,399 @@
+"""The embedded store: `step` of store.py for asyncio callers, each change in a journal first.
+
+    {directory}/journal     a snapshot, then records, each the changes of one flush
+    {directory}/lock        locked by the process that has the store open
+
+A record is a marker, the length of its body, the xxh3_64 of its body, and the body: JSON, which
+as UTF-8 never holds the marker's first byte. Writers wait until a flush has their changes on the
+disk; what comes in the meantime shares the next one. Readers and watches see only what is on the
+disk. So whatever anybody was told is there after a crash at any instant.
+
+What a crash leaves at the end of the file was never acknowledged, and is cut off; a bad record
+with a good one behind it is damage, and the store refuses to open. (Damage to the very last one
+cannot be told from a torn write.) A journal that has grown is replaced by a snapshot: written
+beside it, synced, renamed over it.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import re
+import struct
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import xxhash
+
+from planaria.nodes.store import (
+    EMPTY,
+    NO_LEASE,
+    Change,
+    ConflictError,
+    Entry,
+    Event,
+    Expire,
+    Grant,
+    Guard,
+    KeepAlive,
+    LeaseLostError,
+    Operation,
+    Put,
+    Range,
+    Revoke,
+    StoreError,
+    StoreState,
+    applied,
+    entries_under,
+    events_since,
+    reopened,
+    step,
+)
+
+logger = logging.getLogger(__name__)
+
+REWRITE_BYTES: Final = 1 << 20
+_REWRITE_FACTOR: Final = 4  # Times its snapshot: rewriting costs a quarter of appending.
+_FORMAT: Final = 1
+_MARKER: Final = b"\xffPLJ"
+_HEADER: Final = struct.Struct("!4sIQ")
+
+
+# Returns when the changes are durable; is given the state with them. After a StoreError they may
+# or may not be, and nothing may follow them.
+MakeDurable = Callable[[Sequence[Change], StoreState], Awaitable[None]]
+
+
+async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
+    """What makes a store that ends with its process."""
+
+
+class MemoryStore:
+    """A Store whose state is in this process's memory; `make_durable` may keep it longer.
+
+    Without that it is the store for tests. It runs on the event loop of its callers, and whoever
+    owns it calls `expire` on its tick.
+
+    Args:
+        now_s: the clock of leases.
+        state: to go on from, as the journal gave it.
+    """
+
+    def __init__(
+        self,
+        *,
+        now_s: Callable[[], float],
+        state: StoreState = EMPTY,
+        make_durable: MakeDurable = _keep_nothing,
+    ) -> None:
+        self._now_s = now_s
+        self._make_durable = make_durable
+        # Operations are decided on the first and told of, like reads, when the second has them.
+        self._decided = self._durable = state
+        self._undurable: list[Change] = []
+        self._flusher: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+        self._failure: StoreError | None = None
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store."""
+        return self._durable.entries.get(key)
+
+    async def range(self, prefix: str) -> Range:
+        """See Store."""
+        return entries_under(self._durable, prefix)
+
+    async def put(
+        self, key: str, value: bytes, *, guards: Sequence[Guard] = (), lease: int = NO_LEASE
+    ) -> int:
+        """See Store."""
+        return await self._do(Put(key, value, tuple(guards), lease))
+
+    async def grant(self, ttl_s: float) -> int:
+        """See Store."""
+        return await self._do(Grant(ttl_s))
+
+    async def keep_alive(self, lease: int) -> None:
+        """See Store; never waits, so that a slow disk makes no live holder give up."""
+        self._decided, _, _ = step(self._decided, KeepAlive(lease), self._now_s())
+
+    async def revoke(self, lease: int) -> None:
+        """See Store."""
+        await self._do(Revoke(lease))
+
+    async def watch(self, prefix: str, *, first_revision: int) -> AsyncIterator[Event]:
+        """See Store."""
+        while True:
+            state = self._durable
+            for event in events_since(state, prefix, first_revision=first_revision):
+                yield event
+            first_revision = max(first_revision, state.revision + 1)
+            await self._wait_durable(state.num_changes + 1)
+
+    async def expire(self) -> None:
+        """Ends the leases that are due.
+
+        Call it after what has arrived was handled: a keep-alive that waited while this process
+        was stalled then comes in time.
+        """
+        await self._do(Expire())
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next lease is due, by the store's clock; infinity without leases."""
+        return min(self._decided.deadlines.values(), default=math.inf)
+
+    async def close(self) -> None:
+        """Waits for what is under way; writers and watches get a StoreError from then on."""
+        if self._flusher is not None:
+            await asyncio.wait({self._flusher})
+        self._failure = self._failure or StoreError("the store is closed")
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _do(self, operation: Operation) -> int:
+        if self._failure is not None:
+            raise StoreError(str(self._failure)) from self._failure
+        try:
+            self._decided, result, changes = step(self._decided, operation, self._now_s())
+        except (ConflictError, LeaseLostError):
+            # What stands against it may not be on the disk yet; told now, it could still vanish.
+            await self._wait_durable(self._decided.num_changes)
+            raise
+        self._undurable += changes
+        if self._undurable and self._flusher is None:
+            # A task of its own: a caller that gives up takes nothing back.
+            self._flusher = asyncio.create_task(self._flush())
+        await self._wait_durable(self._decided.num_changes)
+        return result
+
+    async def _flush(self) -> None:
+        """Makes decided changes durable until none is left, or the journal fails."""
+        try:
+            while self._undurable:
+                changes, self._undurable = self._undurable, []
+                state = applied(self._durable, changes, now_s=self._now_s())
+                await self._make_durable(changes, state)
+                self._durable = state
+                async with self._changed:
+                    self._changed.notify_all()
+        except StoreError as error:
+            self._failure = error
+        except BaseException as error:
+            self._failure = StoreError(f"writing was broken off: {error!r}")
+            raise
+        finally:
+            self._flusher = None
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _wait_durable(self, num_changes: int) -> None:
+        def is_over() -> bool:
+            return self._failure is not None or self._durable.num_changes >= num_changes
+
+        async with self._changed:
+            await self._changed.wait_for(is_over)
+        if self._durable.num_changes < num_changes:
+            raise StoreError(str(self._failure)) from self._failure
+
+
+@contextlib.asynccontextmanager
+async def open_store(
+    directory: Path, *, now_s: Callable[[], float], rewrite_bytes: int = REWRITE_BYTES
+) -> AsyncIterator[MemoryStore]:
+    """The store that is journaled in `directory`, as its last process left it; made if missing.
+
+    Args:
+        now_s: the clock of leases; each lease of an earlier process is due a whole TTL from now.
+        rewrite_bytes: a smaller journal is never replaced by a snapshot.
+
+    Raises:
+        StoreError: another process has it open, it is damaged, or the disk refused.
+    """
+    with contextlib.closing(_FileJournal(directory, rewrite_bytes)) as journal:
+        state = reopened(journal.recover(), now_s=now_s())
+        store = MemoryStore(now_s=now_s, state=state, make_durable=journal.append)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    state: StoreState
+
+
+class _FileJournal:
+    """The open file; `append` may be called from one task at a time."""
+
+    def __init__(self, directory: Path, rewrite_bytes: int) -> None:
+        self._path = directory / "journal"
+        self._partial = directory / "journal.partial"
+        self._rewrite_bytes = rewrite_bytes
+        self._num_bytes = self._snapshot_bytes = 0
+        self._fd = self._lock_fd = -1
+        # A flush that its loop has given up still runs; the file must not close under it.
+        self._lock = threading.Lock()
+
+    def recover(self) -> StoreState:
+        """Locks and reads the file, or makes it; the deadlines of leases mean nothing.
+
+        Raises:
+            StoreError: another process has it locked, it is damaged, or the disk refused.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = _locked(self._path.with_name("lock"))
+            self._partial.unlink(missing_ok=True)
+            if self._path.exists():
+                return self._read()
+            self._rewrite(EMPTY)
+        except OSError as error:
+            raise _disk_error(self._path, error) from error
+        return EMPTY
+
+    def _read(self) -> StoreState:
+        """Reads the file, cuts off what is torn, and opens it for appending."""
+        content = self._path.read_bytes()
+        bodies, self._num_bytes = _records(content)
+        if not bodies or _has_record(content, after=self._num_bytes):
+            raise StoreError(
+                f"{self._path} is damaged at byte {self._num_bytes}, which no crash can do; "
+                "restore the file, or move it away to start without it"
+            )
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        if self._num_bytes < len(content):
+            logger.warning("%s: cut at byte %d, in a torn write", self._path, self._num_bytes)
+            os.ftruncate(self._fd, self._num_bytes)
+        # What the last process had not synced when it was killed is told of from now on.
+        os.fsync(self._fd)
+        _sync_directory(self._path.parent)
+        self._snapshot_bytes = len(bodies[0])
+        return _state(self._path, bodies)
+
+    async def append(self, changes: Sequence[Change], state: StoreState) -> None:
+        """See MakeDurable; the event loop goes on while the disk works."""
+        await asyncio.to_thread(self._append, changes, state)
+
+    def close(self) -> None:
+        """Waits for a flush under way."""
+        with self._lock:
+            for fd in (self._fd, self._lock_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._lock_fd = -1
+
+    def _append(self, changes: Sequence[Change], state: StoreState) -> None:
+        with self._lock:
+            if self._fd < 0:
+                raise StoreError(f"{self._path} is closed")
+            try:
+                self._num_bytes += _write_synced(self._fd, _record(changes))
+                grown_bytes = _REWRITE_FACTOR * self._snapshot_bytes
+                if self._num_bytes > max(self._rewrite_bytes, grown_bytes):
+                    self._rewrite(state)
+            except OSError as error:
+                raise _disk_error(self._path, error) from error
+
+    def _rewrite(self, state: StoreState) -> None:
+        """Replaces the file, if any, by one that holds a snapshot alone."""
+        record = _record(_Snapshot(version=_FORMAT, state=state))
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT | os.O_TRUNC
+        fd = os.open(self._partial, flags, 0o600)
+        try:
+            _write_synced(fd, record)
+            os.replace(self._partial, self._path)
+            _sync_directory(self._path.parent)
+        except OSError:
+            os.close(fd)
+            raise
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        self._num_bytes = self._snapshot_bytes = len(record)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that keeps other processes out until it is closed or its process is gone."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Not flock: a forked child that outlives this process would go on holding that.
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        os.close(fd)
+        raise StoreError(f"another process has {path} locked; stop it first") from error
+    return fd
+
+
+def _record(content: Sequence[Change] | _Snapshot) -> bytes:
+    body = msgspec.json.encode(content)
+    return _HEADER.pack(_MARKER, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def _record_body(content: bytes, start: int) -> bytes | None:
+    """The body of the record that starts there; None if none does, or not a whole one."""
+    first = start + _HEADER.size
+    if first > len(content):
+        return None
+    marker, num_bytes, digest = _HEADER.unpack_from(content, start)
+    body = content[first : first + num_bytes]
+    is_whole = marker == _MARKER and len(body) == num_bytes
+    return body if is_whole and xxhash.xxh3_64_intdigest(body) == digest else None
+
+
+def _records(content: bytes) -> tuple[list[bytes], int]:
+    """The bodies of the records from the start on, up to the first bad one, and its place."""
+    bodies, end = [], 0
+    while (body := _record_body(content, end)) is not None:
+        bodies.append(body)
+        end += _HEADER.size + len(body)
+    return bodies, end
+
+
+def _has_record(content: bytes, *, after: int) -> bool:
+    places = [match.start() for match in re.finditer(re.escape(_MARKER), content)]
+    return any(place > after and _record_body(content, place) is not None for place in places)
+
+
+def _state(path: Path, bodies: Sequence[bytes]) -> StoreState:
+    """The fold of a snapshot and the records behind it."""
+    try:
+        snapshot = msgspec.json.decode(bodies[0], type=_Snapshot)
+        decoder = msgspec.json.Decoder(tuple[Change, ...])
+        changes = [change for body in bodies[1:] for change in decoder.decode(body)]
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{path} is no journal that this planaria can read: {error}") from error
+    if snapshot.version != _FORMAT:
+        raise StoreError(f"{path} has format {snapshot.version}, this planaria reads {_FORMAT}")
+    return applied(snapshot.state, changes, now_s=0.0)
+
+
+def _write_synced(fd: int, content: bytes) -> int:
+    """Appends content, on the disk when this returns; how many bytes that were."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.fdatasync(fd)
+    return len(content)
+
+
+def _sync_directory(directory: Path) -> None:
+    """A new name is durable only when the directory that holds it is synced."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _disk_error(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"cannot use {path}: {error.strerror}; free the disk or mend it, then start again: "
+        "nothing that was acknowledged is lost"
+    )

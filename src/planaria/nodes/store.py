@@ -1,0 +1,400 @@
+"""The store of coordination: a few keys that outlive whoever wrote them.
+
+`Store` is what the coordinator and its callers see. The embedded store is a function, `step`,
+from (state, operation, now) to (state, result, changes); it knows no clock, thread or file, so a
+simulator can run it under a virtual clock. A change is a fact, not a request: the state is the
+fold of all changes (`applied`), so a journal of them (nodes/journal.py) is the whole store.
+
+    put        a value at a key, if every guard holds: compare-and-set and fencing are one thing
+    lease      a key bound to one is gone when its holder is not heard of for its TTL
+    watch      every change of a prefix from a revision on, in order, once
+
+Each change of a key has a revision of its own, one above that of the change before. No key is
+ever deleted but with its lease: what was recorded once, such as an outcome, stays recorded.
+
+A lease lives at least its TTL and ends when that is decided (`Expire`), not at an instant: time
+in which the store does not run ends no lease by itself.
+
+Source: DESIGN 4.5, 5 (epochs fence) and 6 (Coordination); the operations are etcd's, without
+deletion.
+"""
+
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from planaria.errors import PlanariaError
+
+ABSENT: Final = 0  # The revision of a key that is not there.
+NO_LEASE: Final = 0
+VALUE_BYTES_MAX: Final = 1 << 20  # etcd refuses requests above 1.5 MiB.
+HISTORY_MAX: Final = 1000  # Changes of keys that a watch can still begin at.
+
+
+class StoreError(PlanariaError):
+    """When the store cannot go on: its journal is damaged, held by another, or cannot grow."""
+
+
+class ConflictError(StoreError):
+    """When a guard of a write does not hold; nothing was written.
+
+    Attributes:
+        guard: the first that does not hold.
+        actual_revision: of its key, ABSENT where there is none.
+    """
+
+    def __init__(self, guard: "Guard", actual_revision: int) -> None:
+        super().__init__(
+            f"{guard.key} is at revision {actual_revision}, not {guard.revision}: somebody else "
+            f"has written it or its lease has ended ({ABSENT} means that it is not there)"
+        )
+        self.guard = guard
+        self.actual_revision = actual_revision
+
+
+class LeaseLostError(StoreError):
+    """When a lease has ended: whoever held `lease` is taken for dead and stops itself."""
+
+    def __init__(self, lease: int) -> None:
+        super().__init__(f"lease {lease} has ended; its holder no longer belongs to the job")
+        self.lease = lease
+
+
+class CompactedError(StoreError):
+    """When a watch wants changes older than `first_revision`: read the range, go on from there."""
+
+    def __init__(self, wanted_revision: int, first_revision: int) -> None:
+        super().__init__(
+            f"changes from revision {wanted_revision} on are wanted, they are kept from "
+            f"{first_revision} on"
+        )
+        self.first_revision = first_revision
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Holds while the key is at this revision, or ABSENT.
+
+    On the key that is written it is compare-and-set; on another key, a fence: a leader guards
+    its writes with `leader`, a node with its own leased key, at the revision of their own put.
+    """
+
+    key: str
+    revision: int
+
+
+class Entry(msgspec.Struct, frozen=True, tag="put"):
+    """A key has this value since this revision; goes with the lease unless that is NO_LEASE."""
+
+    key: str
+    value: bytes
+    revision: int
+    lease: int
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """A key went with its lease."""
+
+    key: str
+    revision: int
+
+
+class LeaseGranted(msgspec.Struct, frozen=True, tag="granted"):
+    """A lease exists."""
+
+    lease: int
+    ttl_s: float
+
+
+class LeaseEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """A lease ran out or was revoked; its keys go in the same step."""
+
+    lease: int
+
+
+Event = Entry | Gone
+Change = Entry | Gone | LeaseGranted | LeaseEnded
+
+
+class Range(NamedTuple):
+    """What lies under a prefix, oldest write first; watch from `revision` + 1 for what follows."""
+
+    entries: tuple[Entry, ...]
+    revision: int
+
+
+class Store(Protocol):
+    """Seven operations, all that coordination needs; each is done or has not happened.
+
+    An operation that is cancelled, or fails with any StoreError but ConflictError and
+    LeaseLostError, may or may not have happened: read before writing again. What a reader has
+    seen survives every crash.
+    """
+
+    async def get(self, key: str) -> Entry | None:
+        """The entry of a key."""
+
+    async def range(self, prefix: str) -> Range:
+        """All entries whose keys begin with the prefix, of one moment."""
+
+    async def put(
+        self, key: str, value: bytes, *, guards: Sequence[Guard] = (), lease: int = NO_LEASE
+    ) -> int:
+        """Writes a value if every guard holds; returns its revision.
+
+        Args:
+            value: at most VALUE_BYTES_MAX.
+            lease: the key is bound to it from now on, and to no other.
+
+        Raises:
+            ConflictError: a guard does not hold.
+            LeaseLostError: there is no such lease.
+        """
+
+    async def grant(self, ttl_s: float) -> int:
+        """A new lease, which ends when it is not kept alive for ttl_s or a little longer.
+
+        A holder counts ttl_s from before it asked, and stops itself when it runs out: then it
+        has stopped before anyone is told that it is gone.
+        """
+
+    async def keep_alive(self, lease: int) -> None:
+        """Gives a lease its whole TTL again.
+
+        Raises:
+            LeaseLostError: it has ended.
+        """
+
+    async def revoke(self, lease: int) -> None:
+        """Ends a lease, and its keys with it; nothing happens if it has ended."""
+
+    def watch(self, prefix: str, *, first_revision: int) -> AsyncIterator[Event]:
+        """Every change under a prefix from a revision on, in order, each once; never ends.
+
+        Raises:
+            CompactedError: while iterating: the next change is no longer kept.
+            StoreError: while iterating: the store was closed or cannot go on.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of a job's keys; `members`, `outcome` and `plan` are by epoch."""
+
+    job: str
+
+    def __post_init__(self) -> None:
+        assert self.job
+        assert "/" not in self.job, self.job
+
+    @property
+    def prefix(self) -> str:
+        return f"/planaria/{self.job}/"
+
+    @property
+    def leader(self) -> str:
+        return self.prefix + "leader"
+
+    @property
+    def commit(self) -> str:
+        return self.prefix + "commit"
+
+    def node(self, node: int) -> str:
+        return f"{self.prefix}node/{node}"
+
+    def members(self, epoch: int) -> str:
+        return f"{self.prefix}members/{epoch}"
+
+    def outcome(self, epoch: int) -> str:
+        return f"{self.prefix}outcome/{epoch}"
+
+    def plan(self, epoch: int) -> str:
+        return f"{self.prefix}plan/{epoch}"
+
+    def event(self, sequence: int) -> str:
+        return f"{self.prefix}event/{sequence}"
+
+
+# What is done to a state; each of the first four is a method of Store, described there.
+@dataclass(frozen=True, slots=True)
+class Put:
+    key: str
+    value: bytes
+    guards: tuple[Guard, ...] = ()
+    lease: int = NO_LEASE
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """End the leases that are due."""
+
+
+Operation = Put | Grant | KeepAlive | Revoke | Expire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreState:
+    """Everything in a store.
+
+    Attributes:
+        revision: of the newest change of a key; the first one has revision 1.
+        num_changes: how many there were, of leases too.
+        newest_lease: ids are never used again.
+        leases: TTL by lease, in seconds.
+        deadlines: when each lease is due, by the caller's clock; alone in not being durable.
+        history: the newest changes of keys, without a gap, at most HISTORY_MAX.
+    """
+
+    revision: int = ABSENT
+    num_changes: int = 0
+    newest_lease: int = NO_LEASE
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    leases: Mapping[int, float] = field(default_factory=dict)
+    deadlines: Mapping[int, float] = field(default_factory=dict)
+    history: tuple[Event, ...] = ()
+
+
+EMPTY: Final = StoreState()
+
+
+class Step(NamedTuple):
+    """What an operation does: `changes` must be durable, all or none, before anyone is told."""
+
+    state: StoreState
+    result: int  # The lease of a Grant, else the store's revision.
+    changes: tuple[Change, ...]
+
+
+def step(state: StoreState, operation: Operation, now_s: float) -> Step:
+    """The state after an operation, its result, and what has changed.
+
+    O(keys + HISTORY_MAX), because states are never altered in place.
+
+    Raises:
+        ConflictError: a guard does not hold; nothing has changed.
+        LeaseLostError: there is no such lease; nothing has changed.
+    """
+    changes: tuple[Change, ...] = ()
+    match operation:
+        case Put():
+            changes = (_written(state, operation),)
+        case Grant(ttl_s):
+            assert ttl_s > 0
+            changes = (LeaseGranted(state.newest_lease + 1, ttl_s),)
+        case KeepAlive(lease):
+            # Nothing of it needs to be durable: see `reopened`.
+            deadlines = {**state.deadlines, lease: now_s + _ttl_s(state, lease)}
+            return Step(replace(state, deadlines=deadlines), state.revision, ())
+        case Revoke(lease):
+            changes = _ended(state, {lease} & set(state.leases))
+        case Expire():
+            due = {lease for lease, due_s in state.deadlines.items() if due_s <= now_s}
+            changes = _ended(state, due)
+    state = applied(state, changes, now_s=now_s)
+    result = state.newest_lease if isinstance(operation, Grant) else state.revision
+    return Step(state, result, changes)
+
+
+def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> StoreState:
+    """The state after changes that follow on it; leases among them are due a TTL from now_s."""
+    revision, newest_lease = state.revision, state.newest_lease
+    entries, leases = dict(state.entries), dict(state.leases)
+    deadlines, history = dict(state.deadlines), list(state.history)
+    for change in changes:
+        match change:
+            case Entry() | Gone():
+                assert change.revision == revision + 1
+                revision = change.revision
+                history.append(change)
+                if isinstance(change, Entry):
+                    entries[change.key] = change
+                else:
+                    del entries[change.key]
+            case LeaseGranted(lease, ttl_s):
+                assert lease == newest_lease + 1
+                newest_lease = lease
+                leases[lease] = ttl_s
+                deadlines[lease] = now_s + ttl_s
+            case LeaseEnded(lease):
+                del leases[lease], deadlines[lease]
+    return StoreState(
+        revision=revision,
+        num_changes=state.num_changes + len(changes),
+        newest_lease=newest_lease,
+        entries=entries,
+        leases=leases,
+        deadlines=deadlines,
+        history=tuple(history[-HISTORY_MAX:]),
+    )
+
+
+def reopened(state: StoreState, *, now_s: float) -> StoreState:
+    """The state with every lease due a whole TTL from now_s.
+
+    Holders could not be heard while the store was down, and its clock may be another one now: to
+    count that time would declare live nodes dead. A node that did die in it is found a TTL late.
+    """
+    return replace(state, deadlines={lease: now_s + ttl for lease, ttl in state.leases.items()})
+
+
+def entries_under(state: StoreState, prefix: str) -> Range:
+    """See Store.range."""
+    found = [entry for key, entry in state.entries.items() if key.startswith(prefix)]
+    return Range(tuple(sorted(found, key=lambda entry: entry.revision)), state.revision)
+
+
+def events_since(state: StoreState, prefix: str, *, first_revision: int) -> tuple[Event, ...]:
+    """The changes under a prefix from a revision on, oldest first.
+
+    Raises:
+        CompactedError: the first of them may be no longer kept.
+    """
+    assert first_revision > ABSENT
+    first_kept = state.revision - len(state.history) + 1
+    if first_revision < first_kept:
+        raise CompactedError(first_revision, first_kept)
+    events = state.history[first_revision - first_kept :]
+    return tuple(event for event in events if event.key.startswith(prefix))
+
+
+def _written(state: StoreState, put: Put) -> Entry:
+    assert put.key
+    assert len(put.value) <= VALUE_BYTES_MAX
+    for guard in put.guards:
+        entry = state.entries.get(guard.key)
+        actual_revision = entry.revision if entry else ABSENT
+        if actual_revision != guard.revision:
+            raise ConflictError(guard, actual_revision)
+    if put.lease != NO_LEASE:
+        _ttl_s(state, put.lease)
+    return Entry(put.key, put.value, state.revision + 1, put.lease)
+
+
+def _ttl_s(state: StoreState, lease: int) -> float:
+    if lease not in state.leases:
+        raise LeaseLostError(lease)
+    return state.leases[lease]
+
+
+def _ended(state: StoreState, leases: Collection[int]) -> tuple[Change, ...]:
+    """The end of leases and of their keys, oldest first."""
+    keys = [entry.key for entry in entries_under(state, "").entries if entry.lease in leases]
+    gone = [Gone(key, state.revision + 1 + index) for index, key in enumerate(keys)]
+    return (*(LeaseEnded(lease) for lease in sorted(leases)), *gone)

@@ -1,0 +1,245 @@
+"""What anybody was told is there after a crash at any byte; damage and a full disk are said."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from planaria.nodes.journal import MemoryStore, open_store
+from planaria.nodes.store import (
+    Event,
+    Guard,
+    Range,
+    Store,
+    StoreError,
+)
+
+TIMEOUT_S = 20.0
+
+
+async def wait_until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Lets every task go on until it waits for something that is not ready."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def taken(store: Store, *, first_revision: int, num: int) -> list[Event]:
+    found: list[Event] = []
+    async for event in store.watch("", first_revision=first_revision):
+        found.append(event)
+        if len(found) == num:
+            break
+    return found
+
+
+async def contents(directory: Path) -> Range:
+    """What a process that starts on this directory finds."""
+    async with open_store(directory, now_s=lambda: 0.0) as store:
+        return await store.range("")
+
+
+async def fill(store: MemoryStore, journal: Path) -> list[tuple[int, Range]]:
+    """Every kind of change; for each, the size of the journal and what the store holds then."""
+    found = [(journal.stat().st_size, await store.range(""))]
+    lease = 0
+
+    async def grant() -> None:
+        nonlocal lease
+        lease = await store.grant(3.0)
+
+    for operation in (
+        lambda: store.put("a", b"1"),
+        grant,
+        lambda: store.put("node/1", b"\x00\xffPLJ", lease=lease),
+        lambda: store.put("node/2", b"", lease=lease),
+        lambda: store.put("a", b"2" * 50, guards=[Guard("a", 1)]),
+        lambda: store.revoke(lease),
+        lambda: store.put("\u00e9", b"3"),
+    ):
+        await operation()
+        found.append((journal.stat().st_size, await store.range("")))
+    return found
+
+
+def test_a_journal_cut_at_any_byte_holds_what_was_acknowledged_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never half of a write, and the lease's keys together; then it goes on from there."""
+    for call in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, call, lambda _fd: None)  # A thousand of them take ten seconds.
+
+    async def run() -> None:
+        async with open_store(tmp_path / "whole", now_s=lambda: 0.0) as store:
+            history = await fill(store, tmp_path / "whole" / "journal")
+        content = (tmp_path / "whole" / "journal").read_bytes()
+        assert history[-1][0] == len(content)
+        journal = tmp_path / "cut" / "journal"
+        journal.parent.mkdir()
+
+        for num_bytes in range(history[0][0], len(content) + 1):
+            journal.write_bytes(content[:num_bytes])
+            expected = next(found for size, found in reversed(history) if size <= num_bytes)
+            async with open_store(journal.parent, now_s=lambda: 0.0) as store:
+                assert expected == await store.range(""), num_bytes
+                assert expected.revision + 1 == await store.put("later", b"")
+            assert expected.revision + 1 == (await contents(journal.parent)).revision
+
+    asyncio.run(run())
+
+
+def test_damage_that_no_crash_can_do_is_refused(tmp_path: Path) -> None:
+    """A changed byte anywhere but in the last record: opening would lose what was acknowledged."""
+
+    async def run() -> None:
+        journal = tmp_path / "journal"
+        async with open_store(tmp_path, now_s=lambda: 0.0) as store:
+            history = await fill(store, journal)
+        content = journal.read_bytes()
+
+        for position in range(history[-2][0]):
+            journal.write_bytes(
+                content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :]
+            )
+            with pytest.raises(StoreError, match=r"journal is damaged at byte \d+"):
+                await contents(tmp_path)
+        for num_bytes in range(history[0][0]):
+            journal.write_bytes(content[:num_bytes])
+            with pytest.raises(StoreError, match="journal is damaged at byte 0"):
+                await contents(tmp_path)
+
+    asyncio.run(run())
+
+
+def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
+    """A later planaria may write what this one would misread; the way out is its own business."""
+
+    async def run(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("planaria.nodes.journal._FORMAT", 2)
+        await contents(tmp_path)
+        monkeypatch.undo()
+
+        with pytest.raises(StoreError, match="format 2, this planaria reads 1"):
+            await contents(tmp_path)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asyncio.run(run(monkeypatch))
+
+
+def test_the_journal_stays_small_and_loses_nothing_by_it(tmp_path: Path) -> None:
+    """A job writes its commit for weeks; the watch history and lease numbers survive, too."""
+
+    async def run() -> None:
+        sizes = []
+        async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=1000) as store:
+            lease, ended = await store.grant(3.0), await store.grant(3.0)
+            await store.revoke(ended)
+            await store.put("node", b"", lease=lease)
+            for index in range(300):
+                await store.put("commit", b"%d" % index)
+                sizes.append((tmp_path / "journal").stat().st_size)
+            seen = await taken(store, first_revision=1, num=301)
+            expected = await store.range("")
+        num_rewrites = sum(after < before for before, after in pairwise(sizes))
+        assert num_rewrites >= 2
+
+        async with open_store(tmp_path, now_s=lambda: 0.0) as store:
+            assert expected == await store.range("")
+            assert seen == await taken(store, first_revision=1, num=301)
+            await store.keep_alive(lease)
+            assert ended + 1 == await store.grant(3.0)
+
+    asyncio.run(run())
+
+
+def test_what_a_crash_leaves_of_a_snapshot_is_ignored(tmp_path: Path) -> None:
+    """It is not the journal until it is renamed."""
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0) as store:
+            await store.put("a", b"")
+        (tmp_path / "journal.partial").write_bytes(b"\xffPLJ half of one")
+
+        assert (await contents(tmp_path)).revision == 1
+        assert not (tmp_path / "journal.partial").exists()
+
+    asyncio.run(run())
+
+
+def test_a_write_is_acknowledged_after_the_sync_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the disk is syncing, the event loop goes on and the writer waits."""
+    begun, may_end = threading.Event(), threading.Event()
+    sync = os.fdatasync
+
+    def slow_sync(fd: int) -> None:
+        begun.set()
+        assert may_end.wait(TIMEOUT_S)
+        sync(fd)
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0) as store:
+            monkeypatch.setattr(os, "fdatasync", slow_sync)
+            write = asyncio.create_task(store.put("a", b""))
+            await wait_until(begun.is_set)
+            await settle()
+            assert not write.done()
+
+            may_end.set()
+
+            assert await write == 1
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_what_is_read_at_the_start_is_synced_before_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process killed before its sync leaves what only the page cache has: file and name."""
+    synced = []
+    sync = os.fsync
+
+    def recorded_sync(fd: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink())
+        sync(fd)
+
+    asyncio.run(contents(tmp_path))
+    monkeypatch.setattr(os, "fsync", recorded_sync)
+    asyncio.run(contents(tmp_path))
+
+    assert [tmp_path / "journal", tmp_path] == synced
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync", "replace"])
+def test_a_full_disk_ends_the_store_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """After a failed sync nobody knows what the disk has, so nothing is written behind it."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=800) as store:
+            await store.put("a", b"")
+            monkeypatch.setattr(os, call, fail)
+            with pytest.raises(StoreError, match="No space left on device; free the disk"):
+                await store.put("b", b"x" * 600)
+            monkeypatch.undo()
+            with pytest.raises(StoreError, match="No space left on device"):
+                await store.put("c", b"")
+
+        keys = [entry.key for entry in (await contents(tmp_path)).entries]
+        assert keys in (["a"], ["a", "b"])
+
+    asyncio.run(run())

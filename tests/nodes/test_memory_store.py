@@ -1,0 +1,209 @@
+"""Nobody is told of what is not durable, and nobody waits for the disk who need not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
+
+import pytest
+
+from planaria.nodes.journal import MemoryStore
+from planaria.nodes.store import (
+    ABSENT,
+    Change,
+    ConflictError,
+    Entry,
+    Event,
+    Guard,
+    LeaseLostError,
+    Store,
+    StoreError,
+    StoreState,
+)
+
+TIMEOUT_S = 20.0
+
+
+class GatedDisk:
+    """Makes changes durable only while its gate is open; counts flushes."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.num_begun = 0
+
+    async def __call__(self, _changes: Sequence[Change], _state: StoreState) -> None:
+        self.num_begun += 1
+        await self.gate.wait()
+
+
+async def wait_until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Lets every task go on until it waits for something that is not ready."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def taken(store: Store, *, first_revision: int, num: int) -> list[Event]:
+    found: list[Event] = []
+    async for event in store.watch("", first_revision=first_revision):
+        found.append(event)
+        if len(found) == num:
+            break
+    return found
+
+
+def gated(run: Callable[[MemoryStore, GatedDisk], Awaitable[None]]) -> None:
+    async def main() -> None:
+        disk = GatedDisk()
+        clock = count()  # A second passes with each look at it.
+        store = MemoryStore(now_s=lambda: float(next(clock)), make_durable=disk)
+        await asyncio.wait_for(run(store, disk), TIMEOUT_S)
+
+    asyncio.run(main())
+
+
+def test_nobody_sees_a_write_before_it_is_durable() -> None:
+    """Neither its writer nor a reader nor a watch: it could still vanish."""
+
+    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+        watch = asyncio.create_task(taken(store, first_revision=1, num=1))
+        write = asyncio.create_task(store.put("a", b""))
+        await settle()
+        assert disk.num_begun == 1
+        late_watch = asyncio.create_task(taken(store, first_revision=1, num=1))
+        await settle()
+        assert await store.get("a") is None
+        assert await store.range("") == ((), 0)
+        assert not any(task.done() for task in (write, watch, late_watch))
+
+        disk.gate.set()
+
+        assert await write == 1
+        assert await watch == await late_watch == [Entry("a", b"", 1, 0)]
+
+    gated(run)
+
+
+def test_a_refusal_waits_for_what_it_rests_on() -> None:
+    """Told at once, the loser would believe in a record that a crash can still take back."""
+
+    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+        first = asyncio.create_task(store.put("a", b"", guards=[Guard("a", ABSENT)]))
+        second = asyncio.create_task(store.put("a", b"", guards=[Guard("a", ABSENT)]))
+        await settle()
+        assert not second.done()
+
+        disk.gate.set()
+
+        assert await first == 1
+        with pytest.raises(ConflictError):
+            await second
+
+    gated(run)
+
+
+def test_writes_that_wait_share_one_flush() -> None:
+    """A hundred nodes that join at once cost two waits for the disk, not a hundred."""
+
+    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+        writes = [asyncio.create_task(store.put(str(index), b"")) for index in range(100)]
+        await settle()
+        disk.gate.set()
+
+        assert list(range(1, 101)) == await asyncio.gather(*writes)
+        assert disk.num_begun <= 2
+
+    gated(run)
+
+
+def test_a_writer_that_gives_up_takes_nothing_back() -> None:
+    """Its write may be on the disk already; whoever reads later sees one truth."""
+
+    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+        write = asyncio.create_task(store.put("a", b""))
+        await wait_until(lambda: disk.num_begun == 1)
+        write.cancel()
+        await settle()
+        disk.gate.set()
+
+        assert await store.put("b", b"") == 2
+        entry = await store.get("a")
+        assert entry is not None
+        assert entry.revision == 1
+
+    gated(run)
+
+
+def test_closing_waits_for_the_writes_under_way() -> None:
+    """An orderly end is no crash: what was asked for before it is done and told."""
+
+    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+        write = asyncio.create_task(store.put("a", b""))
+        await wait_until(lambda: disk.num_begun == 1)
+        closing = asyncio.create_task(store.close())
+        await settle()
+        assert not closing.done()
+        disk.gate.set()
+        await closing
+
+        assert await write == 1
+        with pytest.raises(StoreError, match="the store is closed"):
+            await store.put("b", b"")
+
+    gated(run)
+
+
+def test_keep_alives_are_answered_while_the_disk_hangs() -> None:
+    """Otherwise a full write queue makes every node of the job stop itself."""
+
+    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+        disk.gate.set()
+        lease, other = await store.grant(30.0), await store.grant(1.0)
+        disk.gate.clear()
+        write = asyncio.create_task(store.put("a", b"", lease=lease))
+        await settle()
+        deadline_s = store.next_deadline_s
+        expiry = asyncio.create_task(store.expire())
+        await settle()
+
+        await store.keep_alive(lease)
+        # The end of this one is decided, though not durable: no holder is told that it lives.
+        with pytest.raises(LeaseLostError):
+            await store.keep_alive(other)
+
+        assert not write.done()
+        assert not expiry.done()
+        assert store.next_deadline_s > deadline_s
+        disk.gate.set()
+        await asyncio.gather(write, expiry)
+        await store.keep_alive(lease)
+
+    gated(run)
+
+
+def test_a_store_that_cannot_write_says_so_to_everyone() -> None:
+    """Writers, later ones too, and watches; what was durable can still be read."""
+
+    async def run() -> None:
+        broken = False
+
+        async def make_durable(_changes: Sequence[Change], _state: StoreState) -> None:
+            if broken:
+                raise StoreError("the disk is full")
+
+        store = MemoryStore(now_s=lambda: 0.0, make_durable=make_durable)
+        await store.put("a", b"1")
+        watch = asyncio.create_task(taken(store, first_revision=2, num=1))
+        await settle()
+        broken = True
+
+        for failing in (store.put("a", b"2"), store.grant(1.0), watch):
+            with pytest.raises(StoreError, match="the disk is full"):
+                await failing
+        assert await store.get("a") == Entry("a", b"1", 1, 0)
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
