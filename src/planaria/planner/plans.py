@@ -7,18 +7,56 @@ Three steps, for the nodes that there are:
    that would end first with it is exact: it takes the makespans in ascending order.
 3. The fastest of all; of equals the one with more pipelines, which keeps more copies alive.
 
+`every_plan` takes them for every number of nodes that failures may leave.
+
 Source: Oobleck (SOSP '23), section 4.2.
 Differs: equation 6 levels N_b * T, which ignores that a pipeline fills and drains; here the largest
 makespan is minimised. Its constraint sums over templates where it means pipelines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
+
+import numpy as np
 
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import Seconds, makespan_s, makespans_up_to, stage_seconds
-from planaria.planner.templates import Problem
+from planaria.planner.templates import Problem, pipeline_template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EveryPlan:
+    """What a job can be re-formed to, computed at its start so that a failure finds it ready.
+
+    Attributes:
+        templates: by number of nodes.
+        makespans_s: of each template; entry n - 1 is that of n microbatches.
+        plans: by the number of nodes that are left, on nodes 0, 1, ..; without it a job is
+            re-formed by Oobleck's three steps only.
+    """
+
+    problem: Problem
+    templates: Mapping[int, PipelineTemplate]
+    makespans_s: Mapping[PipelineTemplate, Seconds]
+    plans: Mapping[int, Plan]
+
+    def distribution(self, templates: Sequence[PipelineTemplate]) -> tuple[float, tuple[int, ...]]:
+        """The iteration time of these pipelines, and how many microbatches each of them gets.
+
+        As `distribute_microbatches`, in well under a millisecond for templates that are known here.
+
+        Raises:
+            ConfigError: there are fewer microbatches than pipelines.
+        """
+        _check_microbatches(self.problem, len(templates))
+        unknown = {
+            template: _makespans_s(self.problem, template)
+            for template in set(templates) - self.makespans_s.keys()
+        }
+        makespans_s = {**self.makespans_s, **unknown}
+        return _distribution(self.problem, [makespans_s[template] for template in templates])
 
 
 def instantiations(
@@ -69,17 +107,45 @@ def best_plan(
     min_pipelines = problem.failures_tolerated + 1
     _check_microbatches(problem, min_pipelines)
     makespans_s = {size: _makespans_s(problem, template) for size, template in templates.items()}
-    best: tuple[float, int, tuple[int, ...]] | None = None
-    num_fewest = None
-    for sizes in instantiations(len(nodes), tuple(templates), min_pipelines=min_pipelines):
-        num_fewest = min(len(sizes), num_fewest or len(sizes))
-        if len(sizes) <= problem.num_microbatches:
-            iteration_s, _ = _distribution(problem, [makespans_s[size] for size in sizes])
-            candidate = (iteration_s, -len(sizes), sizes)
-            best = candidate if best is None else min(best, candidate)
+    best, num_fewest = _fastest_sizes(problem, len(nodes), makespans_s)
     if best is None:
         raise _no_plan_error(problem, len(nodes), templates, num_fewest)
-    return bind(problem, [templates[size] for size in best[2]], sorted(nodes), epoch=epoch)
+    return bind(problem, [templates[size] for size in best], sorted(nodes), epoch=epoch)
+
+
+def every_plan(
+    problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
+) -> EveryPlan:
+    """The best plan for every number of nodes from num_nodes down to n0.
+
+    While (f + 1) * n0 nodes are left a plan has f + 1 pipelines or more; with fewer nodes it has as
+    many as fit. Where no pipelines of these templates add up to the number of nodes, as with more
+    nodes in a pipeline than the model has layers, the plan uses as many nodes as can work.
+
+    The templates get company: fewer than (f + 1) * n0 nodes may need one of up to 2 * n0 - 1.
+
+    Args:
+        num_nodes: N, of the cluster at its largest.
+        templates: by number of nodes, as `pipeline_templates` gives them.
+
+    Raises:
+        ConfigError: some number of nodes works only in more pipelines than there are microbatches.
+    """
+    n0 = min(templates)
+    extra = {n: pipeline_template(problem, n) for n in range(max(templates) + 1, 2 * n0)}
+    templates = dict(templates) | {n: template for n, template in extra.items() if template}
+    by_size = {size: _makespans_s(problem, template) for size, template in templates.items()}
+    at_work = _nodes_at_work(problem, num_nodes, n0=n0, sizes=tuple(templates))
+    plans = {}
+    for num_left, (num_working, min_pipelines) in at_work.items():
+        degraded = replace(problem, failures_tolerated=min_pipelines - 1)
+        sizes, _ = _fastest_sizes(degraded, num_working, by_size)
+        assert sizes is not None
+        _, microbatches = _distribution(problem, [by_size[size] for size in sizes])
+        pipelines = _pipelines([templates[size] for size in sizes], range(num_working))
+        plans[num_left] = plain_plan(0, pipelines, microbatches)
+    by_template = {templates[size]: makespans_s for size, makespans_s in by_size.items()}
+    return EveryPlan(problem=problem, templates=templates, makespans_s=by_template, plans=plans)
 
 
 def bind(
@@ -90,12 +156,7 @@ def bind(
     Raises:
         ConfigError: there are fewer microbatches than pipelines.
     """
-    assert sum(template.num_nodes for template in templates) == len(nodes)
-    unused = iter(nodes)
-    pipelines = tuple(
-        Pipeline(template, tuple(next(unused) for _ in range(template.num_nodes)))
-        for template in templates
-    )
+    pipelines = _pipelines(templates, nodes)
     return plain_plan(epoch, pipelines, distribute_microbatches(problem, templates))
 
 
@@ -114,6 +175,51 @@ def plan_iteration_s(problem: Problem, plan: Plan) -> float:
     )
 
 
+def _pipelines(templates: Sequence[PipelineTemplate], nodes: Sequence[int]) -> tuple[Pipeline, ...]:
+    assert sum(template.num_nodes for template in templates) == len(nodes)
+    unused = iter(nodes)
+    return tuple(
+        Pipeline(template, tuple(next(unused) for _ in range(template.num_nodes)))
+        for template in templates
+    )
+
+
+def _nodes_at_work(
+    problem: Problem, num_nodes: int, *, n0: int, sizes: Sequence[int]
+) -> dict[int, tuple[int, int]]:
+    """For n0 .. num_nodes nodes left, how many can work, and in how many pipelines at least.
+
+    Raises:
+        ConfigError: there are fewer microbatches than pipelines.
+    """
+    # Bit k of entry n: some k templates have n nodes together.
+    counts = [1]
+    for total in range(1, num_nodes + 1):
+        counts.append(0)
+        for size in sizes:
+            if size <= total:
+                counts[total] |= counts[total - size] << 1
+    at_work = {}
+    needed: tuple[int, int] = (0, 0)
+    for num_left in range(n0, num_nodes + 1):
+        min_pipelines = min(problem.failures_tolerated + 1, num_left // n0)
+        num_working = next(n for n in range(num_left, 0, -1) if counts[n] >> min_pipelines)
+        at_work[num_left] = (num_working, min_pipelines)
+        above = counts[num_working] >> min_pipelines
+        num_fewest = min_pipelines + (above & -above).bit_length() - 1
+        needed = max(needed, (num_fewest, num_left))
+    num_fewest, num_left = needed
+    if problem.num_microbatches < num_fewest:
+        size = problem.profile.microbatch_size
+        remedy = (
+            f"once {num_left} nodes are left, all that can work do so only in {num_fewest} "
+            f"pipelines or more, of a microbatch of {size} samples each; {num_fewest * size} is "
+            "the nearest that would do"
+        )
+        raise ConfigError("training.global_batch_size", problem.num_microbatches * size, remedy)
+    return at_work
+
+
 def _multisets(
     num_nodes: int, sizes: tuple[int, ...], min_pipelines: int
 ) -> Iterator[tuple[int, ...]]:
@@ -125,6 +231,37 @@ def _multisets(
     for multiset in _multisets(num_nodes - sizes[0], sizes, min_pipelines - 1):
         yield (sizes[0], *multiset)
     yield from _multisets(num_nodes, sizes[1:], min_pipelines)
+
+
+def _fastest_sizes(
+    problem: Problem, num_nodes: int, makespans_s: Mapping[int, Seconds]
+) -> tuple[tuple[int, ...] | None, int | None]:
+    """The fastest instantiation, and how many pipelines the smallest one has; None for none.
+
+    Args:
+        makespans_s: by the number of nodes of a template.
+    """
+    best: tuple[float, int, tuple[int, ...]] | None = None
+    num_fewest = None
+    min_pipelines = problem.failures_tolerated + 1
+    # Microbatches that each template ends in the best time so far. What cannot end all of them in
+    # that time need not be looked at closer: 32 nodes with n0 = 1 have 8,349 instantiations.
+    capacities = dict.fromkeys(makespans_s, problem.num_microbatches)
+    for sizes in instantiations(num_nodes, tuple(makespans_s), min_pipelines=min_pipelines):
+        num_fewest = min(len(sizes), num_fewest or len(sizes))
+        if len(sizes) > problem.num_microbatches:
+            continue
+        if sum(capacities[size] for size in sizes) < problem.num_microbatches:
+            continue
+        iteration_s, _ = _distribution(problem, [makespans_s[size] for size in sizes])
+        candidate = (iteration_s, -len(sizes), sizes)
+        if best is None or candidate < best:
+            best = candidate
+            capacities = {
+                size: int(np.searchsorted(seconds, iteration_s, side="right"))
+                for size, seconds in makespans_s.items()
+            }
+    return None if best is None else best[2], num_fewest
 
 
 def _makespans_s(problem: Problem, template: PipelineTemplate) -> Seconds:

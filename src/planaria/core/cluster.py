@@ -1,0 +1,85 @@
+"""The nodes that live, what each holds of the model, and what happened to the others.
+
+A loss may strike while the job recovers from an earlier one, when some nodes hold less than their
+plan says and others more. So what is held is said node by node, and never read from a plan.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from planaria.core.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live node.
+
+    Attributes:
+        node: its number, which is never used again.
+        held: by device, the layers whose state is there whole, parameters and optimizer state, and
+            of the age at which the job goes on. Empty where the worker is new.
+    """
+
+    node: int
+    held: tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The members of an epoch.
+
+    Attributes:
+        epoch: of their membership record; the next plan gets it.
+        nodes: ascending.
+    """
+
+    epoch: int
+    nodes: tuple[Node, ...]
+
+    def __post_init__(self) -> None:
+        numbers = [node.node for node in self.nodes]
+        assert numbers == sorted(set(numbers))
+
+    def held_by_rank(self) -> dict[int, frozenset[int]]:
+        """For every live rank the layers that it holds."""
+        return {
+            node.node * len(node.held) + device: layers
+            for node in self.nodes
+            for device, layers in enumerate(node.held)
+        }
+
+    def lost_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of the model that no live rank holds, ascending.
+
+        If there is one, the job cannot go on from what is live: it has to go back to a checkpoint.
+        """
+        held = frozenset[int]().union(*self.held_by_rank().values())
+        return tuple(layer for layer in range(num_layers) if layer not in held)
+
+
+@dataclass(frozen=True, slots=True)
+class NodesLost:
+    """Nodes are gone, all at once as far as the job can tell.
+
+    Attributes:
+        nodes: may be empty: the node of a worker that ended lives, and holds less.
+        redone_samples: of the iteration in flight, if its outcome is to redo it; else 0.
+    """
+
+    nodes: tuple[int, ...]
+    redone_samples: int
+
+
+ClusterEvent = NodesLost
+
+
+def survivors(plan: Plan, lost: Collection[int], *, epoch: int) -> ClusterState:
+    """The nodes of the plan but the lost ones, each with all that the plan gave it."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    layers = {rank: frozenset(layers) for rank, layers in plan.layers_by_rank().items()}
+    nodes = tuple(
+        Node(node, tuple(layers[node * per_node + device] for device in range(per_node)))
+        for node in plan.nodes
+        if node not in lost
+    )
+    return ClusterState(epoch, nodes)

@@ -1,0 +1,275 @@
+"""Oobleck's answer to a loss: pipelines made anew from templates, so that every survivor works.
+
+The local answer takes three steps for each pipeline that lost nodes, and touches few others:
+1. Simple: a template of the nodes that it has left.
+2. Borrow: nodes from other pipelines, one at a time from the largest, until it has enough for the
+   smallest template that will do. The lenders shrink to smaller templates.
+3. Merge: if nobody can lend that many, it joins the smallest other pipeline. If there is no
+   template that large, the nodes of both are split over the templates that there are.
+
+The global answer is the plan made at the start for the number of nodes that are left, whatever
+pipelines there were. Both are bound to nodes such that the fewest bytes move, and microbatches
+are distributed anew; the global batch stays.
+
+Source: Oobleck (SOSP '23), sections 4.2 and 5, figure 8.
+Differs: all short pipelines are looked at together, the one that lacks least first, because its
+turn leaves most for the others; after a merge the next one may borrow again. A pipeline that was
+lost whole is made anew only if fewer than f + 1 would be left, else given up. Nodes that had no
+work lend first. The global answer is not in the paper; where it has f + 1 pipelines, or more than
+the local one if neither has, a local answer that falls short is refused. With fewer than
+(f + 1) * n0 nodes Oobleck stops; here both answers go on with what fits.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.plan import Pipeline, Plan, Transition, plain_plan
+from planaria.planner.plans import EveryPlan, instantiations
+from planaria.policies.policy import Prices, downtime_s
+from planaria.restorer.assignment import Opening, assigned, transfer_rounds, transfers
+
+POLICY = "reinstantiate"
+GLOBAL = "global"
+
+_OUT_OF_REACH = 1 << 62
+
+
+class Step(IntEnum):
+    """The steps of the local answer; a higher one changes more."""
+
+    SIMPLE = 1
+    BORROW = 2
+    MERGE = 3
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """A pipeline by its number of nodes; `index` is its place in the plan before, -1 if new."""
+
+    index: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reformed:
+    """The pipelines of a local answer in the order of those that they replace, new ones last."""
+
+    parts: tuple[Part, ...]
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Reinstantiate:
+    """The policy; without plans in `every` it has the local answer only."""
+
+    every: EveryPlan
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The local answer, then the global one, where there are.
+
+        There is none with fewer than n0 nodes, and none if `ClusterState.lost_layers` names a
+        layer: then only a checkpoint helps.
+        """
+        if cluster.lost_layers(plan.num_layers):
+            return ()
+        local = self._local(plan, cluster, prices=prices)
+        overall = self._global(plan, cluster, prices=prices)
+        if local and overall:
+            wanted = min(self.every.problem.failures_tolerated + 1, len(overall[0]))
+            if len(local[0]) < wanted:
+                local = None
+            elif local[0] == overall[0]:
+                overall = None
+        transitions = []
+        for pipelines, answer in filter(None, (local, overall)):
+            iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
+            after = plain_plan(cluster.epoch, pipelines, microbatches)
+            rounds = transfer_rounds(transfers(after, cluster, layer_bytes=prices.layer_bytes))
+            per_node = self.every.problem.devices_per_node
+            transitions.append(
+                Transition(
+                    before=plan,
+                    after=after,
+                    rounds=rounds,
+                    downtime_s=downtime_s(rounds, prices, devices_per_node=per_node),
+                    iteration_s=iteration_s,
+                    redone_samples=event.redone_samples,
+                    policy=POLICY,
+                    answer=answer,
+                )
+            )
+        return tuple(transitions)
+
+    def _local(
+        self, plan: Plan, cluster: ClusterState, *, prices: Prices
+    ) -> tuple[tuple[Pipeline, ...], str] | None:
+        """The pipelines of the three steps, and the name of the highest step taken."""
+        alive = {node.node for node in cluster.nodes}
+        remaining = [len(alive.intersection(pipeline.nodes)) for pipeline in plan.pipelines]
+        reformed = reformed_parts(
+            [len(pipeline.nodes) for pipeline in plan.pipelines],
+            remaining,
+            self.every.templates.keys(),
+            num_idle=len(alive) - sum(remaining),
+            min_pipelines=self.every.problem.failures_tolerated + 1,
+        )
+        if reformed is None or len(reformed.parts) > self.every.problem.num_microbatches:
+            return None
+        kept = {
+            index: pipeline
+            for index, pipeline in enumerate(plan.pipelines)
+            if remaining[index] == len(pipeline.nodes)
+            and Part(index, remaining[index]) in reformed.parts
+        }
+        openings = [
+            Opening(self.every.templates[part.num_nodes], part.index)
+            for part in reformed.parts
+            if part.index not in kept
+        ]
+        busy = {node for pipeline in kept.values() for node in pipeline.nodes}
+        free = [node for node in cluster.nodes if node.node not in busy]
+        made = iter(assigned(openings, free, before=plan, layer_bytes=prices.layer_bytes))
+        pipelines = tuple(
+            kept[part.index] if part.index in kept else next(made) for part in reformed.parts
+        )
+        return pipelines, reformed.step.name.lower()
+
+    def _global(
+        self, plan: Plan, cluster: ClusterState, *, prices: Prices
+    ) -> tuple[tuple[Pipeline, ...], str] | None:
+        """The pipelines of the plan for that many nodes."""
+        planned = self.every.plans.get(len(cluster.nodes))
+        if planned is None:
+            return None
+        openings = _openings(planned, plan, frozenset(node.node for node in cluster.nodes))
+        layer_bytes = prices.layer_bytes
+        pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
+        return pipelines, GLOBAL
+
+
+def reformed_parts(
+    before: Sequence[int],
+    remaining: Sequence[int],
+    sizes: Collection[int],
+    *,
+    num_idle: int,
+    min_pipelines: int,
+) -> Reformed | None:
+    """The three steps in numbers of nodes; None if the survivors make no pipeline.
+
+    Args:
+        before: nodes of each pipeline.
+        remaining: of these the survivors.
+        sizes: of the templates.
+        num_idle: survivors without work.
+        min_pipelines: as far as they can be had; f + 1.
+    """
+    parts = [Part(index, left) for index, left in enumerate(remaining) if left]
+    given_up = [Part(index, 0) for index, left in enumerate(remaining) if not left]
+    parts += given_up[: max(0, min_pipelines - len(parts))]
+    intact = {Part(i, nodes) for i, nodes in enumerate(before) if remaining[i] == nodes}
+    step = Step.SIMPLE
+    # Each turn leaves fewer short pipelines, or fewer pipelines.
+    while short := [part for part in parts if part not in intact and part.num_nodes not in sizes]:
+        part = min(short, key=lambda part: (_smallest_fit(part, sizes) - part.num_nodes, part))
+        others = _without(part, parts)
+        borrowed = _borrowed(part, others, sizes, intact=intact, num_idle=num_idle)
+        if borrowed is not None:
+            (parts, num_idle), step = borrowed, max(step, Step.BORROW)
+        elif part.num_nodes == 0:
+            parts = others
+        else:
+            merged = _merged(part, others, sizes)
+            if merged is None:
+                return None
+            parts, step = merged, Step.MERGE
+    parts.sort(key=lambda part: (part.index < 0, part))
+    return Reformed(tuple(parts), step) if parts else None
+
+
+def _smallest_fit(part: Part, sizes: Collection[int]) -> int:
+    """The smallest template for at least the part's nodes; out of reach if there is none."""
+    return min((size for size in sizes if size >= part.num_nodes), default=_OUT_OF_REACH)
+
+
+def _borrowed(
+    part: Part,
+    others: Sequence[Part],
+    sizes: Collection[int],
+    *,
+    intact: Collection[Part],
+    num_idle: int,
+) -> tuple[list[Part], int] | None:
+    """The parts once this one has enough nodes, and how many are idle then; None if too few lend.
+
+    Of the largest pipelines one that changes anyway lends first.
+    """
+    num_nodes = _smallest_fit(part, sizes)
+    if num_nodes == _OUT_OF_REACH:
+        return None
+    num_from_idle = min(num_idle, num_nodes - part.num_nodes)
+    lending = list(others)
+    for _ in range(num_nodes - part.num_nodes - num_from_idle):
+        lenders = [other for other in lending if other.num_nodes - 1 in sizes]
+        if not lenders:
+            return None
+        lender = max(lenders, key=lambda p: (p.num_nodes, p not in intact, -p.index))
+        lending[lending.index(lender)] = replace(lender, num_nodes=lender.num_nodes - 1)
+    return [*lending, replace(part, num_nodes=num_nodes)], num_idle - num_from_idle
+
+
+def _merged(part: Part, others: Sequence[Part], sizes: Collection[int]) -> list[Part] | None:
+    """The parts once this one is split or has joined the smallest other; None if it is alone."""
+    split = _split(part, sizes)
+    if split:
+        return [*others, *split]
+    partners = [other for other in others if other.num_nodes]
+    if not partners:
+        return None
+    partner = min(partners, key=lambda other: (other.num_nodes, other.index))
+    rest = _without(partner, others)
+    merged = replace(partner, num_nodes=partner.num_nodes + part.num_nodes)
+    # What still has no template is short, and gets a turn of its own.
+    return [*rest, *(_split(merged, sizes) or [merged])]
+
+
+def _split(part: Part, sizes: Collection[int]) -> list[Part]:
+    """The part's nodes over as few templates as will do, the largest first; empty if none will."""
+    if part.num_nodes in sizes:
+        return [part]
+    found = instantiations(part.num_nodes, tuple(sizes), min_pipelines=1)
+    fewest = min(found, key=lambda split: (len(split), split), default=())
+    return [Part(-1 if i else part.index, size) for i, size in enumerate(reversed(fewest))]
+
+
+def _without(part: Part, parts: Sequence[Part]) -> list[Part]:
+    """The other parts; a new pipeline may equal another one."""
+    at = parts.index(part)
+    return [*parts[:at], *parts[at + 1 :]]
+
+
+def _openings(planned: Plan, plan: Plan, alive: frozenset[int]) -> list[Opening]:
+    """The templates of the planned pipelines, each in the stead of one of the plan before.
+
+    A pipeline whose template stays comes first, then one that is whole, so that both may stay.
+    """
+    templates = Counter(pipeline.template for pipeline in planned.pipelines)
+    whole_first = sorted(
+        range(len(plan.pipelines)),
+        key=lambda index: (not alive.issuperset(plan.pipelines[index].nodes), index),
+    )
+    openings = []
+    for index in whole_first:
+        template = plan.pipelines[index].template
+        if templates[template]:
+            templates[template] -= 1
+            openings.append(Opening(template, index))
+    taken = {opening.replaces for opening in openings}
+    unused = (index for index in range(len(plan.pipelines)) if index not in taken)
+    openings += [Opening(template, next(unused, -1)) for template in sorted(templates.elements())]
+    return sorted(openings, key=lambda opening: (opening.replaces < 0, opening.replaces))

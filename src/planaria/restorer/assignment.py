@@ -1,0 +1,178 @@
+"""Which node takes which place of the next plan, and from whom it gets the layers it lacks.
+
+1. Places. A place is a node's position in a pipeline, with the layers of each of its devices. What
+   a node would have to receive is the cost of giving it the place; the assignment with the least
+   sum is found exactly. Of equals the one that leaves most nodes at their place, or failing that
+   in their pipeline.
+2. Sources. Every layer that a rank lacks comes from a live holder: one in its own node if there is
+   one, else the one that sends least so far. Layers with few holders choose first, then large ones.
+3. Rounds. In a round every rank sends at most one layer and receives at most one.
+
+What a node holds already is in none of the transfers: it is not touched.
+
+Source: Odyssey, section IV-B, figure 3, for step 1; Oobleck (SOSP '23), section 5, copies missing
+layers and does not say from whom to whom.
+Differs: Odyssey counts layers between two given groups, here it is bytes over all pipelines that
+change. Steps 2 and 3 are greedy, and not always best. The ranks of a stage of several devices each
+count as holders of its whole layers, as they do in a plan.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from planaria.core.cluster import ClusterState, Node
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transfer
+
+# Solved in floating point, which holds whole numbers up to here exactly.
+_EXACT_MAX = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A pipeline that is to be, with its places still open.
+
+    Attributes:
+        replaces: the index in the plan before of the pipeline that it stands for, -1 if of none.
+    """
+
+    template: PipelineTemplate
+    replaces: int
+
+
+def assigned(
+    openings: Sequence[Opening],
+    nodes: Sequence[Node],
+    *,
+    before: Plan,
+    layer_bytes: Sequence[int],
+) -> tuple[Pipeline, ...]:
+    """The pipelines bound to nodes such that the nodes lack the fewest bytes. O(nodes^3).
+
+    Args:
+        nodes: that are free to take a place; as many as there are places, or more.
+        layer_bytes: of each layer's state.
+    """
+    if not openings:
+        return ()
+    nodes = sorted(nodes, key=lambda node: node.node)
+    missing_bytes = _missing_bytes(openings, nodes, layer_bytes)
+    assert len(nodes) >= missing_bytes.shape[1]
+    # All nodes together move fewer steps than one byte weighs.
+    costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(openings, nodes, before)
+    assert costs.max() < _EXACT_MAX
+    rows, places = linear_sum_assignment(costs)
+    node_at = {int(place): nodes[row].node for row, place in zip(rows, places, strict=True)}
+    in_order = (node_at[place] for place in sorted(node_at))
+    return tuple(
+        Pipeline(
+            opening.template,
+            tuple(next(in_order) for _ in range(opening.template.num_nodes)),
+        )
+        for opening in openings
+    )
+
+
+def transfers(
+    after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
+) -> tuple[Transfer, ...]:
+    """Every layer that a rank of the plan lacks, from a live rank that holds it.
+
+    No layer may be without a live holder: `ClusterState.lost_layers` says which are.
+    """
+    assert not cluster.lost_layers(after.num_layers)
+    per_node = after.pipelines[0].template.devices_per_node
+    held = cluster.held_by_rank()
+    holders: dict[int, list[int]] = {layer: [] for layer in range(after.num_layers)}
+    for rank, layers in held.items():
+        for layer in layers:
+            holders[layer].append(rank)
+    missing = [
+        (layer, rank)
+        for rank, layers in after.layers_by_rank().items()
+        for layer in layers
+        if layer not in held[rank]
+    ]
+    missing.sort(key=lambda need: (len(holders[need[0]]), -layer_bytes[need[0]], need))
+    sent_bytes: Counter[int] = Counter()
+    found = []
+    for layer, target in missing:
+        source = min(
+            holders[layer],
+            key=lambda rank: (rank // per_node != target // per_node, sent_bytes[rank], rank),
+        )
+        sent_bytes[source] += layer_bytes[layer]
+        found.append(Transfer(layer, source, target, layer_bytes[layer]))
+    return tuple(found)
+
+
+def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
+    """The transfers in rounds; each is in the first where it fits, the largest chosen first.
+
+    They are fewer than twice the most that one rank sends or receives.
+    """
+    rounds: list[dict[tuple[str, int], Transfer]] = []
+    for transfer in sorted(transfers, key=lambda t: (-t.num_bytes, t)):
+        ends = (("source", transfer.source), ("target", transfer.target))
+        free = next((taken for taken in rounds if not taken.keys() & set(ends)), None)
+        if free is None:
+            free = {}
+            rounds.append(free)
+        free.update(dict.fromkeys(ends, transfer))
+    return tuple(tuple(sorted(set(taken.values()))) for taken in rounds)
+
+
+def _missing_bytes(
+    openings: Sequence[Opening], nodes: Sequence[Node], layer_bytes: Sequence[int]
+) -> NDArray[np.int64]:
+    """What a node would lack at a place; shape [nodes, places]."""
+    needs = np.array(
+        [_flags(place, layer_bytes) for opening in openings for place in _places(opening.template)]
+    )
+    lacks = 1 - np.array([_flags(node.held, layer_bytes) for node in nodes])
+    state_bytes = np.tile(np.array(layer_bytes, dtype=np.int64), len(nodes[0].held))
+    missing: NDArray[np.int64] = (lacks * state_bytes) @ needs.T
+    return missing
+
+
+def _flags(layers_by_device: Sequence[frozenset[int]], layer_bytes: Sequence[int]) -> list[int]:
+    """1 where a device has a layer, device after device."""
+    return [
+        int(layer in layers) for layers in layers_by_device for layer in range(len(layer_bytes))
+    ]
+
+
+def _places(template: PipelineTemplate) -> list[tuple[frozenset[int], ...]]:
+    """For every node of the template the layers of its devices."""
+    devices = [
+        frozenset(range(stage.first_layer, stage.end_layer))
+        for stage in template.stages
+        for _ in range(stage.num_devices)
+    ]
+    per_node = template.devices_per_node
+    return [tuple(devices[i : i + per_node]) for i in range(0, len(devices), per_node)]
+
+
+def _steps_away(
+    openings: Sequence[Opening], nodes: Sequence[Node], before: Plan
+) -> NDArray[np.int64]:
+    """0 where a node stays at its place, 1 in its pipeline, 2 elsewhere; shape [nodes, places]."""
+    home: Mapping[int, tuple[int, int]] = {
+        node: (index, position)
+        for index, pipeline in enumerate(before.pipelines)
+        for position, node in enumerate(pipeline.nodes)
+    }
+    places = [
+        (opening.replaces, position)
+        for opening in openings
+        for position in range(opening.template.num_nodes)
+    ]
+    homes = [home.get(node.node, (-2, 0)) for node in nodes]
+    return np.array(
+        [[0 if p == h else 1 if p[0] == h[0] else 2 for p in places] for h in homes],
+        dtype=np.int64,
+    )

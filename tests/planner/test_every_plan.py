@@ -1,0 +1,101 @@
+"""Plans for every number of nodes that failures may leave."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.plan import PipelineTemplate, Stage
+from planaria.errors import ConfigError
+from planaria.planner.plans import (
+    best_plan,
+    distribute_microbatches,
+    every_plan,
+    pipeline_microbatches,
+    plan_iteration_s,
+)
+from planaria.planner.templates import pipeline_templates, smallest_num_nodes
+from strategies import MEBIBYTE, equal_problem
+
+
+def _one_stage_each(num_layers: int, num_nodes: int) -> PipelineTemplate:
+    ends = [num_layers * (i + 1) // num_nodes for i in range(num_nodes)]
+    stages = (Stage(u, v, 1) for u, v in zip([0, *ends], ends, strict=False))
+    return PipelineTemplate(tuple(stages), num_nodes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_every_number_of_nodes_has_a_plan_with_all_of_them(data: st.DataObject) -> None:
+    """f + 1 pipelines while they fit, then as many as do; every node works, down to n0."""
+    memory_bytes = data.draw(st.sampled_from((0, 100, 60, 40))) * MEBIBYTE
+    f = data.draw(st.integers(0, 3))
+    problem = equal_problem(
+        num_layers=9, failures_tolerated=f, device_memory_bytes=memory_bytes, num_microbatches=12
+    )
+    n0 = smallest_num_nodes(problem)
+    num_nodes = (f + 1) * n0 + data.draw(st.integers(0, 4))
+    templates = {n: t for n, t in pipeline_templates(problem, num_nodes).items() if n <= 9}
+
+    every = every_plan(problem, num_nodes, templates)
+
+    assert list(range(n0, num_nodes + 1)) == sorted(every.plans)
+    for num_left, plan in every.plans.items():
+        assert tuple(range(num_left)) == plan.nodes
+        assert len(plan.pipelines) >= min(f + 1, num_left // n0)
+        assert len(plan.routes) == 12 == sum(pipeline_microbatches(plan))
+        if num_left >= (f + 1) * n0:
+            assert best_plan(problem, range(num_left), every.templates, epoch=0) == plan
+
+
+def test_templates_of_fewer_nodes_than_f_allows_are_added() -> None:
+    """With N = (f + 1) * n0 there is one template, of n0; three nodes left need one of three."""
+    problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
+    templates = pipeline_templates(problem, 4)
+
+    every = every_plan(problem, 4, templates)
+
+    assert list(templates) == [2]
+    assert {
+        n: [len(pipeline.nodes) for pipeline in plan.pipelines] for n, plan in every.plans.items()
+    } == {2: [2], 3: [3], 4: [2, 2]}
+
+
+def test_nodes_beyond_what_any_template_uses_are_left_without_work() -> None:
+    """Five nodes, three layers that need a node each: one pipeline, two idle, no job that ends."""
+    problem = equal_problem(num_layers=3, device_memory_bytes=20 * MEBIBYTE, failures_tolerated=1)
+    template = _one_stage_each(3, 3)
+
+    every = every_plan(problem, 6, {3: template})
+
+    working = {num_left: len(plan.nodes) for num_left, plan in every.plans.items()}
+    assert working == {3: 3, 4: 3, 5: 3, 6: 6}
+
+
+def test_a_batch_too_small_for_some_number_of_survivors_is_refused_at_the_start() -> None:
+    """Four nodes are one pipeline, but three are three: better to hear it now than then."""
+    problem = equal_problem(num_microbatches=2, failures_tolerated=0)
+    templates = {n: _one_stage_each(6, n) for n in (1, 4)}
+
+    with pytest.raises(ConfigError) as caught:
+        every_plan(problem, 5, templates)
+
+    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
+    assert "once 3 nodes are left" in caught.value.remedy
+    assert "6 is the nearest that would do" in caught.value.remedy
+    enough = equal_problem(num_microbatches=3, failures_tolerated=0)
+    assert sorted(every_plan(enough, 5, templates).plans) == [1, 2, 3, 4, 5]
+
+
+def test_distribution_is_that_of_the_planner_also_for_templates_not_planned_with() -> None:
+    """A plan given by hand may have pipelines that no template made."""
+    problem = equal_problem(failures_tolerated=0)
+    every = every_plan(problem, 3, {n: _one_stage_each(6, n) for n in (1, 2)})
+    templates = [every.templates[1], _one_stage_each(6, 3), every.templates[2]]
+
+    iteration_s, microbatches = every.distribution(templates)
+
+    assert distribute_microbatches(problem, templates) == microbatches
+    two = every.plans[2]
+    of_two = every.distribution([pipeline.template for pipeline in two.pipelines])
+    assert (plan_iteration_s(problem, two), pipeline_microbatches(two)) == of_two
+    assert iteration_s < of_two[0]

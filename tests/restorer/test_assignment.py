@@ -1,0 +1,219 @@
+"""Who takes which place, from whom the layers come, and in which rounds."""
+
+from collections import Counter
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.cluster import ClusterState, Node, survivors
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transfer, plain_plan
+from planaria.restorer.assignment import Opening, assigned, transfer_rounds, transfers
+
+
+def template_of(*ends: int, num_nodes: int | None = None) -> PipelineTemplate:
+    """Stages of one device each that end before these layers."""
+    stages = tuple(Stage(u, v, 1) for u, v in zip((0, *ends), ends, strict=False))
+    return PipelineTemplate(stages, num_nodes or len(stages))
+
+
+def plan_of(*pipelines: Pipeline) -> Plan:
+    return plain_plan(0, pipelines, (1,) * len(pipelines))
+
+
+@st.composite
+def templates(
+    draw: st.DrawFn, *, num_nodes: int, num_layers: int, per_node: int
+) -> PipelineTemplate:
+    num_stages = num_nodes * per_node
+    cuts = draw(
+        st.lists(
+            st.integers(1, num_layers - 1),
+            min_size=num_stages - 1,
+            max_size=num_stages - 1,
+            unique=True,
+        )
+    )
+    return template_of(*sorted(cuts), num_layers, num_nodes=num_nodes)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[tuple[int, ...], Plan, ClusterState, list[Opening]]:
+    """Bytes of layers; a plan; nodes that hold anything; and places for some of them or all."""
+    num_layers, per_node = 12, draw(st.integers(1, 2))
+    layer_bytes = tuple(draw(st.sampled_from((0, 1, 5, 10**12))) for _ in range(num_layers))
+    num_nodes = draw(st.integers(1, 6))
+    before = draw(templates(num_nodes=num_nodes, num_layers=num_layers, per_node=per_node))
+    plan = plan_of(Pipeline(before, tuple(draw(st.permutations(range(num_nodes))))))
+    held = st.frozensets(st.integers(0, num_layers - 1))
+    nodes = tuple(
+        Node(node, tuple(draw(held) for _ in range(per_node))) for node in range(num_nodes)
+    )
+    left, openings = draw(st.integers(1, num_nodes)), []
+    while left:
+        size = draw(st.integers(1, left))
+        template = draw(templates(num_nodes=size, num_layers=num_layers, per_node=per_node))
+        openings.append(Opening(template, draw(st.integers(-1, 0))))
+        left -= size
+    return layer_bytes, plan, ClusterState(1, nodes), openings
+
+
+def missing_bytes(plan: Plan, cluster: ClusterState, layer_bytes: tuple[int, ...]) -> int:
+    held = cluster.held_by_rank()
+    return sum(
+        layer_bytes[layer]
+        for rank, layers in plan.layers_by_rank().items()
+        for layer in layers
+        if layer not in held[rank]
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(clusters())
+def test_no_other_assignment_moves_fewer_bytes(
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
+) -> None:
+    """Against every way to give up to six nodes to the places, also with nodes left over."""
+    layer_bytes, plan, cluster, openings = drawn
+    num_places = sum(opening.template.num_nodes for opening in openings)
+
+    def bound(nodes: tuple[int, ...]) -> Plan:
+        rest = iter(nodes)
+        return plan_of(
+            *(
+                Pipeline(o.template, tuple(next(rest) for _ in range(o.template.num_nodes)))
+                for o in openings
+            )
+        )
+
+    pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
+
+    everything = permutations(range(len(cluster.nodes)), num_places)
+    fewest = min(missing_bytes(bound(nodes), cluster, layer_bytes) for nodes in everything)
+    assert missing_bytes(plan_of(*pipelines), cluster, layer_bytes) == fewest
+
+
+def test_nodes_stay_at_their_place_where_bytes_allow() -> None:
+    """Peers hold the same, so that any exchange of them moves nothing, and is for nothing."""
+    template = template_of(2, 4)
+    plan = plan_of(
+        Pipeline(template, (3, 1)), Pipeline(template, (0, 5)), Pipeline(template, (2, 4))
+    )
+    cluster = survivors(plan, (), epoch=1)
+    openings = [Opening(template, index) for index in (2, 0, 1)]
+
+    pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=(1,) * 4)
+
+    assert [pipeline.nodes for pipeline in pipelines] == [(2, 4), (3, 1), (0, 5)]
+
+
+def test_nodes_stay_in_their_pipeline_where_their_place_is_gone() -> None:
+    """Node 3 moves up to the only place of its pipeline, which node 1 would fill as cheaply."""
+    two, one = template_of(2, 4), template_of(4)
+    plan = plan_of(Pipeline(two, (0, 1)), Pipeline(two, (2, 3)))
+    cluster = survivors(plan, (2,), epoch=1)
+    openings = [Opening(one, 0), Opening(one, 1)]
+
+    pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=(0,) * 4)
+
+    assert [pipeline.nodes for pipeline in pipelines] == [(0,), (3,)]
+
+
+@settings(max_examples=80, deadline=None)
+@given(clusters())
+def test_transfers_bring_what_is_missing_and_nothing_else(
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
+) -> None:
+    """Each missing layer once, from a live holder, from the own node where it has one."""
+    layer_bytes, plan, cluster, openings = drawn
+    per_node = plan.pipelines[0].template.devices_per_node
+    whole = Node(99, (frozenset(range(12)),) * per_node)
+    cluster = ClusterState(1, (*cluster.nodes, whole))
+    after = plan_of(*assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes))
+    held = cluster.held_by_rank()
+
+    moved = transfers(after, cluster, layer_bytes=layer_bytes)
+
+    assert sorted((transfer.layer, transfer.target) for transfer in moved) == sorted(
+        (layer, rank)
+        for rank, layers in after.layers_by_rank().items()
+        for layer in layers
+        if layer not in held[rank]
+    )
+    for layer, source, target, num_bytes in (
+        (t.layer, t.source, t.target, t.num_bytes) for t in moved
+    ):
+        assert layer in held[source]
+        assert num_bytes == layer_bytes[layer]
+        node = target // per_node
+        own = [
+            rank for rank in range(node * per_node, (node + 1) * per_node) if layer in held[rank]
+        ]
+        assert not own or source in own
+
+
+def test_sources_share_the_sending() -> None:
+    """Two whole pipelines feed a third: neither of them sends more than the other."""
+    template = template_of(4)
+    plan = plan_of(*(Pipeline(template, (node,)) for node in range(3)))
+    nodes = (Node(0, (frozenset(),)), *survivors(plan, (0,), epoch=1).nodes)
+
+    moved = transfers(plan, ClusterState(1, nodes), layer_bytes=(3, 1, 2, 2))
+
+    sent = Counter[int]()
+    for transfer in moved:
+        sent[transfer.source] += transfer.num_bytes
+    assert sent == {1: 4, 2: 4}
+
+
+def test_layers_with_one_holder_are_placed_before_the_others() -> None:
+    """Layer 1 can come from node 1 only; so layer 0 comes from node 2, which is free."""
+    plan = plan_of(Pipeline(template_of(2), (0,)))
+    nodes = (Node(0, (frozenset(),)), Node(1, (frozenset({0, 1}),)), Node(2, (frozenset({0}),)))
+
+    moved = transfers(plan, ClusterState(1, nodes), layer_bytes=(5, 5))
+
+    assert set(moved) == {Transfer(1, 1, 0, 5), Transfer(0, 2, 0, 5)}
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_transfer_rounds_use_each_rank_once_a_round_each_way(data: st.DataObject) -> None:
+    """All transfers are there, and fewer rounds than twice what the busiest rank has to do."""
+    rank = st.integers(0, 5)
+    found = data.draw(
+        st.lists(
+            st.builds(Transfer, st.integers(0, 9), rank, rank, st.integers(0, 3)).filter(
+                lambda transfer: transfer.source != transfer.target
+            ),
+            unique_by=lambda transfer: (transfer.layer, transfer.target),
+        )
+    )
+
+    rounds = transfer_rounds(found)
+
+    assert sorted(transfer for transfers in rounds for transfer in transfers) == sorted(found)
+    for taken in rounds:
+        assert len({transfer.source for transfer in taken}) == len(taken)
+        assert len({transfer.target for transfer in taken}) == len(taken)
+    sends = Counter(transfer.source for transfer in found)
+    receives = Counter(transfer.target for transfer in found)
+    busiest = max([*sends.values(), *receives.values()], default=1)
+    assert len(rounds) < 2 * busiest
+
+
+def test_transfers_between_different_ranks_run_in_one_round() -> None:
+    """A ring of sends has no conflict: a rank sends and receives at the same time."""
+    found = [Transfer(0, node, (node + 1) % 4, 8) for node in range(4)]
+
+    assert transfer_rounds(found) == (tuple(found),)
+
+
+def test_a_layer_without_a_live_holder_is_named() -> None:
+    """Then the state has to come from a checkpoint, whoever is left."""
+    two = template_of(2, 5)
+    plan = plan_of(Pipeline(two, (0, 1)), Pipeline(two, (2, 3)))
+
+    assert survivors(plan, (0, 3), epoch=1).lost_layers(plan.num_layers) == ()
+    assert survivors(plan, (0, 2), epoch=1).lost_layers(plan.num_layers) == (0, 1)
+    assert survivors(plan, range(4), epoch=1).lost_layers(plan.num_layers) == (0, 1, 2, 3, 4)
