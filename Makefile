@@ -17,27 +17,29 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test sweep check docs bench clean
+.PHONY: help demo test sweep chaos check docs bench clean
 
 help:
-	@echo 'make demo    train the example job on five nodes of this machine'
+	@echo 'make demo    train on six nodes, kill two, compare the bits with a run in peace'
 	@echo 'make test    check the code, then run all tests'
 	@echo 'make sweep   the long tests: every pipeline shape for every model family'
+	@echo 'make chaos   every loss: each node, each step, twice, with and without a coordinator'
 	@echo 'make check   formatting, lint and types'
 	@echo 'make docs    write the generated pages in docs/'
 	@echo 'make bench   run every script in benchmarks/'
 	@echo 'make clean   remove the environment, caches and reports'
 
 demo: $(READY)
-	@rm -rf reports/demo && mkdir -p reports/demo
-	$(BIN)/planaria train examples/gpt2-text.toml --report reports/demo/report.json \
-		--set checkpoint.directory=reports/demo/checkpoints
+	$(BIN)/python examples/survive.py reports/demo
 
 test: check
 	$(BIN)/python -m pytest
 
 sweep: $(READY)
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long --ignore tests/processes/test_survive.py
+
+chaos: $(READY)
+	$(BIN)/python -m pytest -m '' tests/processes/test_survive.py tests/coordinator
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)

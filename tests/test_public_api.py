@@ -38,6 +38,7 @@ COMMANDS = {
         "--report",
         "--timeline",
         "--resume",
+        "--inject",
         "--set",
     },
     "profile": {"job", "-o", "--output", "--set"},

@@ -23,6 +23,8 @@ from rich.console import Console
 
 import planaria
 from planaria.config import NODES_MAX, overridden_job
+from planaria.core.inject import check_injections, parse_injection
+from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.library import Job, TrainingResult
@@ -123,6 +125,10 @@ def train(
         Path | None, typer.Option(help="Write predicted and measured spans as a Chrome trace.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="A fault: KIND[=VALUE]:NODES@ITERATION[.STEP]."),
+    ] = None,
     settings: Settings = None,
 ) -> None:
     """Trains a job on emulated nodes of this machine."""
@@ -133,11 +139,15 @@ def train(
         overrides.append(f"cluster.devices_per_node={devices_per_node}")
     for name, path in (("--report", report), ("--timeline", timeline)):
         _check_writable(name, path)
+    injections = tuple(parse_injection(spec) for spec in inject or ())
+    trained = _job(job, overrides)
+    check_injections(injections, num_nodes=trained.config.cluster.nodes)
     console = Console()
     shown = _Shown(LiveDisplay(console))
     try:
-        result = _job(job, overrides).run(
+        result = trained.run(
             resume=resume,
+            injections=injections,
             trace=timeline is not None,
             display=shown,
             output=shown.printed if console.is_interactive else None,
@@ -236,6 +246,9 @@ class _Shown:
 
     def committed(self, record: IterationRecord) -> None:
         self._display.committed(record)
+
+    def replanned(self, plan: Plan) -> None:
+        self._display.replan(plan)
 
     def note(self, text: str) -> None:
         self._display.note(text)

@@ -50,9 +50,10 @@ _MINIMUM = {
     "cluster.nodes": 1,
     "cluster.devices_per_node": 1,
     "cluster.device_memory_bytes": 0,
+    "cluster.lease_s": 0.5,
 }
-NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once, not planned with.
-_MAXIMUM = {"cluster.nodes": NODES_MAX, "cluster.devices_per_node": NODES_MAX}
+NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once.
+_MAXIMUM = dict.fromkeys(("cluster.nodes", "cluster.devices_per_node"), NODES_MAX)
 # A plan has a route for each microbatch: beyond this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
 _POSITIVE = ("training.learning_rate", "model.time_scale")
@@ -276,8 +277,7 @@ def _check_ranges(job: JobConfig) -> None:
         if value > maximum:
             raise ConfigError(name, value, f"must be at most {maximum}")
     for name in _POSITIVE:
-        value = attrgetter(name)(job)
-        if value <= 0:
+        if (value := attrgetter(name)(job)) <= 0:
             raise ConfigError(name, value, "must be more than 0")
     if not job.name or "/" in job.name:
         raise ConfigError("name", job.name, "must not be empty and must not contain a slash")

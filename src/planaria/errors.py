@@ -9,7 +9,11 @@ PlanariaError
 |-- CheckpointError      a checkpoint cannot be written or read
 |-- AuthenticationError  the other end of a connection does not know the job's token
 |-- PeerLostError        a link to another rank is gone
-`-- AbortedError         an operation was freed because its epoch is over
+|-- AbortedError         an operation was freed because its epoch is over
+`-- StoreError           the store of coordination cannot go on
+    |-- ConflictError    a guard of a write does not hold
+    |-- LeaseLostError   a lease has ended
+    `-- CompactedError   a watch wants changes that are no longer kept
 """
 
 
@@ -89,3 +93,43 @@ class PeerLostError(PlanariaError):
 
 class AbortedError(PlanariaError):
     """When a blocked operation is freed because its links were aborted."""
+
+
+class StoreError(PlanariaError):
+    """When the store cannot go on: its journal is damaged, held by another, or cannot grow."""
+
+
+class ConflictError(StoreError):
+    """When a guard of a write does not hold; nothing was written.
+
+    Attributes:
+        key: of the first guard that does not hold.
+        actual_revision: of that key, 0 where there is none.
+    """
+
+    def __init__(self, key: str, revision: int, actual_revision: int) -> None:
+        super().__init__(
+            f"{key} is at revision {actual_revision}, not {revision}: somebody else has written "
+            "it or its lease has ended (0 means that it is not there)"
+        )
+        self.key = key
+        self.actual_revision = actual_revision
+
+
+class LeaseLostError(StoreError):
+    """When a lease has ended: whoever held `lease` is taken for dead and stops itself."""
+
+    def __init__(self, lease: int) -> None:
+        super().__init__(f"lease {lease} has ended; its holder no longer belongs to the job")
+        self.lease = lease
+
+
+class CompactedError(StoreError):
+    """When a watch wants changes older than `first_revision`: read the range, go on from there."""
+
+    def __init__(self, wanted_revision: int, first_revision: int) -> None:
+        super().__init__(
+            f"changes from revision {wanted_revision} on are wanted, they are kept from "
+            f"{first_revision} on"
+        )
+        self.first_revision = first_revision

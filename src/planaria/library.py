@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,10 +24,13 @@ import msgspec
 from planaria.checkpoint.digest import digests
 from planaria.checkpoint.tiers import DiskTier
 from planaria.config import check_job, load_job
-from planaria.coordinator.coordinator import Ending, JobState
+from planaria.coordinator.state import Ending
+from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
-from planaria.core.messages import MeasuredSpan, NodeSpec, Prepared
+from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import ModelProfile, Plan
+from planaria.core.records import Ended
+from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import (
     CheckpointError,
     InsufficientError,
@@ -35,9 +39,11 @@ from planaria.errors import (
 )
 from planaria.estimator.time import Span, Timeline
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.launcher import Launcher, Outcome, standing
+from planaria.nodes.launcher import Launcher, standing
+from planaria.nodes.leader import LeaderSpec
 from planaria.observe.metrics import FinalRecord, IterationRecord, Report
 from planaria.observe.recorder import Recorder
+from planaria.planner.plans import EveryPlan
 from planaria.planning import (
     Planned,
     cache_directory,
@@ -47,6 +53,7 @@ from planaria.planning import (
     given_profile,
     mistake_error,
     plan_job,
+    predicted_peak_bytes,
     prepare,
     starting_point,
 )
@@ -79,6 +86,9 @@ class Silent:
         """Shows nothing."""
 
     def committed(self, record: IterationRecord) -> None:
+        """Shows nothing."""
+
+    def replanned(self, plan: Plan) -> None:
         """Shows nothing."""
 
     def note(self, text: str) -> None:
@@ -169,6 +179,8 @@ class Job:
         resume: bool = False,
         trace: bool = False,
         plan: Plan | None = None,
+        every: EveryPlan | None = None,
+        injections: Sequence[Injection] = (),
         display: Display | None = None,
         server: ForkServer | None = None,
     ) -> TrainingResult:
@@ -177,7 +189,9 @@ class Job:
         Args:
             resume: go on from the newest checkpoint in checkpoint.directory.
             trace: gather the spans of every action of every iteration.
-            plan: instead of the planner's.
+            plan: instead of the planner's first.
+            every: instead of the planner's for what may be left of the nodes.
+            injections: faults that are to happen.
             server: a fork server to share between jobs; one is started otherwise.
 
         Raises:
@@ -188,7 +202,15 @@ class Job:
             CheckpointError: the last save failed.
             KeyboardInterrupt: the user ended the job at once, nothing was saved.
         """
-        result = self.run(resume=resume, trace=trace, plan=plan, display=display, server=server)
+        result = self.run(
+            resume=resume,
+            trace=trace,
+            plan=plan,
+            every=every,
+            injections=injections,
+            display=display,
+            server=server,
+        )
         if result.error is not None:
             raise result.error
         return result
@@ -199,6 +221,8 @@ class Job:
         resume: bool = False,
         trace: bool = False,
         plan: Plan | None = None,
+        every: EveryPlan | None = None,
+        injections: Sequence[Injection] = (),
         display: Display | None = None,
         server: ForkServer | None = None,
         output: Callable[[str], None] | None = None,
@@ -226,23 +250,29 @@ class Job:
             prepared = prepare(config, running)
             check_disk(config, prepared)
             display.doing("planning")
-            planned = plan_job(config, prepared, plan=plan, manifest=manifest)
+            planned = plan_job(config, prepared, plan=plan, every=every, manifest=manifest)
             display.planned(planned)
             recorder = Recorder(
                 start_s=start_s,
                 predicted_s=planned.predicted.iteration_s,
                 predicted_peak_bytes=planned.predicted_peak_bytes,
             )
-            watcher = Watcher(recorder, display)
-            outcome = _launch(planned, tier, running, watcher, trace=trace)
-        error = _failure(outcome, tier)
+            watcher = Watcher(
+                recorder,
+                display,
+                predicted_peak_bytes=partial(predicted_peak_bytes, planned.problem),
+            )
+            launcher = _launcher(planned, running, watcher, injections, trace=trace)
+            ended = launcher.run()
+        watcher.unfired(launcher.unfired)
+        error = _failure(ended, tier)
         if error is not None:
-            watcher.failed(str(error), kind=outcome.end.ending.value)
+            watcher.failed(str(error), kind=ended.ending)
         return TrainingResult(
-            report=_report(planned, tier, recorder, watcher),
+            report=_report(planned, tier, recorder, watcher, ended),
             planned=planned,
             spans=tuple(recorder.spans),
-            stopped=outcome.end.ending is Ending.STOPPED,
+            stopped=ended.ending == Ending.STOPPED.value,
             error=error,
         )
 
@@ -261,10 +291,15 @@ class Job:
             own.close()
 
 
-def _launch(
-    planned: Planned, tier: DiskTier, server: ForkServer, watcher: Watcher, *, trace: bool
-) -> Outcome:
-    config, manifest = planned.config, planned.resumed
+def _launcher(
+    planned: Planned,
+    server: ForkServer,
+    watcher: Watcher,
+    injections: Sequence[Injection],
+    *,
+    trace: bool,
+) -> Launcher:
+    config, manifest, every = planned.config, planned.resumed, planned.every
     spec = NodeSpec(
         job=config,
         node=0,
@@ -275,41 +310,41 @@ def _launch(
         profile=planned.prepared.profile if config.model.kind == "paced" else None,
         trace=trace,
     )
-    state = JobState(
+    has_state = manifest is not None and bool(manifest.layers)
+    leader = LeaderSpec(
+        job=config,
         plan=planned.plan,
+        predicted_s=planned.predicted.iteration_s,
+        problem=planned.problem,
+        templates=dict(every.templates),
+        plans=dict(every.plans),
         first_iteration=manifest.iteration if manifest else 0,
-        end_iteration=config.training.iterations,
-        source=f"{manifest.iteration}-{manifest.epoch}" if manifest else "",
-    )
-    launcher = Launcher(
-        spec,
-        state,
-        server=server,
-        observer=watcher,
-        tier=tier,
+        source=f"{manifest.iteration}-{manifest.epoch}" if manifest and has_state else "",
         fingerprint=fingerprint(config),
-        keep=config.checkpoint.keep,
+        directory="",
+        token=b"",
     )
-    return launcher.run()
+    return Launcher(spec, leader, server=server, observer=watcher, injections=injections)
 
 
-def _failure(outcome: Outcome, tier: DiskTier) -> PlanariaError | None:
-    end = outcome.end
-    match end.ending:
+def _failure(ended: Ended, tier: DiskTier) -> PlanariaError | None:
+    match Ending(ended.ending):
         case Ending.FAILED:
-            assert end.failure is not None
-            if end.failure.mistake is not None:
-                return mistake_error(end.failure.mistake)
-            return TrainingError(end.failure.rank, end.failure.traceback)
+            assert ended.failure is not None
+            if ended.failure.mistake is not None:
+                return mistake_error(ended.failure.mistake)
+            return TrainingError(ended.failure.rank, ended.failure.traceback)
         case Ending.LOST:
-            return InsufficientError(f"{end.reason}; {standing(tier)}")
+            return InsufficientError(f"{ended.reason}; {standing(tier)}")
         case Ending.UNSAVED:
-            return CheckpointError(f"the last save failed: {end.reason}; {standing(tier)}")
+            return CheckpointError(f"the last save failed: {ended.reason}; {standing(tier)}")
         case Ending.FINISHED | Ending.STOPPED:
             return None
 
 
-def _report(planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watcher) -> Report:
+def _report(
+    planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watcher, ended: Ended
+) -> Report:
     config = planned.config
     now_s = time.monotonic()
     return Report(
@@ -318,31 +353,33 @@ def _report(planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watch
         versions=_versions(),
         workers=recorder.workers(),
         iterations=tuple(recorder.iterations),
-        events=watcher.events(),
+        events=recorder.events(),
         checkpoints=watcher.checkpoints(
             every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),
         ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
-        final=_final(planned, tier, recorder.iterations),
+        final=_final(planned, tier, recorder.iterations, ended),
         plan=msgspec.to_builtins(planned.plan),
     )
 
 
-def _final(planned: Planned, tier: DiskTier, records: Sequence[IterationRecord]) -> FinalRecord:
+def _final(
+    planned: Planned, tier: DiskTier, records: Sequence[IterationRecord], ended: Ended
+) -> FinalRecord:
     """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
     manifest = tier.newest()
     first = planned.resumed.iteration if planned.resumed else 0
     iteration = records[-1].iteration + 1 if records else first
     parameters, optimizer = "", ""
-    if manifest is not None and manifest.iteration == iteration:
+    if manifest is not None and manifest.layers and manifest.iteration == iteration:
         parameters, optimizer = digests(tier, manifest, parameters=planned.prepared.parameters)
     return FinalRecord(
         iteration=iteration,
         loss=records[-1].loss if records else float("nan"),  # null in JSON
         parameters_sha256=parameters,
         optimizer_sha256=optimizer,
-        nodes=planned.plan.nodes,
-        epoch=planned.plan.epoch,
+        nodes=ended.nodes,
+        epoch=ended.epoch,
         checkpoint=str(tier.directory / f"{manifest.iteration}-{manifest.epoch}")
         if manifest
         else "",

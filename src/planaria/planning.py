@@ -17,15 +17,15 @@ import msgspec
 from planaria.checkpoint.tiers import DiskTier, Manifest
 from planaria.config import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
-from planaria.core.messages import Prepared, PrepareRequest
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile
-from planaria.errors import ConfigError, TrainingError
+from planaria.core.specs import Prepared, PrepareRequest
+from planaria.errors import ConfigError, InsufficientError, TrainingError
 from planaria.estimator.memory import peak_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import best_plan, pipeline_microbatches
-from planaria.planner.templates import Problem, pipeline_templates
+from planaria.planner.plans import EveryPlan, best_plan, every_plan, pipeline_microbatches
+from planaria.planner.templates import Problem, pipeline_templates, smallest_num_nodes
 from planaria.schedule.lower import lowered
 
 # What a rank's process would import at its start, imported once per job instead.
@@ -50,6 +50,7 @@ class Planned:
     prepared: Prepared
     problem: Problem
     templates: Mapping[int, PipelineTemplate]
+    every: EveryPlan
     plan: Plan
     predicted: Timeline
     predicted_peak_bytes: int
@@ -208,12 +209,14 @@ def plan_job(
     prepared: Prepared,
     *,
     plan: Plan | None = None,
+    every: EveryPlan | None = None,
     manifest: Manifest | None = None,
 ) -> Planned:
-    """The job's templates, its plan (the planner's unless one is given) and what they predict.
+    """The job's templates, its plans (the planner's unless some are given) and what they predict.
 
     Raises:
         ConfigError: the nodes are too few or too small for the model, f or the batch.
+        InsufficientError: they are too few for f to resume, and the job is to stop then.
     """
     assert prepared.profile is not None
     problem = Problem(
@@ -224,11 +227,13 @@ def plan_job(
         gradient_copies=3 if config.training.deterministic else 1,
     )
     epoch = manifest.epoch + 1 if manifest else 0
-    templates: Mapping[int, PipelineTemplate] = {}
+    num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
+    check_size(problem, num_nodes)
+    smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
+    templates = pipeline_templates(smaller, num_nodes)
     if plan is None:
-        check_size(problem, config.cluster.nodes)
-        templates = pipeline_templates(problem, config.cluster.nodes)
-        plan = best_plan(problem, range(config.cluster.nodes), templates, epoch=epoch)
+        plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
+    every = every_plan(problem, num_nodes, templates) if every is None else every
     plan = replace(plan, epoch=epoch)
     assert len(plan.routes) == config.num_microbatches
     predicted = predicted_timeline(
@@ -242,11 +247,26 @@ def plan_job(
         prepared=prepared,
         problem=problem,
         templates=templates,
+        every=every,
         plan=plan,
         predicted=predicted,
-        predicted_peak_bytes=_predicted_peak_bytes(problem, plan),
+        predicted_peak_bytes=predicted_peak_bytes(problem, plan),
         resumed=manifest,
     )
+
+
+def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Problem:
+    """The problem with the failures that so many nodes tolerate, if a resumed job may go on so."""
+    n0 = smallest_num_nodes(problem)
+    wanted = (problem.failures_tolerated + 1) * n0
+    if not n0 <= num_nodes < wanted:
+        return problem
+    if config.resilience.when_below == "stop":
+        raise InsufficientError(
+            f"{num_nodes} nodes are fewer than (f + 1) * n0 = {wanted}, and "
+            'resilience.when_below = "stop"; start more nodes'
+        )
+    return replace(problem, failures_tolerated=num_nodes // n0 - 1)
 
 
 def check_size(problem: Problem, num_nodes: int) -> None:
@@ -298,7 +318,7 @@ def check_disk(config: JobConfig, prepared: Prepared) -> None:
         )
 
 
-def _predicted_peak_bytes(problem: Problem, plan: Plan) -> int:
+def predicted_peak_bytes(problem: Problem, plan: Plan) -> int:
     return max(
         stage_peak
         for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)

@@ -1,98 +1,99 @@
 """The coordinator as a function: whatever the order of reports, each thing happens once."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from coordinated import (
+    END,
+    FIRST,
+    NOW_S,
+    SOURCE,
+    done,
+    file,
+    of_type,
+    ready,
+    saved,
+    small_rules,
+    worker,
+)
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import (
-    Began,
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import (
     Command,
-    Committed,
+    DecisionRecorded,
     Discard,
     End,
     Ending,
     JobState,
+    MembersRecorded,
+    Notify,
     Phase,
     Publish,
+    Published,
+    RecordDecision,
+    RecordMembers,
     Tell,
-    step,
 )
 from planaria.core.messages import (
-    EpochReady,
-    FromNode,
     IterationDone,
-    LayerFile,
     LayersSaved,
     NodeLost,
     SaveFailed,
     Shutdown,
     StartEpoch,
     StopRequested,
-    WorkerExited,
     WorkerFailed,
-    WorkerReady,
 )
+from planaria.core.records import Committed, Running, Starting
 
 EPOCH = 4
-FIRST, END = 10, 15  # The run goes on from ten committed iterations and does five.
 SAVE_EVERY = 2
 PLAN = replace(shaped_plan((3, 1), 6), epoch=EPOCH)  # Rank 3 holds all and owns nothing.
+RULES = small_rules()
+RECORDED: tuple[Event, ...] = (MembersRecorded(EPOCH), DecisionRecorded(EPOCH))
 
 
-def begin_state(stop_requested: bool = False) -> JobState:
-    return JobState(
-        plan=PLAN, first_iteration=FIRST, end_iteration=END, stop_requested=stop_requested
-    )
+def report(rank: int, iteration: int, *, ends: bool = False, epoch: int = EPOCH) -> IterationDone:
+    return done(rank, iteration, epoch=epoch, ends=ends)
 
 
-def worker(rank: int) -> WorkerReady:
-    return WorkerReady(node=rank, rank=rank, pid=50 + rank, pid_start=1.0, host="h", port=rank)
-
-
-def ready(rank: int, epoch: int = EPOCH) -> EpochReady:
-    return EpochReady(rank=rank, epoch=epoch, layers_materialised=rank + 1)
-
-
-def done(rank: int, iteration: int, *, ends: bool = False, epoch: int = EPOCH) -> IterationDone:
-    return IterationDone(
-        rank=rank,
-        epoch=epoch,
-        iteration=iteration,
-        loss=1.0,
-        samples=(),
-        seconds=0.1,
-        stall_s=0.0,
-        peak_bytes=0,
-        ends=ends,
-    )
-
-
-def file(layer: int) -> LayerFile:
-    return LayerFile(layer, f"{layer}.safetensors", 7, "hash")
-
-
-def saved(rank: int, iteration: int, epoch: int = EPOCH) -> LayersSaved:
+def owned(rank: int, iteration: int, epoch: int = EPOCH) -> LayersSaved:
     """The rank has written the layers that it owns."""
-    owned = [layer for layer in range(NUM_LAYERS) if PLAN.holders(layer)[0] == rank]
-    files = tuple(file(layer) for layer in owned)
-    return LayersSaved(rank=rank, epoch=epoch, iteration=iteration, files=files)
+    layers = [layer for layer in range(NUM_LAYERS) if PLAN.holders(layer)[0] == rank]
+    return saved(rank, iteration, epoch=epoch, layers=layers)
 
 
 def failed(rank: int, iteration: int, epoch: int = EPOCH) -> SaveFailed:
     return SaveFailed(rank=rank, epoch=epoch, iteration=iteration, reason="disk full")
 
 
-def after(state: JobState, events: Iterable[FromNode]) -> tuple[JobState, list[Command]]:
+def begin_state() -> JobState:
+    return first_step(RULES, PLAN, term=0, predicted_s=0.5)[0]
+
+
+def after(state: JobState, events: Iterable[Event]) -> tuple[JobState, list[Command]]:
+    """What events lead to, when every manifest that is asked for is created at once."""
     commands: list[Command] = []
-    for event in events:
-        state, more = step(state, event)
+    waiting = list(events)
+    while waiting:
+        state, more = step(RULES, state, waiting.pop(0), NOW_S)
         commands += more
+        waiting[:0] = [Published(c.iteration, c.epoch) for c in more if isinstance(c, Publish)]
     return state, commands
+
+
+HELD: tuple[Event, ...] = (
+    *RECORDED,
+    *map(worker, PLAN.ranks),
+    *(ready(rank, EPOCH) for rank in PLAN.ranks),
+)
 
 
 def training() -> JobState:
@@ -100,87 +101,81 @@ def training() -> JobState:
     return after(begin_state(), HELD)[0]
 
 
-HELD: tuple[FromNode, ...] = (*map(worker, PLAN.ranks), *map(ready, PLAN.ranks))
+def all_done(iteration: int, *, ends: bool = False) -> list[Event]:
+    return [report(rank, iteration, ends=ends) for rank in PLAN.ranks]
 
 
-def all_done(iteration: int, *, ends: bool = False) -> list[FromNode]:
-    return [done(rank, iteration, ends=ends) for rank in PLAN.ranks]
+def all_saved(iteration: int) -> list[Event]:
+    return [owned(rank, iteration) for rank in PLAN.ranks]
 
 
-def all_saved(iteration: int) -> list[FromNode]:
-    return [saved(rank, iteration) for rank in PLAN.ranks]
-
-
-def words_of(rank: int, end: int) -> list[FromNode]:
+def words_of(rank: int, end: int) -> list[Event]:
     """All that a rank says in a run that ends before iteration `end`."""
-    words: list[FromNode] = [ready(rank)]
+    words: list[Event] = [worker(rank), ready(rank, EPOCH)]
     for iteration in range(FIRST, end):
         ends = iteration + 1 == end
-        words.append(done(rank, iteration, ends=ends))
+        words.append(report(rank, iteration, ends=ends))
         if ends or (iteration + 1) % SAVE_EVERY == 0:
-            words.append(saved(rank, iteration + 1))
+            words.append(owned(rank, iteration + 1))
     return words
 
 
-NOISE: tuple[FromNode, ...] = (
-    ready(0, epoch=EPOCH - 1),
-    ready(7),
-    *(done(rank, FIRST, ends=True, epoch=EPOCH - 1) for rank in PLAN.ranks),
-    done(7, FIRST, ends=True),
-    *(saved(rank, END, epoch=EPOCH - 1) for rank in PLAN.ranks),
+NOISE: tuple[Event, ...] = (
+    ready(0, EPOCH - 1),
+    ready(7, EPOCH),
+    worker(7),
+    *(report(rank, FIRST, ends=True, epoch=EPOCH - 1) for rank in PLAN.ranks),
+    report(7, FIRST, ends=True),
+    *(owned(rank, END, epoch=EPOCH - 1) for rank in PLAN.ranks),
     failed(0, END, epoch=EPOCH + 1),
+    NodeLost(node=7, reason="closed"),
+    MembersRecorded(EPOCH - 1),
+    DecisionRecorded(EPOCH - 1),
 )
 
 
-def arrivals(seed: int) -> list[FromNode]:
-    """The words of all ranks in any order of arrival that keeps each rank's own order, some of
-    them twice or again later, between words that belong to nothing here."""
+def arrivals(seed: int) -> list[Event]:
+    """The words of all ranks and of the store in any order of arrival that keeps each one's own
+    order, some of them twice or again later, between words that belong to nothing here."""
     rng = random.Random(seed)
     end = rng.choice((END, END - 2))
     left = {rank: words_of(rank, end) for rank in PLAN.ranks}
-    events: list[FromNode] = [worker(rank) for rank in PLAN.ranks]
-    rng.shuffle(events)
+    left[-1] = list(RECORDED)
+    events: list[Event] = []
     while left:
         kind = rng.randrange(6)
-        if kind == 0:
+        if kind == 0 and events:
             events.append(rng.choice(events))
         elif kind == 1:
             events.append(rng.choice(NOISE))
         else:
-            rank = rng.choice(sorted(left))
-            events.append(left[rank].pop(0))
-            left = {rank: words for rank, words in left.items() if words}
+            who = rng.choice(sorted(left))
+            events.append(left[who].pop(0))
+            left = {who: words for who, words in left.items() if words}
     return events
-
-
-def of_type(commands: Sequence[Command], *kinds: type) -> list[Command]:
-    return [command for command in commands if isinstance(command, kinds)]
 
 
 @settings(max_examples=300)
 @given(st.integers(0, 1 << 32))
 def test_each_thing_happens_once_and_in_order(seed: int) -> None:
-    """Starts once, begins once, commits every iteration, publishes every save, ends: whoever is
-    first, whatever comes twice or from another epoch."""
+    """Starts once, runs once, commits every iteration, publishes every save, ends: whoever is
+    first, whatever comes twice, of another epoch or of a rank without work."""
     state, commands = after(begin_state(), arrivals(seed))
 
-    end = FIRST + len(of_type(commands, Committed))
+    committed = of_type(commands, Committed)
+    end = FIRST + len(committed)
     assert end in (END, END - 2)
-    told = [command.message for command in commands if isinstance(command, Tell)]
-    assert [type(message) for message in told] == [StartEpoch, Shutdown]
-    others = [type(command) for command in commands if not isinstance(command, Publish)]
-    assert others[:2] == [Tell, Began]
-    assert others.count(Began) == 1
-    assert isinstance(commands[-1], End)
-    assert commands[-1].ending is Ending.FINISHED
-    assert len(of_type(commands, End)) == 1
-    committed = [c for c in commands if isinstance(c, Committed)]
+    others = [c.message if isinstance(c, Tell | Notify) else c for c in commands]
+    once = [type(one) for one in others if not isinstance(one, Committed | Publish)]
+    assert once == [Starting, StartEpoch, Running, Shutdown, End]
+    assert commands[-1] == End(Ending.FINISHED)
     assert [c.iteration for c in committed] == list(range(FIRST, end))
-    for command in committed:
-        assert [report.rank for report in command.reports] == list(PLAN.ranks)
-        assert {report.iteration for report in command.reports} == {command.iteration}
+    for one in committed:
+        assert [told.rank for told in one.reports] == list(PLAN.ranks)
+        assert {told.iteration for told in one.reports} == {one.iteration}
+        assert (one.loss, one.ends) == (float(one.iteration), one.iteration + 1 == end)
     expected = sorted({i for i in range(FIRST + 1, end + 1) if i % SAVE_EVERY == 0} | {end})
-    published = [c for c in commands if isinstance(c, Publish)]
+    published = of_type(commands, Publish)
     assert [(c.iteration, c.epoch) for c in published] == [(i, EPOCH) for i in expected]
     files = tuple(file(layer) for layer in range(NUM_LAYERS))
     assert all(c.files == files for c in published)
@@ -188,11 +183,12 @@ def test_each_thing_happens_once_and_in_order(seed: int) -> None:
     assert (state.reports, state.saves) == ({}, {})
 
 
-EVENTS: tuple[FromNode, ...] = (
+EVENTS: tuple[Event, ...] = (
+    *RECORDED,
     worker(0),
-    ready(0),
-    done(0, FIRST),
-    saved(0, FIRST + 2),
+    ready(0, EPOCH),
+    report(0, FIRST),
+    owned(0, FIRST + 2),
     failed(0, FIRST + 2),
     StopRequested(),
     *NOISE,
@@ -200,32 +196,79 @@ EVENTS: tuple[FromNode, ...] = (
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=30))
-def test_one_rank_alone_never_moves_the_job(events: list[FromNode]) -> None:
+def test_one_rank_alone_never_moves_the_job(events: list[Event]) -> None:
     """Whatever one of four ranks says, how often and in which order."""
-    state, commands = after(begin_state(), events)
+    state, commands = after(begin_state(), [*RECORDED, *events])
 
     assert state.phase is Phase.JOINING
-    assert not of_type(commands, Began, Committed, Publish, End)
+    assert not of_type(commands, Running)
+    assert not of_type(commands, Committed)
+    assert not of_type(commands, Publish)
+    assert not of_type(commands, End)
+
+
+@given(st.integers(0, 1 << 32))
+def test_nobody_is_told_of_a_job_that_is_not_on_record(seed: int) -> None:
+    """A coordinator that starts after this one would not know what the ranks are doing."""
+    events = [event for event in arrivals(seed) if not isinstance(event, DecisionRecorded)]
+    state, commands = after(begin_state(), events)
+
+    assert state.phase is Phase.DECIDING
+    assert not of_type(commands, StartEpoch)
+    assert not of_type(commands, Committed)
+
+
+def test_a_job_begins_with_its_records() -> None:
+    """Members, and where to go on with which plan; addresses are not known yet."""
+    _, commands = first_step(RULES, PLAN, term=2, predicted_s=0.5)
+
+    members, decision = commands
+    assert isinstance(members, RecordMembers)
+    assert (members.members.epoch, members.members.term) == (EPOCH, 2)
+    assert members.members.nodes == (0, 1, 2, 3)
+    assert isinstance(decision, RecordDecision)
+    assert (decision.outcome.epoch, decision.outcome.iteration) == (EPOCH, FIRST)
+    order = decision.decision.order
+    assert isinstance(order, StartEpoch)
+    assert (order.plan, order.iteration, order.addresses) == (PLAN, FIRST, {})
+    assert decision.decision.predicted_s == 0.5
 
 
 def test_the_epoch_starts_with_every_workers_address() -> None:
     """The order holds the plan, where to go on from, and where each rank listens."""
-    state = replace(begin_state(), source="10-3")
-    _, commands = after(state, [worker(2), worker(0), worker(7), worker(3), worker(1)])
+    events = [*RECORDED, *map(worker, (2, 0, 7, 3, 1))]
+    _, commands = after(begin_state(), events)
 
     start = StartEpoch(
         epoch=EPOCH,
         plan=PLAN,
         addresses={rank: ("h", rank) for rank in PLAN.ranks},
         iteration=FIRST,
-        source="10-3",
+        source=SOURCE,
     )
-    assert commands == [Tell(start)]
+    assert [c.message for c in commands if isinstance(c, Tell)] == [start]
+
+
+def test_training_runs_once_every_rank_is_ready() -> None:
+    """What the ranks say of their start is gathered: the slowest counts, bytes add up."""
+    events: list[Event] = [*RECORDED, *map(worker, PLAN.ranks)]
+    for rank in PLAN.ranks:
+        times = {"regroup_s": 0.1 * rank, "transfer_s": 0.5 - 0.1 * rank}
+        events.append(structs.replace(ready(rank, EPOCH), received_bytes=10 * rank, **times))
+    state, commands = after(begin_state(), events)
+
+    (running,) = of_type(commands, Running)
+    assert state.phase is Phase.TRAINING
+    assert (running.epoch, running.plan, running.now_s) == (EPOCH, PLAN, NOW_S)
+    assert running.workers == {rank: worker(rank) for rank in PLAN.ranks}
+    assert running.materialised == {rank: rank + 1 for rank in PLAN.ranks}
+    assert running.received_bytes == 60
+    assert (running.regroup_s, running.transfer_s) == pytest.approx((0.3, 0.5))
 
 
 def test_a_stop_before_the_start_is_told_after_it() -> None:
     """Nodes that connected after Ctrl-C have not heard of it and would train to the end."""
-    _, commands = after(begin_state(), [StopRequested(), *map(worker, PLAN.ranks)])
+    _, commands = after(begin_state(), [StopRequested(), *RECORDED, *map(worker, PLAN.ranks)])
 
     told = [command.message for command in commands if isinstance(command, Tell)]
     assert [type(message) for message in told] == [StopRequested, StartEpoch, StopRequested]
@@ -249,7 +292,7 @@ def test_a_stopped_job_ends_once_its_last_state_is_saved() -> None:
 
 def test_a_stop_at_the_last_iteration_changes_nothing() -> None:
     """The job is as complete as without it."""
-    events: list[FromNode] = [StopRequested()]
+    events: list[Event] = [StopRequested()]
     for iteration in range(FIRST, END):
         events += all_done(iteration, ends=iteration + 1 == END)
     _, commands = after(training(), [*events, *all_saved(END)])
@@ -261,17 +304,31 @@ def test_a_save_may_be_complete_before_its_iteration_is_committed() -> None:
     """The fast ranks' files and the slow rank's report travel apart."""
     _, commands = after(training(), [*all_saved(FIRST + 1), *all_done(FIRST, ends=True)])
 
-    assert [type(command) for command in commands] == [Publish, Committed, Tell, End]
+    assert [type(c) for c in commands] == [Publish, type(commands[1]), Tell, End]
+    assert len(of_type(commands, Committed)) == 1
+
+
+def test_a_job_ends_only_when_its_manifest_exists() -> None:
+    """All files are there, but nobody would find them."""
+    state, commands = training(), []
+    for event in (*all_done(FIRST, ends=True), *all_saved(FIRST + 1)):
+        state, more = step(RULES, state, event, NOW_S)
+        commands += of_type(more, Publish)
+    assert state.phase is Phase.SAVING
+    assert len(commands) == 1
+
+    state, _ = step(RULES, state, Published(FIRST + 1, EPOCH), NOW_S)
+    assert state.phase is Phase.ENDED
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the commit", "after it"])
 @pytest.mark.parametrize("end", [END, END - 2], ids=["at the end", "cut short"])
 def test_a_job_whose_last_save_failed_ends_unsaved(end: int, early: bool) -> None:
     """It must not wait for files that will never come, and its last iteration still counts."""
-    events: list[FromNode] = []
+    events: list[Event] = []
     for iteration in range(FIRST, end):
         events += all_done(iteration, ends=iteration + 1 == end)
-    failures: list[FromNode] = [saved(1, end), failed(0, end)]
+    failures: list[Event] = [owned(1, end), failed(0, end)]
     events = failures + events if early else events + failures
     state, commands = after(training(), events)
 
@@ -284,7 +341,7 @@ def test_a_job_whose_last_save_failed_ends_unsaved(end: int, early: bool) -> Non
 def test_training_goes_on_after_a_save_that_failed() -> None:
     """It is discarded, also where other ranks write their part later; the next one counts."""
     save = FIRST + 2
-    events: list[FromNode] = [saved(0, save), failed(1, save), saved(2, save), saved(1, save)]
+    events: list[Event] = [owned(0, save), failed(1, save), owned(2, save), owned(1, save)]
     state, commands = after(training(), events)
 
     assert commands == [Discard(save, EPOCH, "disk full")]
@@ -295,49 +352,39 @@ def test_training_goes_on_after_a_save_that_failed() -> None:
 
 def test_a_slow_save_is_published_although_the_next_has_begun() -> None:
     """One rank is done with the next save before another has written this one."""
-    late = [saved(rank, iteration) for iteration in (FIRST + 2, FIRST + 4) for rank in (1, 2)]
-    events = [saved(0, FIRST + 2), saved(0, FIRST + 4), *late]
+    late = [owned(rank, iteration) for iteration in (FIRST + 2, FIRST + 4) for rank in (1, 2)]
+    events = [owned(0, FIRST + 2), owned(0, FIRST + 4), *late]
     _, commands = after(training(), events)
 
-    assert [c.iteration for c in commands if isinstance(c, Publish)] == [FIRST + 2, FIRST + 4]
+    assert [c.iteration for c in of_type(commands, Publish)] == [FIRST + 2, FIRST + 4]
 
 
 def test_a_published_save_stays_published() -> None:
     """Whoever says afterwards that it failed is wrong: it would be removed from under a reader."""
     state, _ = after(training(), all_saved(FIRST + 2))
 
-    assert step(state, failed(1, FIRST + 2)) == (state, ())
+    assert step(RULES, state, failed(1, FIRST + 2), NOW_S) == (state, ())
 
 
-PHASES: dict[Phase, list[FromNode]] = {
-    Phase.JOINING: [worker(0)],
-    Phase.STARTING: [*map(worker, PLAN.ranks), ready(1)],
-    Phase.TRAINING: [*HELD, done(0, FIRST)],
-    Phase.SAVING: [*HELD, *all_done(FIRST, ends=True), saved(0, FIRST + 1)],
+PHASES: dict[Phase, list[Event]] = {
+    Phase.DECIDING: [worker(0)],
+    Phase.JOINING: [*RECORDED, worker(0)],
+    Phase.STARTING: [*RECORDED, *map(worker, PLAN.ranks), ready(1, EPOCH)],
+    Phase.TRAINING: [*HELD, report(0, FIRST)],
+    Phase.SAVING: [*HELD, *all_done(FIRST, ends=True), owned(0, FIRST + 1)],
 }
 RAISED = WorkerFailed(node=1, rank=1, traceback="the user's traceback")
-FATAL: tuple[tuple[FromNode, End], ...] = (
-    (RAISED, End(Ending.FAILED, "the code in a worker raised", RAISED)),
-    (
-        WorkerExited(node=1, rank=1, status=-9),
-        End(Ending.LOST, "the worker of rank 1 on node 1 was killed by signal 9"),
-    ),
-    (
-        WorkerExited(node=1, rank=1, status=3),
-        End(Ending.LOST, "the worker of rank 1 on node 1 left with status 3"),
-    ),
-    (NodeLost(node=2), End(Ending.LOST, "node 2 is gone")),
-)
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
-@pytest.mark.parametrize(("event", "end"), FATAL, ids=["raised", "killed", "left", "lost"])
-def test_a_loss_ends_the_job_once_in_every_phase(phase: Phase, event: FromNode, end: End) -> None:
+def test_what_a_worker_raises_ends_the_job_once_in_every_phase(phase: Phase) -> None:
     """Its consequences (other workers fail, nodes leave) are no events of their own."""
     state, _ = after(begin_state(), PHASES[phase])
     assert state.phase is phase
 
-    state, commands = after(state, [event])
+    state, commands = after(state, [RAISED])
+    end = End(Ending.FAILED, "the code in a worker raised", RAISED)
     assert commands == [Tell(Shutdown()), end]
-    for other in (*EVENTS, *(fatal for fatal, _ in FATAL)):
-        assert step(state, other) == (state, ())
+    lost = NodeLost(node=2, reason="closed")
+    for other in (*EVENTS, RAISED, lost):
+        assert step(RULES, state, other, NOW_S) == (state, ())

@@ -46,7 +46,8 @@ def test_microbatches_cut_the_iterations_samples_in_order(iteration: int) -> Non
     inputs = torch.cat([batches.inputs(index) for index in range(4)]).flatten().tolist()
     targets = torch.cat([batches.targets(index) for index in range(4)]).tolist()
 
-    assert inputs == numbers(iteration) == batches.consumed
+    consumed = [int(number) for index in range(4) for number in batches.consumed[index]]
+    assert inputs == numbers(iteration) == consumed
     assert [first for first, _ in targets] == inputs
 
 
@@ -59,8 +60,10 @@ def test_a_microbatch_is_the_same_on_any_rank_in_any_order() -> None:
 
         assert torch.equal(inputs, first.inputs(index))
         assert torch.equal(targets, last.targets(index))
-    assert last.consumed == []
-    assert first.consumed == both.consumed
+    assert last.consumed == {}
+    assert list(first.consumed) == list(both.consumed) == [3, 0, 2]
+    for index, samples in first.consumed.items():
+        assert samples.tolist() == both.consumed[index].tolist()
 
 
 def test_a_rank_that_needs_both_loads_a_microbatch_once() -> None:

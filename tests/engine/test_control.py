@@ -10,8 +10,11 @@ import pytest
 
 from jobs import shaped_plan
 from planaria.core.messages import (
+    Abort,
+    EpochReady,
     FromNode,
     LayersSaved,
+    SaveLayers,
     Shutdown,
     StartEpoch,
     StopRequested,
@@ -21,12 +24,31 @@ from planaria.transport.frames import FrameDecoder, frame, from_node_decoder
 
 TIMEOUT_S = 20.0
 
-# Echoes the names of its orders, and says so when it is asked to stop.
+# Echoes the names of its orders, and says so when it is asked to stop. To an abort it answers how
+# many epochs, of those up to the new one, cannot be begun any more; to a save, once it has beaten.
 WORKER = """
-import sys, threading
-from planaria.core.messages import LayersSaved, Shutdown, WorkerFailed
+import sys, threading, time
+from planaria.core.messages import (
+    Abort, EpochReady, LayersSaved, SaveLayers, Shutdown, WorkerFailed
+)
 from planaria.engine.control import Control
-control = Control(int(sys.argv[1]), int(sys.argv[2]))
+from planaria.errors import AbortedError
+from planaria.transport.links import Links
+from planaria.transport.pulse import Pulse
+
+def is_freed(links, epoch):
+    try:
+        links.begin(epoch, addresses={}, peers=(), timeout_s=0.0)
+    except AbortedError:
+        return True
+    return False
+
+def last_beat_s():
+    now_s = time.monotonic()
+    return now_s - pulse.silent_s(now_s)
+
+links, pulse = Links(0, token=b""), Pulse()
+control = Control(int(sys.argv[1]), int(sys.argv[2]), links=links, pulse=pulse, beat_s=0.01)
 threads = [
     threading.Thread(
         target=lambda rank=rank: [
@@ -40,6 +62,14 @@ for thread in threads:
     thread.start()
 while True:
     order = control.wait_order()
+    if isinstance(order, Abort):
+        freed = sum(is_freed(links, epoch) for epoch in range(order.epoch + 1))
+        control.send(EpochReady(rank=0, epoch=order.epoch, layers_materialised=freed))
+        continue
+    if isinstance(order, SaveLayers):
+        first_s = last_beat_s()
+        while last_beat_s() < first_s + 0.005:
+            time.sleep(0.001)
     stop = control.stop_requested.is_set()
     control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__))
     if isinstance(order, Shutdown):
@@ -103,6 +133,22 @@ def test_orders_come_in_order_and_whole_however_the_stream_is_cut(agent: Agent) 
     for rank in range(2):
         saved = [m.iteration for m in messages if isinstance(m, LayersSaved) and m.rank == rank]
         assert saved == list(range(50))
+
+
+def test_an_abort_frees_the_epochs_before_it_and_no_other(agent: Agent) -> None:
+    """Whatever the compute thread is blocked in; it is told in its turn, too."""
+    agent.socket.sendall(frame(Abort(epoch=3, nodes=(0, 1))))
+    answers = [m for m in agent.messages(101) if isinstance(m, EpochReady)]
+
+    assert answers == [EpochReady(rank=0, epoch=3, layers_materialised=3)]
+
+
+def test_a_worker_beats_while_nobody_says_anything(agent: Agent) -> None:
+    """A silent line is no standstill."""
+    agent.socket.sendall(frame(SaveLayers(epoch=0, iteration=1, layers={})))
+    told = [m.traceback for m in agent.messages(101) if isinstance(m, WorkerFailed)]
+
+    assert told == ["SaveLayers"]
 
 
 def test_a_worker_ends_with_its_agent(agent: Agent) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,11 @@ def layers(*numbers: int) -> dict[int, HeldLayer]:
     }
 
 
-Write = Callable[[DiskTier, int, int, int, State], LayerFile]
+Write = Callable[..., LayerFile]
+
+
+def always() -> bool:
+    return True
 
 
 class _SlowDisk:
@@ -37,11 +42,11 @@ class _SlowDisk:
         write: Write = DiskTier.write_layer
 
         def wait_and_write(
-            tier: DiskTier, iteration: int, epoch: int, layer: int, tensors: State
+            tier: DiskTier, iteration: int, *rest: Any, may_write: Callable[[], bool]
         ) -> LayerFile:
             assert self.may_write.wait(20.0)
             self.iterations.append(iteration)
-            return write(tier, iteration, epoch, layer, tensors)
+            return write(tier, iteration, *rest, may_write=may_write)
 
         patch.setattr(DiskTier, "write_layer", wait_and_write)
 
@@ -52,7 +57,7 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     """Training goes on while the disk is slow; what it changes then is not in the save."""
     disk, tier = _SlowDisk(monkeypatch), DiskTier(tmp_path)
     sent: list[Message] = []
-    saver = Saver(tier, rank=4, send=sent.append)
+    saver = Saver(tier, rank=4, send=sent.append, may_write=always)
     held = layers(0, 1)
     before = {number: layer.state() for number, layer in held.items()}
     stall_s = saver.save(held, iteration=7, epoch=2)
@@ -83,7 +88,7 @@ def test_the_next_save_waits_for_the_one_before(
     """At most one copy of the state is in memory, however slow the disk."""
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    saver = Saver(DiskTier(tmp_path), rank=0, send=sent.append)
+    saver = Saver(DiskTier(tmp_path), rank=0, send=sent.append, may_write=always)
     saver.save(layers(0), iteration=1, epoch=0)
     second = threading.Thread(
         target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
@@ -106,13 +111,21 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     sent: list[Message] = []
     write: Write = DiskTier.write_layer
 
-    def refuse(tier: DiskTier, iteration: int, epoch: int, layer: int, tensors: State) -> LayerFile:
+    def refuse(
+        tier: DiskTier,
+        iteration: int,
+        epoch: int,
+        layer: int,
+        tensors: State,
+        *,
+        may_write: Callable[[], bool],
+    ) -> LayerFile:
         if layer > 0:
             raise CheckpointError("no space left")
-        return write(tier, iteration, epoch, layer, tensors)
+        return write(tier, iteration, epoch, layer, tensors, may_write=may_write)
 
     monkeypatch.setattr(DiskTier, "write_layer", refuse)
-    saver = Saver(DiskTier(tmp_path), rank=3, send=sent.append)
+    saver = Saver(DiskTier(tmp_path), rank=3, send=sent.append, may_write=always)
     saver.save(layers(0, 1), iteration=4, epoch=1)
     saver.wait_written()
     saver.save(layers(0), iteration=5, epoch=1)
@@ -122,13 +135,34 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert isinstance(sent[1], LayersSaved)
 
 
+def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease was good when the save began; others may write the same layers by now."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    is_member = threading.Event()
+    is_member.set()
+    saver = Saver(DiskTier(tmp_path), rank=2, send=sent.append, may_write=is_member.is_set)
+    saver.save(layers(0, 1), iteration=4, epoch=1)
+    is_member.clear()
+    disk.may_write.set()
+    saver.wait_written()
+
+    (message,) = sent
+    assert isinstance(message, SaveFailed)
+    assert (message.rank, message.epoch, message.iteration) == (2, 1, 4)
+    assert "lease" in message.reason
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> None:
     """What is no failure of the disk is ours, and must not be lost in a thread."""
 
     def broken(message: Message) -> None:
         raise RuntimeError(f"cannot send {type(message).__name__}")
 
-    saver = Saver(DiskTier(tmp_path), rank=0, send=broken)
+    saver = Saver(DiskTier(tmp_path), rank=0, send=broken, may_write=always)
     saver.save(layers(0), iteration=1, epoch=0)
 
     with pytest.raises(RuntimeError, match="cannot send LayersSaved"):
@@ -137,6 +171,6 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
 
 def test_nothing_is_waited_for_where_nothing_was_saved(tmp_path: Path) -> None:
     """The end of a run that another rank saves."""
-    Saver(DiskTier(tmp_path), rank=0, send=lambda _: None).wait_written()
+    Saver(DiskTier(tmp_path), rank=0, send=lambda _: None, may_write=always).wait_written()
 
     assert not any(tmp_path.iterdir())

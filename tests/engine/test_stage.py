@@ -42,7 +42,33 @@ def _iteration(held: HeldLayer, iteration: int) -> None:
     held.gradients.copy_(held.sums)
     for name, sums in held.tied_sums.items():
         held.tied_gradients[name].copy_(sums)
+    held.gradients_of = iteration
     held.apply(iteration, learning_rate=0.1, scale=1.0)
+
+
+def test_a_step_needs_the_reduced_gradients_of_its_own_iteration() -> None:
+    """Those of an iteration before it, or half of its own, would move the layer elsewhere."""
+    held = _held()
+    before = held.state()
+    _microbatch(held, 0)
+    held.accumulate()
+    for gradients_of in (-1, 1):
+        held.gradients_of = gradients_of
+        with pytest.raises(AssertionError):
+            held.apply(0, learning_rate=0.1, scale=1.0)
+
+    assert held.age == 0
+    assert all((before[name] == array).all() for name, array in held.state().items())
+
+
+def test_gradients_that_are_cleared_are_complete_no_more() -> None:
+    """A rank would otherwise say that it can apply what it has dropped."""
+    held = _held()
+    _iteration(held, 0)
+    assert held.gradients_of == 0
+
+    held.clear()
+    assert held.gradients_of == -1
 
 
 def test_sums_are_those_of_float64_and_leave_no_gradient_behind() -> None:
@@ -122,6 +148,7 @@ def test_the_scale_clips_the_step() -> None:
     held = HeldLayer(0, nn.Linear(2, 1, bias=False), training=training, tied=())
     before = held.masters["weight"].detach().clone()
     held.gradients.fill_(2.0)
+    held.gradients_of = 0
     held.apply(0, learning_rate=0.5, scale=0.25)
 
     assert torch.equal(held.masters["weight"], before - 0.25)
@@ -184,6 +211,7 @@ def test_a_frozen_parameter_stays_as_it_is(dtype: Dtype) -> None:
 def test_a_layer_whose_parameters_are_all_frozen_only_grows_older() -> None:
     """It has no optimizer, and its state goes from rank to rank like any other."""
     held = HeldLayer(0, nn.Linear(3, 2).requires_grad_(False), training=TRAINING, tied=())
+    held.gradients_of = 0
     held.apply(0, learning_rate=0.1, scale=1.0)
     state = held.state()
     other = HeldLayer(0, nn.Linear(3, 2).requires_grad_(False), training=TRAINING, tied=())
@@ -234,6 +262,7 @@ def test_the_step_is_that_of_plain_torch(tied: tuple[str, ...]) -> None:
         held.gradients.copy_(held.sums)
         for name, sums in held.tied_sums.items():
             held.tied_gradients[name].copy_(sums)
+        held.gradients_of = iteration
         held.apply(iteration, learning_rate=0.1, scale=0.5)
         optimizer.step()
 

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from planaria.errors import StoreError
 from planaria.nodes.journal import MemoryStore, open_store
-from planaria.nodes.store import (
-    Event,
-    Guard,
-    Range,
-    Store,
-    StoreError,
-)
+from planaria.nodes.store import Event, Guard, Range, Store
 
 TIMEOUT_S = 20.0
 

@@ -6,19 +6,9 @@ from itertools import count
 
 import pytest
 
+from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.journal import MemoryStore
-from planaria.nodes.store import (
-    ABSENT,
-    Change,
-    ConflictError,
-    Entry,
-    Event,
-    Guard,
-    LeaseLostError,
-    Store,
-    StoreError,
-    StoreState,
-)
+from planaria.nodes.store import ABSENT, Change, Entry, Event, Guard, Store, StoreState
 
 TIMEOUT_S = 20.0
 

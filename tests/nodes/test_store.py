@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
+from planaria.errors import CompactedError, ConflictError, LeaseLostError
 from planaria.nodes.journal import MemoryStore
 from planaria.nodes.store import (
     ABSENT,
     EMPTY,
     HISTORY_MAX,
     VALUE_BYTES_MAX,
-    CompactedError,
-    ConflictError,
     Entry,
     Event,
     Expire,
@@ -20,7 +19,6 @@ from planaria.nodes.store import (
     Guard,
     KeepAlive,
     Keys,
-    LeaseLostError,
     Operation,
     Put,
     Revoke,

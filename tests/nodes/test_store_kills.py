@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from planaria.errors import StoreError
 from planaria.nodes.journal import open_store
-from planaria.nodes.store import Range, StoreError
+from planaria.nodes.store import Range
 
 TIMEOUT_S = 20.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from command import PACED, Command, listening_ports, running, train_arguments, wait_for
 from planaria.checkpoint.tiers import DiskTier
-from planaria.errors import InsufficientError
+from planaria.errors import InsufficientError, TrainingError
 from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 
@@ -181,44 +181,43 @@ def test_the_example_script_trains_as_a_command(tmp_path: Path) -> None:
     assert "saved iteration 3" in command.output
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        (
-            "killed",
-            r"^the worker of rank \d on node \d was killed by signal 9; there is no checkpoint$",
-        ),
-        (
-            "killed_with_its_node",
-            r"^node \d is gone: its agent was killed by signal 9; there is no checkpoint$",
-        ),
-    ],
-)
-def test_a_process_killed_from_outside_is_named_with_its_node_and_signal(
-    target: str,
-    message: str,
-    server: ForkServer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As the kernel does where memory runs out; a later release goes on without it."""
+def dying_job(target: str, directory: Path) -> Job:
+    """A job of two nodes whose model ends its own process, or its node."""
     overrides = [
         "model.kind=python",
         f"model.target=mistaken_models:{target}",
         "data.kind=python",
         "data.target=user_models:points",
         "cluster.nodes=2",
-        f"checkpoint.directory={tmp_path / 'checkpoints'}",
+        f"checkpoint.directory={directory / 'checkpoints'}",
     ]
-    job = Job.from_file(empty_job(tmp_path), overrides=overrides)
+    return Job.from_file(empty_job(directory), overrides=overrides)
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_job(
+    server: ForkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is forked anew twice; what kills it a third time will do so for ever."""
     children = set(psutil.Process(server.pid).children())
 
-    with pytest.raises(InsufficientError, match=message):
-        job.train(server=server)
+    with pytest.raises(TrainingError, match="was killed by signal 9, the 3rd time in a row"):
+        dying_job("killed", tmp_path).train(server=server)
 
     assert set(psutil.Process(server.pid).children()) <= children
     assert not caplog.records  # The launcher warns of a process that is left.
-    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_job_that_loses_all_its_nodes_says_how_they_ended(
+    server: ForkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And leaves something to resume from, though nothing has been trained."""
+    children = set(psutil.Process(server.pid).children())
+
+    with pytest.raises(InsufficientError, match=r"killed by signal 9; .* of iteration 0, go on"):
+        dying_job("killed_with_its_node", tmp_path).train(server=server)
+
+    assert set(psutil.Process(server.pid).children()) <= children
+    assert not caplog.records
 
 
 def empty_job(directory: Path) -> Path:

@@ -59,6 +59,8 @@ def shown(width: int, *, is_terminal: bool) -> str:
     display.show_plan(shaped_plan((2, 3), 10), NAMES, iterations=2, first=0)
     display.note("a note")
     display.committed(record(0))
+    display.replan(shaped_plan((1, 3), 10))
+    display.committed(record(1))
     display.printed("the job's own words")
     display.stop()
     console.print(summary(report()), soft_wrap=True)
@@ -102,3 +104,12 @@ def test_a_terminal_keeps_what_was_printed_and_shows_where_it_is() -> None:
     assert "the job's own words" in text
     assert text.count("transformer.h.3") == 1
     assert "1/2" in text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True], ids=["pipe", "terminal"])
+def test_a_job_that_goes_on_with_other_nodes_says_with_which(is_terminal: bool) -> None:
+    """How many are left, and in how large pipelines; the panel counts them from then on."""
+    text = shown(80, is_terminal=is_terminal)
+
+    assert "4 nodes go on as 1+3" in text
+    assert not is_terminal or "samples/s   500 ms (predicted 500)   4 nodes" in text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.core.messages import NodeLost, StopRequested
+from planaria.core.messages import Heartbeat, StopRequested, WorkerExited
 from planaria.errors import AuthenticationError
 from planaria.transport import frames
 from planaria.transport.frames import (
@@ -184,9 +184,13 @@ def test_frames_survive_any_cut(bodies: list[bytes], data: st.DataObject) -> Non
     assert bodies == [body for piece in pieces for body in decoder.feed(piece)]
 
 
+def exited(node: int) -> WorkerExited:
+    return WorkerExited(node=node, rank=node, pid=70 + node, status=-9)
+
+
 def test_messages_come_back_as_they_went() -> None:
     """A frame holds one message, tagged with its type."""
-    messages = [NodeLost(node=4), StopRequested(), NodeLost(node=5)]
+    messages = [exited(4), Heartbeat(node=4, sent_s=0.5), exited(5)]
     decoder = FrameDecoder()
 
     bodies = decoder.feed(b"".join(frame(message) for message in messages))

@@ -171,7 +171,7 @@ def test_a_later_epoch_keeps_the_connections() -> None:
         descriptors = num_descriptors()
         for epoch in range(1, 5):
             for links in ranks:
-                links.abort("next epoch")
+                links.abort("next epoch", first_epoch=epoch)
             begin_all(ranks, epoch)
 
         assert before == [links._peers for links in ranks]
@@ -183,7 +183,7 @@ def test_abort_frees_a_blocked_receive_within_milliseconds() -> None:
     with linked(2) as ranks:
         thread, errors = blocked_receive(ranks[1], 0)
         start_s = time.monotonic()
-        ranks[1].abort("node 7 is gone")
+        ranks[1].abort("node 7 is gone", first_epoch=1)
         thread.join(TIMEOUT_S)
         seconds = time.monotonic() - start_s
 
@@ -201,11 +201,11 @@ def test_an_abort_with_a_begin_right_behind_frees_whoever_waited() -> None:
         left, right = ranks
         for epoch in range(1, 11):
             thread, errors = blocked_receive(right, 0)
-            right.abort("next epoch")
+            right.abort("next epoch", first_epoch=epoch)
             right.begin(epoch, addresses=addresses(ranks), peers=(0,), timeout_s=TIMEOUT_S)
             thread.join(2.0)
 
-            left.abort("")
+            left.abort("", first_epoch=epoch + 1)
             assert not thread.is_alive()
             assert isinstance(errors[0], AbortedError)
 
@@ -218,10 +218,19 @@ def test_abort_frees_a_begin_that_waits_for_a_peer() -> None:
         begun,
     ):
         wait_until(lambda: links.epoch == 1)
-        links.abort("again")
+        links.abort("again", first_epoch=links.epoch + 1)
         with pytest.raises(AbortedError):
             begun.result(timeout=TIMEOUT_S / 2)
     links.close()
+
+
+def test_an_epoch_that_was_aborted_before_it_began_does_not_begin() -> None:
+    """The order to leave it may overtake the order to enter it: two threads take them."""
+    with linked(2) as (left, right):
+        left.abort("node 7 is gone", first_epoch=5)
+
+        with pytest.raises(AbortedError, match="node 7"):
+            left.begin(4, addresses=addresses([left, right]), peers=(1,), timeout_s=TIMEOUT_S)
 
 
 def _aborted_begin(links: Links, epoch: int, places: dict[int, Address]) -> None:
@@ -231,7 +240,7 @@ def _aborted_begin(links: Links, epoch: int, places: dict[int, Address]) -> None
     ) as (begun,):
         wait_until(lambda: links._calling.keys() == places.keys())
         wait_until(lambda: links.epoch == epoch)
-        links.abort("again")
+        links.abort("again", first_epoch=links.epoch + 1)
         with pytest.raises(AbortedError):
             begun.result(timeout=TIMEOUT_S / 2)
 

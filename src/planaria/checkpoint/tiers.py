@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,22 +92,32 @@ class DiskTier:
     directory: Path
 
     def write_layer(
-        self, iteration: int, epoch: int, layer: int, tensors: Mapping[str, np.ndarray]
+        self,
+        iteration: int,
+        epoch: int,
+        layer: int,
+        tensors: Mapping[str, np.ndarray],
+        *,
+        may_write: Callable[[], bool] = lambda: True,
     ) -> LayerFile:
         """Writes and syncs one layer of an unpublished version; again replaces it.
 
+        Args:
+            may_write: whether the writer still belongs to the job; asked before each step.
+
         Raises:
-            CheckpointError: the version is published already, or the disk refused; nothing
-                half-written is left then.
+            CheckpointError: the version is published already, the disk refused, or the writer may
+                not write any more; nothing half-written is left then.
         """
         directory = self._version_directory(iteration, epoch)
         path = directory / _layer_file_name(layer)
         if (directory / _MANIFEST).exists():
             raise CheckpointError(f"cannot write {path}: its version is published and final")
         content = _serialized(tensors)
+        _check_member(path, may_write)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _write_whole(path, content)
+            _write_whole(path, content, may_write=may_write)
         except OSError as error:
             raise _write_error(path, error) from error
         return LayerFile(layer, path.name, len(content), xxhash.xxh3_128_hexdigest(content))
@@ -291,11 +301,17 @@ def _deserialized(path: Path, content: bytes) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path} is no safetensors file of planaria: {error}") from error
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def _check_member(path: Path, may_write: Callable[[], bool]) -> None:
+    if not may_write():
+        raise CheckpointError(f"{path} is not written: the node's lease has run out")
+
+
+def _write_whole(path: Path, content: bytes, *, may_write: Callable[[], bool]) -> None:
     """Puts content at path, on the disk, or leaves path as it was."""
     partial = _partial(path)
     try:
         _write_synced(partial, content)
+        _check_member(path, may_write)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,277 +1,332 @@
 """The coordinator as a function: (state, event, now) -> (state, commands).
 
-It starts the epoch when every worker of the plan has reported, takes an iteration for committed
-when every member has reported the age after it, has a save published when every layer of it is
-on disk, and ends the job. It decides; who calls it (nodes/launcher.py) acts.
+An epoch goes through the phases of `Phase`:
 
-Reports of ranks come in any order. What a rank says twice, or says of another epoch, or says
-though the plan has no such rank, changes nothing.
+    RECORDING   its members are written down
+    STOPPING    they leave the epoch before, and answer what they hold (not in the first epoch)
+    DECIDING    where all go on, and with which plan, is written down (recovery.py)
+    JOINING     every rank of the plan has a worker
+    STARTING    every rank holds its layers, and its links are up
+    TRAINING    iterations are committed, each when every rank has reported the age after it
+    SAVING      the last iteration is committed; its save is awaited
 
-Source: DESIGN 4.5 and 6 (Coordination).
+A loss in any phase begins the next epoch. Events are facts: each is noted when it comes, in
+whatever order, and then the state advances as far as the facts allow. What a rank says twice, or
+says of an older epoch, changes nothing. A coordinator that is restarted from its records is told
+all facts again, and so gets where it was.
+
+It decides; who calls it (nodes/leader.py) acts.
+
+Source: DESIGN 4.5, 5 and 6 (Coordination).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
+from planaria.coordinator.recovery import decided, lost
+from planaria.coordinator.saves import layers_saved, save_failed
+from planaria.coordinator.state import (
+    Command,
+    DecisionRecorded,
+    End,
+    Ending,
+    JobState,
+    MembersRecorded,
+    Notify,
+    Phase,
+    Published,
+    Rules,
+    Step,
+    Tell,
+    Tick,
+)
+from planaria.core.commit import decode_vector
 from planaria.core.messages import (
+    Abort,
     EpochReady,
-    FromNode,
     IterationDone,
-    LayerFile,
     LayersSaved,
     NodeLost,
+    PeerUnreachable,
     SaveFailed,
+    SaveLayers,
     Shutdown,
     StartEpoch,
+    Stopped,
     StopRequested,
-    ToNode,
     WorkerExited,
     WorkerFailed,
     WorkerReady,
 )
-from planaria.core.plan import Plan
+from planaria.core.records import (
+    Committed,
+    Running,
+    Starting,
+    Warned,
+)
+
+CRASHES_MAX = 3  # With the same status and no iteration committed in between.
+
+Event = (
+    WorkerReady
+    | Stopped
+    | EpochReady
+    | IterationDone
+    | LayersSaved
+    | SaveFailed
+    | WorkerFailed
+    | WorkerExited
+    | PeerUnreachable
+    | NodeLost
+    | StopRequested
+    | MembersRecorded
+    | DecisionRecorded
+    | Published
+    | Tick
+)
 
 
-class Phase(Enum):
-    """What the coordinator waits for."""
-
-    JOINING = "workers to report"
-    STARTING = "workers to hold their layers"
-    TRAINING = "iterations"
-    SAVING = "the last save"
-    ENDED = "nothing"
-
-
-class Ending(Enum):
-    """How a job ended."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    LOST = "lost"
-    UNSAVED = "unsaved"
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message to every node."""
-
-    message: ToNode
-
-
-@dataclass(frozen=True, slots=True)
-class Began:
-    """Every rank holds its layers and its links are up: training runs."""
-
-    materialised: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Every member has applied the iteration; `reports` are by rank."""
-
-    iteration: int
-    reports: tuple[IterationDone, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Every layer of (iteration, epoch) is on disk: create its manifest."""
-
-    iteration: int
-    epoch: int
-    files: tuple[LayerFile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """A save failed: remove what there is of it, and say so."""
-
-    iteration: int
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The job is over; `failure` says what ended it, `reason` in words."""
-
-    ending: Ending
-    reason: str = ""
-    failure: WorkerFailed | None = None
-
-
-Command = Tell | Began | Committed | Publish | Discard | End
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
-    """All that the coordinator knows.
-
-    Attributes:
-        plan: of the current epoch.
-        first_iteration: where this run starts.
-        end_iteration: how many iterations the job is to have.
-        source: version of the disk tier to start from, "" for the seed.
-        workers: who has reported, by rank.
-        materialised: how many layers each ready rank has materialised.
-        num_committed: iterations that this run has committed.
-        reports: of iterations not yet committed, by iteration, then rank.
-        saves: files so far by (iteration, epoch), then layer, of saves not yet published.
-        published: number of iterations in the newest save of this run that is published.
-        unsaved: why a save of this epoch failed, by its number of iterations.
-        last: the iteration that all ranks agreed to be the last, -1 while none is.
-    """
-
-    plan: Plan
-    first_iteration: int
-    end_iteration: int
-    source: str = ""
-    phase: Phase = Phase.JOINING
-    workers: Mapping[int, WorkerReady] = field(default_factory=dict)
-    materialised: Mapping[int, int] = field(default_factory=dict)
-    num_committed: int = 0
-    reports: Mapping[int, Mapping[int, IterationDone]] = field(default_factory=dict)
-    saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
-    published: int = -1
-    unsaved: Mapping[int, str] = field(default_factory=dict)
-    last: int = -1
-    stop_requested: bool = False
-
-
-Step = tuple[JobState, tuple[Command, ...]]
-
-
-def step(state: JobState, event: FromNode) -> Step:
+def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     """The state after an event, and what is to be done about it."""
     if state.phase is Phase.ENDED:
         return state, ()
+    state, noted = _noted(rules, state, event, now_s)
+    state, commands = advanced(rules, state, now_s)
+    return state, (*noted, *commands)
+
+
+def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
+    """The state with one more fact in it."""
     match event:
-        case WorkerReady():
-            return _worker_ready(state, event)
-        case EpochReady():
-            return _epoch_ready(state, event)
-        case IterationDone():
-            return _iteration_done(state, event)
+        case WorkerReady() if event.rank in state.ranks:
+            return replace(state, workers={**state.workers, event.rank: event}), ()
+        case Stopped() if event.epoch == state.epoch and event.rank in state.ranks:
+            return replace(state, answers={**state.answers, event.rank: event}), ()
+        case EpochReady() if event.epoch == state.epoch:
+            return replace(state, ready={**state.ready, event.rank: event}), ()
+        case IterationDone() if _is_open(state, event):
+            reports = {**state.reports.get(event.iteration, {}), event.rank: event}
+            return replace(state, reports={**state.reports, event.iteration: reports}), ()
         case LayersSaved():
-            return _layers_saved(state, event)
-        case SaveFailed():
-            return _save_failed(state, event)
-        case StopRequested():
-            return _stop_requested(state, event)
+            return layers_saved(state, event)
+        case Published():
+            return replace(state, published=max(state.published, event.iteration)), ()
+        case SaveFailed() if event.epoch == state.epoch:
+            return save_failed(state, event)
+        case StopRequested() if not state.stop_requested:
+            return replace(state, stop_requested=True), (Tell(event),)
         case WorkerFailed():
             return _end(state, End(Ending.FAILED, "the code in a worker raised", event))
-        case WorkerExited():
-            reason = f"the worker of rank {event.rank} on node {event.node} " + _told(event.status)
-            return _end(state, End(Ending.LOST, reason))
-        case NodeLost():
-            return _end(state, End(Ending.LOST, f"node {event.node} is gone"))
+        case WorkerExited() if event.rank in state.ranks:
+            return _worker_exited(state, event, now_s)
+        case NodeLost() if event.node in state.nodes:
+            return lost(state, "lost", (event.node,), reason=event.reason, now_s=now_s)
+        case PeerUnreachable() if event.epoch == state.epoch and not state.unreachable_s:
+            return replace(state, unreachable_s=now_s), ()
+        case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
+            order = Abort(epoch=state.epoch, nodes=state.nodes)
+            return replace(state, phase=Phase.STOPPING), (Tell(order),)
+        case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
+            return replace(state, phase=Phase.JOINING), ()
+        case Tick() if state.unreachable_s:
+            # Whoever cannot be reached is usually lost, and then found within a lease.
+            if now_s - state.unreachable_s > rules.job.cluster.lease_s:
+                return lost(
+                    state, "lost", (), reason="a link broke between live nodes", now_s=now_s
+                )
+    return state, ()
 
 
-def _worker_ready(state: JobState, event: WorkerReady) -> Step:
-    if state.phase is not Phase.JOINING or event.rank not in state.plan.ranks:
-        return state, ()
-    state = replace(state, workers={**state.workers, event.rank: event})
-    if len(state.workers) < len(state.plan.ranks):
-        return state, ()
-    start = StartEpoch(
-        epoch=state.plan.epoch,
-        plan=state.plan,
-        addresses={rank: (w.host, w.port) for rank, w in state.workers.items()},
-        iteration=state.first_iteration,
-        source=state.source,
-    )
-    state = replace(state, phase=Phase.STARTING)
-    # A node that connected after the user's request has not heard of it.
-    return state, (Tell(start), *((Tell(StopRequested()),) if state.stop_requested else ()))
-
-
-def _stop_requested(state: JobState, event: StopRequested) -> Step:
-    if state.stop_requested:
-        return state, ()
-    return replace(state, stop_requested=True), (Tell(event),)
-
-
-def _is_of_epoch(state: JobState, event: EpochReady | IterationDone) -> bool:
-    return event.epoch == state.plan.epoch and event.rank in state.plan.ranks
-
-
-def _epoch_ready(state: JobState, event: EpochReady) -> Step:
-    if state.phase is not Phase.STARTING or not _is_of_epoch(state, event):
-        return state, ()
-    materialised = {**state.materialised, event.rank: event.layers_materialised}
-    state = replace(state, materialised=materialised)
-    if len(materialised) < len(state.plan.ranks):
-        return state, ()
-    began = Began(materialised)
-    state, commands = _committed(replace(state, phase=Phase.TRAINING))
-    return state, (began, *commands)
-
-
-def _iteration_done(state: JobState, event: IterationDone) -> Step:
-    is_open = state.phase in (Phase.STARTING, Phase.TRAINING)
-    is_new = event.iteration >= state.first_iteration + state.num_committed
-    if not is_open or not is_new or not _is_of_epoch(state, event):
-        return state, ()
-    reports = {**state.reports.get(event.iteration, {}), event.rank: event}
-    return _committed(replace(state, reports={**state.reports, event.iteration: reports}))
-
-
-def _committed(state: JobState) -> Step:
-    """Commits what every member has reported, in the order of iterations."""
+def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
+    """The state as far as the facts in it allow."""
     commands: list[Command] = []
-    while state.phase is Phase.TRAINING:
-        iteration = state.first_iteration + state.num_committed
+    while True:
+        before = state.phase
+        state, more = _advanced(rules, state, now_s)
+        commands += more
+        if state.phase is before:
+            return state, tuple(commands)
+
+
+def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
+    """One phase further, if nothing is missing."""
+    match state.phase:
+        case Phase.STOPPING if set(state.answers) >= set(state.ranks):
+            return decided(rules, state, now_s)
+        case Phase.JOINING:
+            return _joined(rules, state, now_s)
+        case Phase.STARTING if set(state.ready) >= set(state.plan.ranks):
+            return _running(state, now_s)
+        case Phase.TRAINING:
+            return _committed(state, now_s)
+        case Phase.SAVING:
+            return _saved(rules, state)
+    return state, ()
+
+
+def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
+    """Tells the order of this epoch once all whom it needs are there."""
+    assert state.decision is not None
+    order = state.decision.order
+    if not set(state.workers) >= set(state.ranks):
+        return state, ()
+    state, settled = _settled(rules, state, now_s)
+    if isinstance(order, SaveLayers):
+        return replace(state, phase=Phase.SAVING), (*settled, Tell(order))
+    addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
+    order = _with_addresses(order, addresses)
+    # A node that connected after the user's request has not heard of it.
+    stop = (Tell(StopRequested()),) if state.stop_requested else ()
+    starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
+    return replace(state, phase=Phase.STARTING), (*settled, starting, Tell(order), *stop)
+
+
+def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) -> StartEpoch:
+    return StartEpoch(
+        epoch=order.epoch,
+        plan=order.plan,
+        addresses=addresses,
+        iteration=order.iteration,
+        vector=order.vector,
+        source=order.source,
+        rounds=order.rounds,
+        persists=order.persists,
+    )
+
+
+def _running(state: JobState, now_s: float) -> Step:
+    running = Running(
+        epoch=state.epoch,
+        plan=state.plan,
+        workers={rank: state.workers[rank] for rank in state.plan.ranks},
+        materialised={rank: event.layers_materialised for rank, event in state.ready.items()},
+        received_bytes=sum(event.received_bytes for event in state.ready.values()),
+        regroup_s=max(event.regroup_s for event in state.ready.values()),
+        transfer_s=max(event.transfer_s for event in state.ready.values()),
+        now_s=now_s,
+    )
+    began_s = state.began_s or now_s
+    return replace(state, phase=Phase.TRAINING, began_s=began_s), (Notify(running),)
+
+
+# -- iterations -----------------------------------------------------------------------------------
+
+
+def _is_open(state: JobState, event: IterationDone) -> bool:
+    """A report that counts: of this epoch, or of what was settled when it began."""
+    if event.iteration < state.next_iteration:
+        return False
+    if state.phase in (Phase.RECORDING, Phase.STOPPING):  # What is settled is not known yet.
+        return True
+    assert state.outcome is not None
+    if event.iteration < state.outcome.iteration:
+        return True
+    return event.epoch == state.epoch and event.rank in state.plan.ranks
+
+
+def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
+    """Commits the iterations that every member of this epoch has applied before it begins."""
+    assert state.outcome is not None
+    commands: list[Command] = []
+    while state.next_iteration < state.outcome.iteration:
+        iteration = state.next_iteration
         reports = state.reports.get(iteration, {})
+        if iteration == state.outcome.iteration - 1 and state.outcome.vector:
+            vector = decode_vector(state.outcome.vector, rules.layout)
+            ends = vector.is_last(iteration, rules.job.training)
+            told = (vector.loss, len(vector.samples), vector.sample_digest)
+        elif reports:
+            first = reports[min(reports)]
+            ends, told = first.ends, (first.loss, first.num_samples, first.sample_digest)
+        else:  # Whoever could tell of it was lost with the coordinator before this one.
+            text = f"iteration {iteration} is committed, but nobody can tell its loss any more"
+            commands.append(Notify(Warned(text=text)))
+            state = _after_commit(state, ends=False)
+            continue
+        commands.append(Notify(_commit_notice(state, reports, told, ends=ends, now_s=now_s)))
+        state = _after_commit(state, ends=ends)
+    return state, tuple(commands)
+
+
+def _committed(state: JobState, now_s: float) -> Step:
+    """Commits what every rank has reported, in the order of iterations."""
+    commands: list[Command] = []
+    while not state.ends:
+        reports = state.reports.get(state.next_iteration, {})
         if len(reports) < len(state.plan.ranks):
-            break
-        commands.append(Committed(iteration, tuple(reports[rank] for rank in sorted(reports))))
-        rest = {i: r for i, r in state.reports.items() if i != iteration}
-        state = replace(state, reports=rest, num_committed=state.num_committed + 1)
-        if any(report.ends for report in reports.values()):
-            state = replace(state, last=iteration, phase=Phase.SAVING)
-    state, ending = _maybe_end(state)
-    return state, (*commands, *ending)
+            return state, tuple(commands)
+        first = reports[min(reports)]
+        told = (first.loss, first.num_samples, first.sample_digest)
+        notice = _commit_notice(state, reports, told, ends=first.ends, now_s=now_s)
+        commands.append(Notify(notice))
+        state = _after_commit(state, ends=first.ends)
+    return replace(state, phase=Phase.SAVING), tuple(commands)
 
 
-def _layers_saved(state: JobState, event: LayersSaved) -> Step:
-    is_settled = event.iteration <= state.published or event.iteration in state.unsaved
-    if event.epoch != state.plan.epoch or is_settled:
+def _commit_notice(
+    state: JobState,
+    reports: Mapping[int, IterationDone],
+    told: tuple[float, int, str],
+    *,
+    ends: bool,
+    now_s: float,
+) -> Committed:
+    loss, num_samples, digest = told
+    return Committed(
+        iteration=state.next_iteration,
+        epoch=state.epoch,
+        loss=loss,
+        num_samples=num_samples,
+        sample_digest=digest,
+        ends=ends,
+        reports=tuple(reports[rank] for rank in sorted(reports)),
+        now_s=now_s,
+    )
+
+
+def _after_commit(state: JobState, *, ends: bool) -> JobState:
+    reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
+    number = state.next_iteration + 1
+    return replace(state, reports=reports, next_iteration=number, ends=ends, crashes=())
+
+
+# -- losses and ends ------------------------------------------------------------------------------
+
+
+def _saved(rules: Rules, state: JobState) -> Step:
+    """Ends the job if the last save is complete, or cannot be."""
+    assert state.decision is not None
+    number = state.next_iteration
+    reason = state.unsaved.get((number, state.epoch))
+    if reason is not None:
+        return _end(state, End(Ending.UNSAVED, reason))
+    if state.published < number:
         return state, ()
-    key = (event.iteration, event.epoch)
-    files = {**state.saves.get(key, {}), **{file.layer: file for file in event.files}}
-    assert all(0 <= layer < state.plan.num_layers for layer in files), event
-    if len(files) < state.plan.num_layers:
-        return replace(state, saves={**state.saves, key: files}), ()
-    # An older save that is not complete by now would be of no use any more.
-    newer = {k: v for k, v in state.saves.items() if k > key}
-    state = replace(state, saves=newer, published=event.iteration)
-    publish = Publish(event.iteration, event.epoch, tuple(files[layer] for layer in sorted(files)))
-    state, commands = _maybe_end(state)
-    return state, (publish, *commands)
-
-
-def _save_failed(state: JobState, event: SaveFailed) -> Step:
-    if event.epoch != state.plan.epoch or event.iteration <= state.published:
-        return state, ()
-    discard = Discard(event.iteration, event.epoch, event.reason)
-    rest = {k: v for k, v in state.saves.items() if k != (event.iteration, event.epoch)}
-    unsaved = {event.iteration: event.reason, **state.unsaved}
-    state, commands = _maybe_end(replace(state, saves=rest, unsaved=unsaved))
-    return state, (discard, *commands)
-
-
-def _maybe_end(state: JobState) -> Step:
-    """Ends the job if the last iteration is committed everywhere and saved, or cannot be."""
-    if state.phase is not Phase.SAVING:
-        return state, ()
-    if state.last + 1 in state.unsaved:
-        return _end(state, End(Ending.UNSAVED, state.unsaved[state.last + 1]))
-    if state.published <= state.last:
-        return state, ()
-    is_cut_short = state.stop_requested and state.last + 1 < state.end_iteration
+    if state.decision.ending:
+        return _end(state, End(Ending(state.decision.ending), state.decision.reason))
+    is_cut_short = state.stop_requested and number < rules.job.training.iterations
     return _end(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
+
+
+def _worker_exited(state: JobState, event: WorkerExited, now_s: float) -> Step:
+    """A worker is gone and its node is not: the epoch ends, unless that happens in a loop."""
+    worker = state.workers.get(event.rank)
+    if worker is not None and worker.pid != event.pid:  # Its successor has reported already.
+        return state, ()
+    crash = (event.rank, event.status)
+    crashes = (*state.crashes, crash)
+    told = f"the worker of rank {event.rank} on node {event.node} {_told(event.status)}"
+    if crashes.count(crash) >= CRASHES_MAX:
+        reason = f"{told}, the {CRASHES_MAX}rd time in a row"
+        text = f"{event.stack.rstrip()}\n{reason}" if event.stack else reason
+        failure = WorkerFailed(node=event.node, rank=event.rank, traceback=text)
+        return _end(state, End(Ending.FAILED, reason, failure))
+    workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
+    state = replace(state, crashes=crashes, workers=workers)
+    kind, reason = "crash", told
+    if event.stalled:
+        kind, reason = "stall", f"rank {event.rank} made no progress:\n{event.stack.rstrip()}"
+    return lost(state, kind, (), reason=reason, now_s=now_s, node=event.node)
 
 
 def _end(state: JobState, end: End) -> Step:

@@ -81,6 +81,13 @@ class ResilienceConfig:
     failures_tolerated: int = _key(
         1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
     )
+    policy: Literal["reinstantiate"] = _key(
+        "reinstantiate", "who answers a loss; reinstantiate: pipelines made anew (Oobleck)"
+    )
+    when_below: Literal["continue", "stop"] = _key(
+        "continue",
+        "with fewer than (f + 1) * n0 nodes left go on with what fits, or save and stop (exit 3)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,7 @@ class ClusterConfig:
     device_memory_bytes: int = _key(
         0, "what a device may hold; 0: what the device has (emulated nodes: no limit)"
     )
+    lease_s: float = _key(3.0, "a node that is not heard of for so long is lost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

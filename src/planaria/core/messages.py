@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from planaria.core.job import JobConfig
-from planaria.core.plan import ModelProfile, Plan
+from planaria.core.plan import Plan, Transfer
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -47,20 +46,49 @@ class WorkerReady(Message, frozen=True, kw_only=True):
     port: int
 
 
+class Stopped(Message, frozen=True, kw_only=True):
+    """A rank has left everything of older epochs; what it holds now (DESIGN 4.5 b).
+
+    Attributes:
+        ages: of the layers that are there whole, the number of iterations applied to each.
+        complete: those whose reduced gradients of iteration `age` are complete too, so that the
+            vector of that iteration can be applied.
+        vector: the newest commit vector that the rank holds, of iteration vector_iteration; -1
+            and empty if it has none.
+    """
+
+    rank: int
+    epoch: int
+    ages: dict[int, int]
+    complete: tuple[int, ...]
+    vector_iteration: int = -1
+    vector: bytes = b""
+
+
 class EpochReady(Message, frozen=True, kw_only=True):
-    """A rank holds its layers of the epoch and its links are up."""
+    """A rank holds its layers of the epoch and its links are up.
+
+    Attributes:
+        layers_materialised: by this worker since it started.
+        received_bytes: of state that came from peers for this epoch, as its sockets count them.
+        regroup_s: that the links took.
+        transfer_s: that the layers took after that.
+    """
 
     rank: int
     epoch: int
     layers_materialised: int
+    received_bytes: int = 0
+    regroup_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 class IterationDone(Message, frozen=True, kw_only=True):
     """A rank has applied an iteration: its age is now iteration + 1.
 
     Attributes:
-        loss: of the global batch, the same on all ranks (it rides on the commit vector).
-        samples: the sample numbers that this rank consumed as a first stage.
+        loss: of the global batch, the same on all ranks, as are the samples: they are in the
+            commit vector.
         seconds: since this rank ended the iteration before.
         stall_s: of those, spent in copying state for a save.
         peak_bytes: most resident memory above that of the worker before it held a layer.
@@ -71,7 +99,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
     epoch: int
     iteration: int
     loss: float
-    samples: tuple[int, ...]
+    num_samples: int
+    sample_digest: str
     seconds: float
     stall_s: float
     peak_bytes: int
@@ -108,21 +137,76 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
 
 
 class WorkerExited(Message, frozen=True, kw_only=True):
-    """A worker's process is gone: exit status, negative for a signal."""
+    """A worker's process is gone, and a new one is forked in its place.
+
+    Attributes:
+        status: of its exit, negative for a signal.
+        stalled: the agent killed it, because it made no progress.
+        stack: where its threads stood, if that could be told.
+    """
 
     node: int
     rank: int
+    pid: int
     status: int
+    stalled: bool = False
+    stack: str = ""
+
+
+class PeerUnreachable(Message, frozen=True, kw_only=True):
+    """A rank lost its link to a peer, or heard nothing from it for too long."""
+
+    rank: int
+    epoch: int
+    peer: int
+    reason: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """A node lives; `sent_s` is by its own clock and comes back to it."""
+
+    node: int
+    sent_s: float
 
 
 class NodeLost(Message, frozen=True, kw_only=True):
-    """The connection to a node's agent closed."""
+    """A node is gone: its agent's connection closed, its lease ran out, or its agent ended."""
 
     node: int
+    reason: str
 
 
 class StopRequested(Message, frozen=True, kw_only=True):
     """The user asks the job to stop at the next commit."""
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The first word of a coordinator on a connection; one of an older term is not obeyed."""
+
+    term: int
+
+
+class HeartbeatTaken(Message, frozen=True, kw_only=True):
+    """A heartbeat has renewed the node's lease."""
+
+    sent_s: float
+
+
+class Acknowledged(Message, frozen=True, kw_only=True):
+    """Iterations before this number are recorded; nobody asks for their reports again."""
+
+    num_committed: int
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Leave all that is of an older epoch, finish a step that has begun, then answer `Stopped`.
+
+    Attributes:
+        nodes: the members of the epoch, which are on record. Any other node is dead for good.
+    """
+
+    epoch: int
+    nodes: tuple[int, ...]
 
 
 class StartEpoch(Message, frozen=True, kw_only=True):
@@ -130,87 +214,63 @@ class StartEpoch(Message, frozen=True, kw_only=True):
 
     Attributes:
         addresses: where each rank's worker listens.
-        iteration: the first to run; all ranks start with this age.
-        source: the version of the disk tier to load, "" to start from the seed.
+        iteration: the first to run; all layers have this age then.
+        vector: of iteration - 1, to be applied first by whoever has not; empty before the first
+            iteration of a run. Gradients of any other iteration are dropped.
+        source: before the first iteration of a run, the version of the disk tier in which all
+            layers are, "" if the seed or given weights tell them.
+        rounds: of transfers of the layers that a rank lacks.
+        persists: save to disk before the first iteration.
     """
 
     epoch: int
     plan: Plan
     addresses: dict[int, tuple[str, int]]
     iteration: int
+    vector: bytes = b""
     source: str = ""
+    rounds: tuple[tuple[Transfer, ...], ...] = ()
+    persists: bool = False
+
+
+class SaveLayers(Message, frozen=True, kw_only=True):
+    """Save the layers to disk, and train no more.
+
+    Attributes:
+        layers: that each rank writes.
+        vector: as in StartEpoch.
+    """
+
+    epoch: int
+    iteration: int
+    layers: dict[int, tuple[int, ...]]
+    vector: bytes = b""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """All is saved; leave."""
+    """The job is over; leave."""
 
 
 FromNode = (
     WorkerReady
+    | Stopped
     | EpochReady
     | IterationDone
     | LayersSaved
     | SaveFailed
     | WorkerFailed
     | WorkerExited
-    | NodeLost
-    | StopRequested
+    | PeerUnreachable
+    | Heartbeat
 )
-ToNode = StartEpoch | StopRequested | Shutdown
-
-
-class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent, and each of its workers, is told when it is forked.
-
-    Attributes:
-        worker: the worker's main function, "module:function".
-        cache_directory: where tokens and profiles are kept between jobs.
-        profile: of a paced job, whose layers it describes.
-        trace: whether workers report the spans of every iteration.
-    """
-
-    job: JobConfig
-    node: int
-    token: bytes
-    coordinator: tuple[str, int]
-    worker: str
-    cache_directory: str
-    profile: ModelProfile | None = None
-    trace: bool = False
-    device: int = 0
-
-    @property
-    def rank(self) -> int:
-        """The rank of the worker that this spec is given to."""
-        return self.node * self.job.cluster.devices_per_node + self.device
-
-
-class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process that looks at a job before it starts is told.
-
-    Attributes:
-        profile: given by the user; measured where it is None.
-    """
-
-    job: JobConfig
-    cache_directory: str
-    profile: ModelProfile | None = None
-
-
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """What it found.
-
-    Attributes:
-        parameters: for each layer its parameters' names, without later uses of tied ones.
-        mistake: (field, value, remedy) of a ConfigError; the rest is empty then.
-        traceback: of what the user's code raised; the rest is empty then.
-    """
-
-    profile: ModelProfile | None = None
-    num_samples: int = 0
-    vocabulary_size: int = 0
-    objective: str = ""
-    parameters: tuple[tuple[str, ...], ...] = ()
-    num_parameters: int = 0
-    mistake: tuple[str, str, str] | None = None
-    traceback: str = ""
+ToNode = (
+    Welcome
+    | HeartbeatTaken
+    | Acknowledged
+    | Abort
+    | StartEpoch
+    | SaveLayers
+    | StopRequested
+    | Shutdown
+)
+Order = Abort | StartEpoch | SaveLayers | Shutdown

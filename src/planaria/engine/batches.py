@@ -18,10 +18,11 @@ class Batches:
     """Inputs and targets of an iteration.
 
     Attributes:
-        consumed: the sample numbers whose inputs were asked for, in order.
+        consumed: of the microbatches whose inputs were asked for, the sample numbers.
     """
 
     def __init__(self, dataset: Dataset, training: TrainingConfig, *, iteration: int) -> None:
+        self.microbatch_size = training.microbatch_size
         self._dataset = dataset
         self._training = training
         self._seed = data_seed(iteration, seed=training.seed)
@@ -33,11 +34,11 @@ class Batches:
         )
         self._loaded: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_targets = 0
-        self.consumed: list[int] = []
+        self.consumed: dict[int, npt.NDArray[np.int64]] = {}
 
     def inputs(self, index: int) -> Tensor:
         """The inputs of a microbatch, for its first hop, in the dtype that training computes in."""
-        self.consumed += self._samples(index).tolist()
+        self.consumed[index] = self._samples(index)
         inputs = self._load(index)[0]
         if inputs.is_floating_point():
             inputs = inputs.to(getattr(torch, self._training.dtype))

@@ -2,7 +2,8 @@
 
 The thread blocks in a selector over the agent's socket and the launcher's lifeline pipe. When
 either closes, the node or the job is over and the worker leaves at once, whatever its compute
-thread does.
+thread does. An order to abort frees the compute thread at once, and only then is queued for it.
+The thread also beats, so that the agent sees that the process runs at all.
 """
 
 import os
@@ -13,23 +14,34 @@ import sys
 import threading
 import traceback
 
-from planaria.core.messages import Message, Shutdown, StartEpoch, StopRequested
+from planaria.core.messages import Abort, Message, Order, StopRequested
 from planaria.transport.frames import FrameDecoder, frame, to_node_decoder
+from planaria.transport.links import Links
+from planaria.transport.pulse import Pulse
 
 
 class Control:
     """Sends and receives a worker's messages.
 
+    Args:
+        links: aborted on order.
+        pulse: beats every beat_s.
+
     Attributes:
         stop_requested: set once the user asked for a stop at the next commit.
     """
 
-    def __init__(self, agent_fd: int, lifeline_fd: int) -> None:
+    def __init__(
+        self, agent_fd: int, lifeline_fd: int, *, links: Links, pulse: Pulse, beat_s: float
+    ) -> None:
         self.stop_requested = threading.Event()
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
-        self._orders: queue.Queue[StartEpoch | Shutdown] = queue.Queue()
+        self._orders: queue.Queue[Order] = queue.Queue()
+        self._links = links
+        self._pulse = pulse
+        self._beat_s = beat_s
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -37,7 +49,7 @@ class Control:
         with self._lock:
             self._socket.sendall(frame(message))
 
-    def wait_order(self) -> StartEpoch | Shutdown:
+    def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
         return self._orders.get()
 
@@ -59,7 +71,8 @@ class Control:
         selector.register(self._socket, selectors.EVENT_READ)
         selector.register(self._lifeline_fd, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            self._pulse.beat()
+            for key, _ in selector.select(self._beat_s):
                 data = self._socket.recv(1 << 20) if key.fileobj is self._socket else b""
                 if not data:
                     return
@@ -67,5 +80,8 @@ class Control:
                     message = to_node_decoder.decode(body)
                     if isinstance(message, StopRequested):
                         self.stop_requested.set()
-                    else:
-                        self._orders.put(message)
+                        continue
+                    assert isinstance(message, Order)
+                    if isinstance(message, Abort):
+                        self._links.abort("a member is lost", first_epoch=message.epoch)
+                    self._orders.put(message)

@@ -11,13 +11,12 @@ holds it knows that every gradient is complete everywhere (DESIGN 4.4).
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from planaria.core.commit import CommitVector, VectorLayout, commit_vector
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Plan
 from planaria.engine.batches import Batches
@@ -26,6 +25,7 @@ from planaria.engine.layers import TiedGroup
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import Channel, Links, Tag
+from planaria.transport.pulse import Pulse
 
 RECEIVE_TIMEOUT_S = 600.0  # The coordinator finds a lost peer long before; this bounds a bug.
 
@@ -33,38 +33,46 @@ _HEAD_BYTES = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class CommitVector:
-    """What the ranks agree on at a commit.
+# Steps of an iteration at which a fault can be injected, by the action that is about to begin.
+_STEPS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.REDUCE: "reduce"}
 
-    Attributes:
-        squared_norms: of the reduced gradients, by layer; tied ones in the layer of first use.
-        losses: by microbatch, each divided by the global count; their sum is the loss.
-        stop_votes: how many ranks ask to stop after this iteration.
-    """
-
-    squared_norms: tuple[float, ...]
-    losses: tuple[float, ...]
-    stop_votes: int
-
-    @property
-    def loss(self) -> float:
-        return float(sum(self.losses))
-
-    @property
-    def gradient_norm(self) -> float:
-        return float(sum(self.squared_norms) ** 0.5)
+# An action is late when it takes this many times the longest of its kind so far.
+_LATE_FACTOR = 10.0
+_WAITING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 class Executor:
-    """One rank's part of the iterations of one epoch."""
+    """One rank's part of the iterations of one epoch.
 
-    def __init__(self, plan: Plan, schedule: Schedule, *, stage: Stage, links: Links) -> None:
+    Args:
+        layout: of the commit vector.
+        pulse: is told when an action begins that should end in time.
+        reached: is called at the steps at which a fault can be injected.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        *,
+        stage: Stage,
+        links: Links,
+        layout: VectorLayout,
+        pulse: Pulse,
+        lease_s: float,
+        reached: Callable[[str, int], None],
+    ) -> None:
         self._plan = plan
         self._schedule = schedule
         self._stage = stage
         self._links = links
+        self._layout = layout
+        self._pulse = pulse
+        self._lease_s = lease_s
+        self._reached = reached
+        self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
+        self._own = plan.layers_by_rank()[self._rank]
         self._actions = schedule.actions[self._rank]
         self._buckets = [i for i, b in enumerate(schedule.buckets) if self._rank in b.ranks]
         self._communication = ThreadPoolExecutor(1, thread_name_prefix="reduce")
@@ -79,8 +87,8 @@ class Executor:
         }
 
     def close(self) -> None:
-        """Ends the communication thread."""
-        self._communication.shutdown(wait=True)
+        """Ends the communication thread; what it waits for must have been aborted or be over."""
+        self._communication.shutdown(wait=True, cancel_futures=True)
 
     def run(
         self, iteration: int, batches: Batches, *, wants_stop: Callable[[], bool]
@@ -96,19 +104,40 @@ class Executor:
         self._submitted: list[Future[None]] = []
         self._spans: list[MeasuredSpan] = []
         self._start_s = time.monotonic()
-        for held in self._stage.layers.values():
+        for held in self._held():
             held.clear()
+        begun: set[Kind] = set()
         for action in self._actions:
-            start_s = time.monotonic()
-            self._handlers[action.kind](action)
-            if action.kind is not Kind.REDUCE:
-                self._record("compute", action, start_s)
+            self._links.check_epoch()
+            if action.kind in _STEPS and action.kind not in begun:
+                begun.add(action.kind)
+                self._reached(_STEPS[action.kind], iteration)
+            self._act(action)
         for reduction in self._submitted:
             reduction.result(timeout=RECEIVE_TIMEOUT_S)
         assert len(self._submitted) == len(self._buckets)
         self._finish_unshared()
+        for held in self._held():
+            held.gradients_of = iteration
+        self._reached("commit", iteration)
         vector = self._commit(wants_stop())
         return vector, tuple(self._spans)
+
+    def _held(self) -> list[HeldLayer]:
+        """The layers that the plan gives to this rank; it may still have others."""
+        return [self._stage.layers[layer] for layer in self._own]
+
+    def _act(self, action: Action) -> None:
+        """Runs one action; the agent sees when it is late, unless it waits for others."""
+        start_s = time.monotonic()
+        longest_s = self._longest_s.get(action.kind)
+        if longest_s is not None and action.kind not in _WAITING:
+            self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
+        self._handlers[action.kind](action)
+        self._pulse.wait()
+        self._longest_s[action.kind] = max(longest_s or 0.0, time.monotonic() - start_s)
+        if action.kind is not Kind.REDUCE:
+            self._record("compute", action, start_s)
 
     def _record(self, lane: str, action: Action, start_s: float) -> None:
         self._spans.append(
@@ -210,7 +239,7 @@ class Executor:
 
     def _local_sum(self, group: TiedGroup) -> tuple[Tensor, list[tuple[HeldLayer, str]]]:
         """The sum over this rank's uses of a tied parameter, and those uses."""
-        uses = self._stage.tied_uses(group)
+        uses = [use for use in self._stage.tied_uses(group) if use[0].layer in self._own]
         total = uses[0][0].tied_sums[uses[0][1]].clone() if uses else torch.zeros(0)
         for held, name in uses[1:]:
             total += held.tied_sums[name]
@@ -236,8 +265,8 @@ class Executor:
             for b in self._buckets
             for layer in self._schedule.buckets[b].layers
         }
-        for layer, held in self._stage.layers.items():
-            if (-1, layer) not in reduced:
+        for held in self._held():
+            if (-1, held.layer) not in reduced:
                 held.gradients.copy_(held.sums)
         for index, group in enumerate(self._stage.model.tied):
             if all((index, use.layer) not in reduced for use in group.uses):
@@ -248,27 +277,25 @@ class Executor:
     # -- the commit -----------------------------------------------------------------------------
 
     def _commit(self, stop: bool) -> CommitVector:
-        num_layers = self._stage.model.num_layers
-        num_microbatches = len(self._schedule.routes)
-        vector = np.zeros(num_layers + num_microbatches + 1, dtype=np.float64)
-        for layer, held in self._stage.layers.items():
-            if self._plan.holders(layer)[0] == self._rank:
-                vector[layer] = held.squared_norm(self._counted(layer))
+        layout, size = self._layout, self._batches.microbatch_size
+        vector = np.zeros(layout.size, dtype=np.float64)
+        for held in self._held():
+            if self._plan.holders(held.layer)[0] == self._rank:
+                vector[held.layer] = held.squared_norm(self._counted(held.layer))
         for microbatch, loss in self._losses.items():
-            vector[num_layers + microbatch] = loss
+            vector[layout.losses + microbatch] = loss
+        for microbatch, samples in self._batches.consumed.items():
+            first = layout.samples + microbatch * size
+            vector[first : first + size] = samples
         vector[-1] = float(stop)
-        total: npt.NDArray[np.float64] = reduce_vector(
+        total = reduce_vector(
             self._links,
             vector,
             ranks=self._plan.ranks,
             iteration=self._iteration,
             timeout_s=RECEIVE_TIMEOUT_S,
         )
-        return CommitVector(
-            squared_norms=tuple(total[:num_layers].tolist()),
-            losses=tuple(total[num_layers:-1].tolist()),
-            stop_votes=int(total[-1]),
-        )
+        return commit_vector(total.tolist(), layout)
 
     def _counted(self, layer: int) -> list[str]:
         """The layer's parameters without tied ones that an earlier layer counts."""
@@ -296,4 +323,6 @@ class Executor:
         head = received[:_HEAD_BYTES].view(np.int64)
         shape = head[2 : 2 + int(head[1])].tolist()
         dtype = _DTYPES[int(head[0])]
-        return torch.from_numpy(received[_HEAD_BYTES:]).view(dtype).view(shape)
+        # A view of no bytes as another dtype has no length that torch could tell.
+        body = torch.from_numpy(received[_HEAD_BYTES:])
+        return body.view(dtype).view(shape) if len(body) else torch.empty(shape, dtype=dtype)

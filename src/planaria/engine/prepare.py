@@ -11,9 +11,9 @@ import msgspec
 import torch
 
 from planaria.core.job import JobConfig
-from planaria.core.messages import Prepared, PrepareRequest
 from planaria.core.plan import ModelProfile
 from planaria.core.samples import sample_numbers
+from planaria.core.specs import Prepared, PrepareRequest
 from planaria.engine.data import Dataset, load_dataset, vocabulary_size
 from planaria.engine.layers import SplitModel, split_model
 from planaria.engine.optimizer import learning_rate, optimizer_factory

@@ -18,12 +18,24 @@ SAVE_TIMEOUT_S = 3600.0
 
 
 class Saver:
-    """Saves layers of one rank; says over `send` what came of it."""
+    """Saves layers of one rank; says over `send` what came of it.
 
-    def __init__(self, tier: DiskTier, *, rank: int, send: Callable[[Message], None]) -> None:
+    Args:
+        may_write: whether the node still belongs to the job; asked before anything is written.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        *,
+        rank: int,
+        send: Callable[[Message], None],
+        may_write: Callable[[], bool],
+    ) -> None:
         self._tier = tier
         self._rank = rank
         self._send = send
+        self._may_write = may_write
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._writing: Future[None] | None = None
 
@@ -43,7 +55,7 @@ class Saver:
     def _write(self, states: Mapping[int, State], iteration: int, epoch: int) -> None:
         try:
             files = tuple(
-                self._tier.write_layer(iteration, epoch, layer, state)
+                self._tier.write_layer(iteration, epoch, layer, state, may_write=self._may_write)
                 for layer, state in states.items()
             )
         except CheckpointError as error:

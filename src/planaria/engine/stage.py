@@ -35,6 +35,7 @@ class HeldLayer:
 
     Attributes:
         age: iterations applied to it.
+        gradients_of: the iteration whose reduced gradients are complete, -1 while none are.
         masters: the parameters that are stepped, saved and sent, float32; those of the module
             itself unless it computes in bfloat16.
         sums: flat gradient sums of its own parameters.
@@ -48,6 +49,7 @@ class HeldLayer:
     ) -> None:
         self.layer = layer
         self.age = 0
+        self.gradients_of = -1
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         if training.dtype == "bfloat16":
             self.masters = {
@@ -82,6 +84,7 @@ class HeldLayer:
 
     def clear(self) -> None:
         """Sets all gradient sums to +0."""
+        self.gradients_of = -1
         self.sums.zero_()
         for sums in self.tied_sums.values():
             sums.zero_()
@@ -105,6 +108,7 @@ class HeldLayer:
         if self.age != iteration:
             assert self.age == iteration + 1, (self.layer, self.age, iteration)
             return
+        assert self.gradients_of == iteration, (self.layer, self.gradients_of, iteration)
         if self.optimizer is not None:
             for name, master in self._trained.items():
                 gradient = self._gradient_views[name]
@@ -186,6 +190,10 @@ class Stage:
             held.age = age
             self.layers[layer] = held
             self.num_materialised += 1
+
+    def keep_only(self, layers: Collection[int]) -> None:
+        """Drops all other layers."""
+        self.layers = {layer: held for layer, held in self.layers.items() if layer in layers}
 
     def forward(
         self, first_layer: int, end_layer: int, hidden: Tensor, *, iteration: int, microbatch: int

@@ -1,7 +1,9 @@
-"""The process of a rank: holds layers, runs iterations, commits, applies and saves.
+"""The process of a rank: holds layers, runs iterations, commits, applies, saves and recovers.
 
-The compute thread (the main one) runs `_Worker`. Other threads: links, one for reductions, one
-for saves, one for control. `PeerLostError` and `AbortedError` end up here and nowhere else.
+The compute thread (the main one) runs `_Worker`: it serves one epoch after the other. Other
+threads: links, one for reductions, one for saves, one for control. `PeerLostError` and
+`AbortedError` end an epoch here and nowhere else; then the worker waits for orders, tells what it
+holds, and goes on in the next epoch with the layers that it has.
 """
 
 import faulthandler
@@ -11,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,19 +21,24 @@ import psutil
 import torch
 
 from planaria.checkpoint.tiers import DiskTier
+from planaria.core.commit import CommitVector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import (
+    Abort,
     EpochReady,
     IterationDone,
-    MeasuredSpan,
-    NodeSpec,
+    PeerUnreachable,
+    SaveLayers,
     Shutdown,
     StartEpoch,
+    Stopped,
     WorkerFailed,
     WorkerReady,
 )
+from planaria.core.specs import NodeSpec
+from planaria.engine.apply import drop_others, exchange_layers, missing_layers, transfer_peers
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
-from planaria.engine.executor import CommitVector, Executor
+from planaria.engine.executor import Executor
 from planaria.engine.groups import tree_peers
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model, mistake_of
@@ -42,29 +50,32 @@ from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLost
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import lowered
 from planaria.transport.links import Links
+from planaria.transport.probe import Probe
+from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 60.0
+_BEATS_PER_LEASE = 6
 _CLIP_EPSILON = 1e-6  # As in torch.nn.utils.clip_grad_norm_.
 
 
-def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int) -> None:
+def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     """A worker's main function, called in a process forked by its agent."""
     # One intra-op thread: a different number changes the bits of some kernels, and emulated
     # nodes share the machine's cores anyway.
     torch.set_num_threads(1)
     # The default of 5 ms lets a busy compute thread hold up a message for as long.
     sys.setswitchinterval(0.0005)
-    # The stacks of a worker that hangs, for whoever sends the signal.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    control = Control(agent_fd, lifeline_fd)
+    # Where a worker hung or crashed, for its agent to read.
+    faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
+    faulthandler.enable(file=pulse.stack_fd, all_threads=True)
+    links = Links(spec.rank, token=spec.token)
+    beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
+    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s)
     try:
-        _Worker(spec, control).run()
+        _Worker(spec, control, links, pulse).run()
         return
-    except (PeerLostError, AbortedError) as loss:
-        # The coordinator hears of it from the lost node's agent, and says what follows.
-        logger.info("rank %s: %s", spec.rank, loss)
     except ConfigError as error:
         mistake = mistake_of(error)
         text = user_traceback(error)
@@ -77,13 +88,22 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int) -> None:
 
 
 class _Worker:
-    def __init__(self, spec: NodeSpec, control: Control) -> None:
+    def __init__(self, spec: NodeSpec, control: Control, links: Links, pulse: Pulse) -> None:
         self._spec = spec
         self._job = spec.job
         self._control = control
-        self._links = Links(spec.rank, token=spec.token)
+        self._links = links
+        self._pulse = pulse
         self._tier = DiskTier(Path(self._job.checkpoint.directory))
-        self._saver = Saver(self._tier, rank=spec.rank, send=control.send)
+        self._saver = Saver(
+            self._tier, rank=spec.rank, send=control.send, may_write=lambda: pulse.is_member
+        )
+        self._reached = Probe(
+            spec.node, places=spec.places, address=spec.injector, token=spec.token
+        ).reached
+        self._epoch = -1  # The newest that was begun or given up.
+        self._is_recovering = False
+        self._vector: tuple[int, CommitVector] | None = None
 
     def run(self) -> None:
         """Serves one epoch after the other until the job shuts down."""
@@ -93,6 +113,7 @@ class _Worker:
             self._job, objective=model.objective, cache_directory=cache_directory
         )
         self._stage = Stage(model, training=self._job.training)
+        self._layout = vector_layout(self._job, model.num_layers)
         self._base_bytes = psutil.Process().memory_info().rss
         self._control.send(
             WorkerReady(
@@ -104,35 +125,133 @@ class _Worker:
                 port=self._links.address[1],
             )
         )
-        while isinstance(order := self._control.wait_order(), StartEpoch):
-            self._serve_epoch(order)
+        while not isinstance(order := self._control.wait_order(), Shutdown):
+            self._obey(order)
         self._links.close()
 
-    def _serve_epoch(self, start: StartEpoch) -> None:
-        plan = start.plan
-        held = plan.layers_by_rank()[self._spec.rank]
-        self._stage.hold(held, states=self._loaded(start, held), age=start.iteration)
-        schedule = lowered(plan, tied=tied_parameters(self._stage.model))
-        self._links.begin(
-            start.epoch,
-            addresses=start.addresses,
-            peers=_peers(schedule, self._spec.rank, plan.ranks),
-            timeout_s=LINK_TIMEOUT_S,
+    def _obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
+        """Carries out an order; one that came before, or is for this worker's predecessor, not."""
+        match order:
+            case Abort() if order.epoch >= self._epoch:
+                self._epoch = order.epoch
+                self._is_recovering = True
+                self._answer(order)
+            case SaveLayers() if order.epoch == self._epoch:
+                self._settle(order.iteration, order.vector)
+                self._write(order.layers.get(self._spec.rank, ()), order.iteration, order.epoch)
+            case StartEpoch() if self._is_for_this(order):
+                self._epoch = order.epoch
+                try:
+                    self._serve_epoch(order)
+                except AbortedError as loss:
+                    logger.info("rank %s: %s", self._spec.rank, loss)
+                except PeerLostError as loss:
+                    logger.info("rank %s: %s", self._spec.rank, loss)
+                    self._control.send(
+                        PeerUnreachable(
+                            rank=self._spec.rank,
+                            epoch=order.epoch,
+                            peer=loss.rank,
+                            reason=str(loss),
+                        )
+                    )
+
+    def _is_for_this(self, start: StartEpoch) -> bool:
+        """Whether this very worker is meant, and has not begun the epoch yet."""
+        own = start.addresses.get(self._spec.rank)
+        is_new = start.epoch > self._epoch or (
+            start.epoch == self._epoch and self._links.epoch < start.epoch
         )
+        return is_new and own is not None and tuple(own) == tuple(self._links.address)
+
+    # -- between epochs ---------------------------------------------------------------------------
+
+    def _answer(self, order: Abort) -> None:
+        """Says what this rank holds, now that nothing of it changes any more."""
+        vector_iteration, vector = -1, b""
+        if self._vector is not None:
+            vector_iteration, vector = self._vector[0], encode_vector(self._vector[1])
+        layers = self._stage.layers
         self._control.send(
-            EpochReady(
+            Stopped(
                 rank=self._spec.rank,
-                epoch=start.epoch,
-                layers_materialised=self._stage.num_materialised,
+                epoch=order.epoch,
+                ages={layer: held.age for layer, held in layers.items()},
+                complete=tuple(n for n, held in layers.items() if held.gradients_of == held.age),
+                vector_iteration=vector_iteration,
+                vector=vector,
             )
         )
-        executor = Executor(plan, schedule, stage=self._stage, links=self._links)
+
+    def _settle(self, iteration: int, vector: bytes) -> None:
+        """Brings the layers to the age at which all go on; drops what does not get there."""
+        if vector:
+            decoded = decode_vector(vector, self._layout)
+            self._vector = (iteration - 1, decoded)
+            self._refuse_divergence(iteration - 1, decoded)
+            self._apply(iteration - 1, decoded)
+        drop_others(self._stage, age=iteration)
+
+    # -- an epoch ---------------------------------------------------------------------------------
+
+    def _serve_epoch(self, start: StartEpoch) -> None:
+        plan, rank = start.plan, self._spec.rank
+        self._settle(start.iteration, start.vector)
+        if rank not in plan.ranks and rank not in transfer_sources(start):
+            return
+        begin_s = time.monotonic()
+        if self._is_recovering:
+            self._reached("regroup", start.iteration)
+        peers = transfer_peers(start.rounds, rank)
+        schedule = lowered(plan, tied=tied_parameters(self._stage.model))
+        if rank in plan.ranks:
+            peers |= _peers(schedule, rank, plan.ranks)
+        self._links.begin(
+            start.epoch, addresses=start.addresses, peers=peers, timeout_s=LINK_TIMEOUT_S
+        )
+        linked_s = time.monotonic()
+        if self._is_recovering:
+            self._reached("transfer", start.iteration)
+        received_bytes = exchange_layers(
+            self._links, self._stage, start.rounds, age=start.iteration, timeout_s=LINK_TIMEOUT_S
+        )
+        if rank not in plan.ranks:
+            return
+        own = plan.layers_by_rank()[rank]
+        if not start.vector:  # Nothing has been trained yet in this run.
+            missing = missing_layers(own, self._stage)
+            self._stage.hold(missing, states=self._loaded(start, missing), age=start.iteration)
+        assert not missing_layers(own, self._stage)
+        if self._is_recovering:
+            self._reached("resume", start.iteration)
+        self._control.send(
+            EpochReady(
+                rank=rank,
+                epoch=start.epoch,
+                layers_materialised=self._stage.num_materialised,
+                received_bytes=received_bytes,
+                regroup_s=linked_s - begin_s,
+                transfer_s=time.monotonic() - linked_s,
+            )
+        )
+        executor = Executor(
+            plan,
+            schedule,
+            stage=self._stage,
+            links=self._links,
+            layout=self._layout,
+            pulse=self._pulse,
+            lease_s=self._job.cluster.lease_s,
+            reached=self._reached,
+        )
         try:
             self._train(start, executor)
         finally:
+            # Frees its reductions too, whatever ended the epoch.
+            self._links.abort("the epoch is over", first_epoch=start.epoch + 1)
             executor.close()
 
-    def _loaded(self, start: StartEpoch, layers: range) -> dict[int, State]:
+    def _loaded(self, start: StartEpoch, layers: list[int]) -> dict[int, State]:
         if not start.source:
             return {}
         manifest = next(
@@ -153,27 +272,44 @@ class _Worker:
         training = self._job.training
         iteration = start.iteration
         ends = iteration >= training.iterations
+        own = start.plan.layers_by_rank()[self._spec.rank]
+        if start.persists:
+            self._save(start, iteration)
         end_s = time.monotonic()
         while not ends:
+            self._reached("start", iteration)
             _reset_peak()
             batches = Batches(self._dataset, training, iteration=iteration)
             vector, spans = executor.run(
                 iteration, batches, wants_stop=self._control.stop_requested.is_set
             )
+            self._vector = (iteration, vector)
+            # All ranks have their layers, so nobody needs what this one has too many.
+            self._stage.keep_only(own)
             self._refuse_divergence(iteration, vector)
+            self._reached("optimizer", iteration)
             self._apply(iteration, vector)
-            ends = self._is_last(iteration, vector)
-            stall_s = self._save(start, iteration + 1, ends=ends)
+            assert all(held.age == iteration + 1 for held in self._stage.layers.values())
+            ends = vector.is_last(iteration, training)
+            every = self._job.checkpoint.persist_every
+            stall_s = 0.0
+            if ends or (every and (iteration + 1) % every == 0):
+                stall_s = self._save(start, iteration + 1)
             before_s, end_s = end_s, time.monotonic()
-            self._report(
-                start.epoch,
-                iteration,
-                vector,
-                batches.consumed,
-                spans,
-                seconds=end_s - before_s,
-                stall_s=stall_s,
-                ends=ends,
+            self._control.send(
+                IterationDone(
+                    rank=self._spec.rank,
+                    epoch=start.epoch,
+                    iteration=iteration,
+                    loss=vector.loss,
+                    num_samples=len(vector.samples),
+                    sample_digest=vector.sample_digest,
+                    seconds=end_s - before_s,
+                    stall_s=stall_s,
+                    peak_bytes=max(0, _peak_bytes() - self._base_bytes),
+                    ends=ends,
+                    spans=spans if self._spec.trace else (),
+                )
             )
             iteration += 1
         self._saver.wait_written()
@@ -199,59 +335,33 @@ class _Worker:
         )
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
+        """Takes the optimizer step of the layers that are ready for it."""
         training = self._job.training
         scale = 1.0
         if training.gradient_clip > 0:
             norm = vector.gradient_norm
             scale = min(1.0, training.gradient_clip / (norm + _CLIP_EPSILON))
         for held in self._stage.layers.values():
-            held.apply(iteration, learning_rate=learning_rate(training, iteration), scale=scale)
+            if held.gradients_of == iteration:
+                rate = learning_rate(training, iteration)
+                held.apply(iteration, learning_rate=rate, scale=scale)
 
-    def _is_last(self, iteration: int, vector: CommitVector) -> bool:
-        """The same on all ranks, for it depends on the commit vector alone."""
-        training = self._job.training
-        reached = training.target_loss > 0.0 and vector.loss <= training.target_loss
-        return iteration + 1 >= training.iterations or reached or vector.stop_votes > 0
+    def _save(self, start: StartEpoch, age: int) -> float:
+        """Saves what this rank owns; the seconds that training waited for it."""
+        rank = self._spec.rank
+        owned = [n for n in self._stage.layers if start.plan.holders(n)[0] == rank]
+        return self._write(owned, age, start.epoch)
 
-    def _save(self, start: StartEpoch, age: int, *, ends: bool) -> float:
-        every = self._job.checkpoint.persist_every
-        if not ends and (every == 0 or age % every):
+    def _write(self, layers: Sequence[int], age: int, epoch: int) -> float:
+        if not layers:  # It has nothing to write, so nothing to tell.
             return 0.0
-        owned = {
-            layer: held
-            for layer, held in self._stage.layers.items()
-            if start.plan.holders(layer)[0] == self._spec.rank
-        }
-        if not owned:  # It has nothing to write, so nothing to tell.
-            return 0.0
-        return self._saver.save(owned, iteration=age, epoch=start.epoch)
+        held = {layer: self._stage.layers[layer] for layer in layers}
+        return self._saver.save(held, iteration=age, epoch=epoch)
 
-    def _report(
-        self,
-        epoch: int,
-        iteration: int,
-        vector: CommitVector,
-        samples: list[int],
-        spans: tuple[MeasuredSpan, ...],
-        *,
-        seconds: float,
-        stall_s: float,
-        ends: bool,
-    ) -> None:
-        self._control.send(
-            IterationDone(
-                rank=self._spec.rank,
-                epoch=epoch,
-                iteration=iteration,
-                loss=vector.loss,
-                samples=tuple(samples),
-                seconds=seconds,
-                stall_s=stall_s,
-                peak_bytes=max(0, _peak_bytes() - self._base_bytes),
-                ends=ends,
-                spans=spans if self._spec.trace else (),
-            )
-        )
+
+def transfer_sources(start: StartEpoch) -> set[int]:
+    """The ranks that others get layers from."""
+    return {transfer.source for transfers in start.rounds for transfer in transfers}
 
 
 def _peers(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> set[int]:

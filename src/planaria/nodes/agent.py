@@ -1,10 +1,17 @@
-"""The process of a node: forks the node's workers and carries messages for them.
+"""The process of a node: forks the node's workers, watches them, and carries their messages.
 
 An agent leads a process group of its own, which its workers join, so that a signal to the group
 is the loss of the node. It is single-threaded and forks workers directly; what they say goes to
-the coordinator, what the coordinator says goes to all of them. It ends, and its workers with
-it, when the launcher's end of the lifeline pipe closes, the coordinator's connection closes, or
-the coordinator says `Shutdown`.
+the coordinator, what the coordinator says goes to all of them. A worker that ends is replaced by
+a new one; one that makes no progress is killed first, and its Python stacks are sent.
+
+When the coordinator is gone the agent connects again: to the next one, which listens at the same
+place, and is told again what may have been lost. The node's lease is renewed by heartbeats; while
+it has run out nothing is written to disk. The agent ends, and its workers with it, when the
+launcher's end of the lifeline pipe closes, when the node is no member any more, or when the
+coordinator says `Shutdown`.
+
+What it decides is in coordinator/agent_state.py.
 """
 
 import asyncio
@@ -15,28 +22,45 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
-from planaria.core.messages import NodeSpec, Shutdown, WorkerExited
+from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.core.messages import (
+    FromNode,
+    Heartbeat,
+    HeartbeatTaken,
+    Shutdown,
+    ToNode,
+    WorkerExited,
+)
+from planaria.core.specs import NodeSpec
+from planaria.errors import AuthenticationError
 from planaria.nodes.forkserver import die_with_parent
 from planaria.transport.frames import (
     FrameDecoder,
     Role,
     frame,
+    from_node_decoder,
     shake_hands,
     to_node_decoder,
 )
+from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
+_TICKS_PER_LEASE: Final = 6
+_RECONNECT_S: Final = 0.02
+_STACK_TIMEOUT_S: Final = 1.0
+_STACK_SETTLED_S: Final = 0.05
 
 
-WorkerMain = Callable[[NodeSpec, int, int], None]
+WorkerMain = Callable[[NodeSpec, int, int, Pulse], None]
 
 
 def main(payload: bytes, lifeline_fd: int) -> None:
@@ -47,23 +71,15 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         workers = [
-            _fork_worker(msgspec.structs.replace(spec, device=device), lifeline_fd)
+            _Worker(msgspec.structs.replace(spec, device=device), lifeline_fd)
             for device in range(spec.job.cluster.devices_per_node)
         ]
         asyncio.run(_Agent(spec, workers, lifeline_fd).run())
-    except (ConnectionError, asyncio.IncompleteReadError) as error:
-        logger.info("node %s leaves: %s", spec.node, error)
     except BaseException:
         # The end of the group is the end of this process too: nobody else would print it.
         traceback.print_exc()
     finally:
         _end_group()
-
-
-class _Worker(NamedTuple):
-    rank: int
-    pid: int
-    sock: socket.socket
 
 
 def _end_group() -> None:
@@ -73,56 +89,193 @@ def _end_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+class _Worker:
+    """A worker's process, seen from its agent; `fork` replaces it by a new one."""
+
+    def __init__(self, spec: NodeSpec, lifeline_fd: int) -> None:
+        self.rank = spec.rank
+        self.is_stalled = False
+        self.writer: asyncio.StreamWriter | None = None
+        self._spec = spec
+        self._lifeline_fd = lifeline_fd
+        self.fork()
+
+    def fork(self) -> None:
+        """Forks a worker, with a pulse and a socket of its own."""
+        self.is_stalled = False
+        self.pulse = Pulse()
+        self.sock, theirs = socket.socketpair()
+        agent_pid = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            # A worker whose agent was killed alone must not outlive it.
+            die_with_parent(agent_pid)
+            kept = {0, 1, 2, theirs.fileno(), self._lifeline_fd, self.pulse.stack_fd}
+            _close_others(kept)
+            _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
+        theirs.close()
+
+    def stacks(self) -> str:
+        """Where the threads of a worker stand, which may be stopped; "" if it cannot tell."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGCONT)
+        text, settled_s = "", time.monotonic()
+        end_s = settled_s + _STACK_TIMEOUT_S
+        while (now_s := time.monotonic()) < end_s:
+            if (newer := self.pulse.read_stack()) != text:
+                text, settled_s = newer, now_s
+            if text and now_s - settled_s > _STACK_SETTLED_S:
+                break
+            time.sleep(0.005)
+        return text
+
+
 class _Agent:
-    def __init__(self, spec: NodeSpec, workers: Sequence[_Worker], lifeline_fd: int) -> None:
+    def __init__(self, spec: NodeSpec, workers: list[_Worker], lifeline_fd: int) -> None:
         self._spec = spec
         self._workers = workers
         self._lifeline_fd = lifeline_fd
-        self._to_workers: list[asyncio.StreamWriter] = []
+        self._state = AgentState(node=spec.node)
+        self._to_coordinator: asyncio.StreamWriter | None = None
+        self._lease_s = spec.job.cluster.lease_s
+        self._awake_since_s = time.monotonic()
+        self._lease_end_s = self._awake_since_s + self._lease_s
+        self._is_shut_down = False
 
     async def run(self) -> None:
-        """Carries messages until the coordinator says to leave, or is gone."""
+        """Carries messages until the coordinator says to leave."""
         asyncio.get_running_loop().add_reader(self._lifeline_fd, _end_group)
-        reader, self._to_coordinator = await asyncio.open_connection(*self._spec.coordinator)
-        await shake_hands(
-            reader,
-            self._to_coordinator,
-            token=self._spec.token,
-            role=Role.CONNECT,
-            identity=self._spec.node,
-        )
-        carriers = []
+        carriers = [asyncio.create_task(self._carry(worker)) for worker in self._workers]
+        ticks = asyncio.create_task(self._tick())
+        while not self._is_shut_down:
+            try:
+                await self._serve()
+            except (ConnectionError, asyncio.IncompleteReadError, AuthenticationError) as error:
+                logger.info("node %s: no coordinator: %s", self._spec.node, error)
+            self._to_coordinator = None
+            if not self._is_shut_down:
+                await asyncio.sleep(_RECONNECT_S)
+        ticks.cancel()
+        await asyncio.gather(*carriers)
+
+    # -- the coordinator --------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Serves one connection to a coordinator, until either end gives it up."""
+        reader, writer = await asyncio.open_connection(*self._spec.coordinator)
+        try:
+            await shake_hands(
+                reader,
+                writer,
+                token=self._spec.token,
+                role=Role.CONNECT,
+                identity=self._spec.node,
+            )
+            # Without waiting in between: nothing is said twice, and nothing is left out.
+            writer.write(b"".join(frame(fact) for fact in self._state.facts.values()))
+            self._to_coordinator = writer
+            self._beat()
+            decoder = FrameDecoder()
+            while not self._is_shut_down and (data := await reader.read(_READ_BYTES)):
+                for body in decoder.feed(data):
+                    self._hear(to_node_decoder.decode(body))
+        finally:
+            writer.close()
+
+    def _hear(self, message: ToNode) -> None:
+        result = heard(self._state, message)
+        self._state = result.state
+        if result.ends:
+            self._leave(result.ends)
+        if isinstance(message, HeartbeatTaken):
+            self._renew(message.sent_s + self._lease_s)
+        if result.forwards:
+            for worker in self._workers:
+                if worker.writer is not None:
+                    worker.writer.write(frame(message))
+        if isinstance(message, Shutdown):
+            self._is_shut_down = True
+
+    def _say(self, message: FromNode) -> None:
+        self._state = said(self._state, message)
+        if self._to_coordinator is not None:
+            self._to_coordinator.write(frame(message))
+
+    def _leave(self, reason: str) -> None:
+        """Ends the node, whose place others have taken."""
+        sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
+        _end_group()
+
+    # -- the lease and the workers' pulses --------------------------------------------------------
+
+    async def _tick(self) -> None:
+        period_s = self._lease_s / _TICKS_PER_LEASE
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(period_s)
+            now_s = time.monotonic()
+            if now_s - last_s > self._lease_s / 2:
+                self._awake_since_s = now_s  # It was stopped, and its workers with it.
+            last_s = now_s
+            self._beat()
+            if now_s - self._awake_since_s > self._lease_s:
+                for worker in self._workers:
+                    self._check_pulse(worker, now_s)
+
+    def _beat(self) -> None:
+        now_s = time.monotonic()
+        if self._to_coordinator is not None:
+            self._to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
+            if now_s > max(self._lease_end_s, self._awake_since_s) + self._lease_s:
+                self._leave(f"its lease ran out {now_s - self._lease_end_s:.1f} s ago, unanswered")
+        elif now_s < self._lease_end_s:
+            # Without a coordinator nobody is evicted, and the next one grants a whole lease.
+            self._renew(now_s + self._lease_s)
+
+    def _renew(self, lease_end_s: float) -> None:
+        self._lease_end_s = lease_end_s
         for worker in self._workers:
-            from_worker, to_worker = await asyncio.open_connection(sock=worker.sock)
-            self._to_workers.append(to_worker)
-            carriers.append(asyncio.create_task(self._carry(worker, from_worker)))
-        if await self._obey(reader):
-            await asyncio.gather(*carriers)
+            worker.pulse.lease_end_s = lease_end_s
 
-    async def _carry(self, worker: _Worker, reader: asyncio.StreamReader) -> None:
-        """Carries a worker's messages to the coordinator until the worker has ended."""
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(_READ_BYTES):
-                self._to_coordinator.write(data)
-                await self._to_coordinator.drain()
-        status = await _wait_exit(worker.pid)
-        exited = WorkerExited(node=self._spec.node, rank=worker.rank, status=status)
-        self._to_coordinator.write(frame(exited))
-        await self._to_coordinator.drain()
+    def _check_pulse(self, worker: _Worker, now_s: float) -> None:
+        """Kills a worker that stands still; it is replaced like any other that ended."""
+        if worker.is_stalled:
+            return
+        if worker.pulse.silent_s(now_s) > self._lease_s or worker.pulse.is_late(now_s):
+            worker.is_stalled = True
+            worker.stacks()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
 
-    async def _obey(self, reader: asyncio.StreamReader) -> bool:
-        """Carries the coordinator's messages to the workers; True once it said to leave."""
-        decoder = FrameDecoder()
-        while data := await reader.read(_READ_BYTES):
-            for body in decoder.feed(data):
-                message = to_node_decoder.decode(body)
-                for writer in self._to_workers:
-                    writer.write(frame(message))
-                    with contextlib.suppress(ConnectionError):
-                        await writer.drain()
-                if isinstance(message, Shutdown):
-                    return True
-        return False
+    # -- the workers ------------------------------------------------------------------------------
+
+    async def _carry(self, worker: _Worker) -> None:
+        """Carries the messages of a worker, and of those that replace it, to the coordinator."""
+        while True:
+            decoder = FrameDecoder()
+            reader, worker.writer = await asyncio.open_connection(sock=worker.sock)
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(_READ_BYTES):
+                    for body in decoder.feed(data):
+                        self._say(from_node_decoder.decode(body))
+            pid, status = worker.pid, await _wait_exit(worker.pid)
+            exited = WorkerExited(
+                node=self._spec.node,
+                rank=worker.rank,
+                pid=pid,
+                status=status,
+                stalled=worker.is_stalled,
+                stack=worker.pulse.read_stack(),
+            )
+            worker.writer.close()
+            worker.pulse.close()
+            if self._is_shut_down:
+                return
+            # The new one is there before any order can follow on the loss of the old one.
+            worker.fork()
+            worker.pulse.lease_end_s = self._lease_end_s
+            self._say(exited)
 
 
 async def _wait_exit(pid: int) -> int:
@@ -137,26 +290,22 @@ async def _wait_exit(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _fork_worker(spec: NodeSpec, lifeline_fd: int) -> _Worker:
-    ours, theirs = socket.socketpair()
-    agent_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        # A worker whose agent was killed alone must not outlive it.
-        die_with_parent(agent_pid)
-        ours.close()
-        _become_worker(spec, theirs.detach(), lifeline_fd)
-    theirs.close()
-    return _Worker(spec.rank, pid, ours)
+def _close_others(kept: set[int]) -> None:
+    """Closes what a forked worker inherits of its agent; a connection that it kept open would
+    hide that its node is lost."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
 
 
-def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int) -> None:
+def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     """Runs the worker in the forked child and leaves; never returns."""
     status = 1
     try:
         module, _, function = spec.worker.partition(":")
         worker_main: WorkerMain = getattr(importlib.import_module(module), function)
-        worker_main(spec, agent_fd, lifeline_fd)
+        worker_main(spec, agent_fd, lifeline_fd, pulse)
         status = 0
     except BaseException:
         traceback.print_exc()

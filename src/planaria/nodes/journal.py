@@ -30,23 +30,21 @@ from typing import Final
 import msgspec
 import xxhash
 
+from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.store import (
     EMPTY,
     NO_LEASE,
     Change,
-    ConflictError,
     Entry,
     Event,
     Expire,
     Grant,
     Guard,
     KeepAlive,
-    LeaseLostError,
     Operation,
     Put,
     Range,
     Revoke,
-    StoreError,
     StoreState,
     applied,
     entries_under,

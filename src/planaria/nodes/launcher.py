@@ -1,10 +1,13 @@
-"""Starts the nodes of a job on this machine and runs its coordinator until the job ends.
+"""Starts the nodes of a job on this machine, and the process of its coordinator.
 
-The launcher forks one agent per node, serves their connections, feeds what they say to the
-coordinator (a pure function) one event at a time, and carries out its commands. It holds the
-only write end of the lifeline pipe: when it dies, by whatever signal, every agent and worker
-sees the pipe close and leaves. They hold all its read ends, too: the launcher sees its own end
-break when the last process of the job is gone, and waits for that.
+The launcher forks one agent per node and the coordinator beside them, from the job's fork server.
+It passes on what the user wants and what becomes of the agents' processes, and takes what the
+coordinator tells to an observer. A coordinator that ends before the job does is started again, on
+the same listening socket and the same journal. Faults are injected from here.
+
+It holds the only write end of the lifeline pipe: when it dies, by whatever signal, every process
+of the job sees the pipe close and leaves. They hold all its read ends, too: the launcher sees its
+own end break when the last process of the job is gone, and waits for that.
 
 Ctrl-C and SIGTERM stop the job at its next commit, once its state is saved; a second one, or one
 before the first iteration has begun, ends it at once.
@@ -16,318 +19,338 @@ import logging
 import os
 import secrets
 import signal
+import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from planaria.checkpoint.tiers import DiskTier, Manifest
-from planaria.coordinator.coordinator import (
-    Began,
-    Command,
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.inject import Injection
+from planaria.core.messages import Message, StopRequested
+from planaria.core.records import (
+    AgentEnded,
     Committed,
-    Discard,
-    End,
-    Ending,
-    JobState,
-    Phase,
-    Publish,
-    Tell,
-    step,
+    Ended,
+    Running,
+    ToLauncher,
+    Unsaved,
+    Warned,
 )
-from planaria.core.messages import FromNode, NodeLost, NodeSpec, StartEpoch, StopRequested
-from planaria.errors import AuthenticationError, CheckpointError, InsufficientError
+from planaria.core.specs import NodeSpec
+from planaria.errors import CheckpointError, InsufficientError
 from planaria.nodes.forkserver import ForkServer, told
-from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
+from planaria.nodes.injector import Injector, coordinator_places, node_places
+from planaria.nodes.leader import LeaderSpec
+from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 10.0  # For agents to leave by themselves before their groups are killed.
 KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
+RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
+
+_READ_BYTES = 1 << 20
+_decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 
 
 class Observer(Protocol):
     """Who watches a job: the live display and the report."""
 
-    def starting(self, state: JobState) -> None:
-        """Every worker has reported; they take their layers and connect."""
+    def noticed(self, message: ToLauncher) -> None:
+        """The coordinator tells something; an iteration is told of once."""
 
-    def began(self, state: JobState, event: Began) -> None:
-        """Training has begun."""
+    def fired(self, injection: Injection, *, now_s: float) -> None:
+        """A fault is being injected."""
 
-    def committed(self, state: JobState, event: Committed) -> None:
-        """An iteration is committed."""
-
-    def saved(self, manifest: Manifest) -> None:
-        """A checkpoint is complete on disk."""
-
-    def unsaved(self, event: Discard) -> None:
-        """A save failed; training goes on unless it was the last."""
-
-    def warned(self, text: str) -> None:
-        """Something else went wrong that does not stop the job."""
+    def restarted(self, *, lost_s: float, now_s: float) -> None:
+        """The coordinator was lost, and runs again."""
 
     def stopping(self) -> None:
         """The user asked to stop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the job ended, and the coordinator's state at that moment."""
-
-    end: End
-    state: JobState
 
 
 class Launcher:
     """Runs one job.
 
     Args:
-        spec: what every node is told; `node` and `coordinator` are filled in here.
-        fingerprint: what a checkpoint says of the job that wrote it.
-        keep: newest checkpoints kept, 0 for all.
+        spec: what every node is told; `node` and all addresses are filled in here.
+        leader: what the coordinator is told, likewise.
     """
 
     def __init__(
         self,
         spec: NodeSpec,
-        state: JobState,
+        leader: LeaderSpec,
         *,
         server: ForkServer,
         observer: Observer,
-        tier: DiskTier,
-        fingerprint: dict[str, Any],
-        keep: int,
+        injections: Sequence[Injection] = (),
     ) -> None:
-        self._spec = msgspec.structs.replace(spec, token=secrets.token_bytes(32))
-        self._state = state
+        token = secrets.token_bytes(32)
+        self._spec = msgspec.structs.replace(spec, token=token)
+        self._leader_spec = msgspec.structs.replace(leader, token=token)
         self._server = server
         self._observer = observer
-        self._tier = tier
-        self._fingerprint = fingerprint
-        self._keep = keep
+        self._injections = injections
         self._agents: dict[int, int] = {}
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._events: asyncio.Queue[FromNode] = asyncio.Queue()
-        self._outcome: Outcome | None = None
-        self._interruption = ""
-        self._lost_node: int | None = None
+        self._injector = Injector(
+            injections,
+            token=token,
+            agents=self._agents,
+            leader=lambda: self._leader_pid,
+            fired=self._fire,
+        )
         self._exits: dict[int, int] = {}
+        self._leader_pid = 0
+        self._leader_pids: set[int] = set()
+        self._to_leader: asyncio.StreamWriter | None = None
+        self._restarts = 0
+        self._num_committed = 0
+        self._is_training = False
+        self._stop_requested = False
+        self._interruption = ""
         self._is_server_lost = False
-        self._unsaved: dict[tuple[int, int], str] = {}
+        self._tier = DiskTier(Path(spec.job.checkpoint.directory))
+        self._unsaved: set[tuple[int, int]] = set()
+        self._unfired: tuple[Injection, ...] = ()
+        self._ended: asyncio.Future[Ended]
 
-    def run(self) -> Outcome:
+    def run(self) -> Ended:
         """Runs the job to its end; no process of it is left afterwards.
 
         Raises:
             KeyboardInterrupt: the user ended the job at once; it says what that cost.
             InsufficientError: the fork server is gone before the nodes were started.
         """
-        outcome = asyncio.run(self._run())
-        # What a rank wrote after another had failed to is no checkpoint.
-        for iteration, epoch in self._unsaved:
-            self._discard(iteration, epoch)
+        with tempfile.TemporaryDirectory(prefix="planaria-") as directory:
+            self._leader_spec = msgspec.structs.replace(self._leader_spec, directory=directory)
+            ended = asyncio.run(self._run())
+        self._discard_unsaved()
         if self._interruption:
             raise KeyboardInterrupt(self._interruption)
-        return outcome
+        return ended
 
-    async def _run(self) -> Outcome:
-        loop = asyncio.get_running_loop()
-        tcp = await asyncio.start_server(self._serve_agent, host="127.0.0.1", port=0)
-        lifeline_read_fd, lifeline_write_fd = os.pipe()
-        with _interrupts(loop, self._interrupt):
+    def _discard_unsaved(self) -> None:
+        """What a rank wrote after another had failed to is no checkpoint."""
+        for iteration, epoch in sorted(self._unsaved):
             try:
-                try:
-                    self._start_agents(tcp.sockets[0].getsockname()[:2], lifeline_read_fd)
-                finally:
-                    os.close(lifeline_read_fd)
-                loop.add_reader(self._server.fileno(), self._watch_agents)
-                self._watch_agents()
-                while self._outcome is None:
-                    self._handle(await self._events.get())
-                if self._outcome.end.ending not in (Ending.FAILED, Ending.LOST):
+                self._tier.discard(iteration, epoch)
+            except CheckpointError as error:
+                self._observer.noticed(Warned(text=str(error)))
+
+    @property
+    def unfired(self) -> tuple[Injection, ...]:
+        """The faults whose place never came."""
+        return self._unfired
+
+    async def _run(self) -> Ended:
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        lifeline_read_fd, lifeline_write_fd = os.pipe()
+        injector = await self._injector.listen() if self._injections else ("", 0)
+        with (
+            _interrupts(loop, self._interrupt),
+            socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
+        ):
+            self._listener = listener
+            self._lifeline_fd = lifeline_read_fd
+            leading: asyncio.Task[None] | None = None
+            try:
+                self._start_agents(injector)
+                leading = asyncio.create_task(self._lead())
+                loop.add_reader(self._server.fileno(), self._watch_processes)
+                self._watch_processes()
+                leading.add_done_callback(self._pass_on)
+                ended = await self._ended
+                os.close(self._lifeline_fd)
+                self._lifeline_fd = -1
+                if ended.ending not in ("failed", "lost"):
+                    self._kill_evicted(ended)
                     await self._wait_left(lifeline_write_fd)
             finally:
-                self._kill_agents()
+                if leading is not None:
+                    leading.cancel()
+                if self._lifeline_fd >= 0:
+                    os.close(self._lifeline_fd)
+                self._kill_all()
                 if not await _is_left_alone(lifeline_write_fd, timeout_s=KILL_TIMEOUT_S):
                     logger.warning("a process of the job is still there after it was killed")
                 await self._wait_exits()
                 loop.remove_reader(self._server.fileno())
                 os.close(lifeline_write_fd)
-                tcp.close()
-        return self._explained(self._outcome)
+                self._unfired = self._injector.close() if self._injections else ()
+        return self._explained(ended)
 
-    # -- nodes ------------------------------------------------------------------------------------
+    # -- processes --------------------------------------------------------------------------------
 
-    def _start_agents(self, address: tuple[str, int], lifeline_fd: int) -> None:
-        for node in self._state.plan.nodes:
-            spec = msgspec.structs.replace(self._spec, node=node, coordinator=address)
+    def _start_agents(self, injector: tuple[str, int]) -> None:
+        address = self._listener.getsockname()[:2]
+        for node in self._leader_spec.plan.nodes:
+            spec = msgspec.structs.replace(
+                self._spec,
+                node=node,
+                coordinator=address,
+                places=node_places(self._injections, node),
+                injector=injector,
+            )
             pid = self._server.spawn(
-                "planaria.nodes.agent:main", msgspec.json.encode(spec), (lifeline_fd,)
+                "planaria.nodes.agent:main", msgspec.json.encode(spec), (self._lifeline_fd,)
             )
-            self._agents[pid] = node
+            self._agents[node] = pid
+        self._leader_spec = msgspec.structs.replace(
+            self._leader_spec, places=coordinator_places(self._injections), injector=injector
+        )
 
-    async def _serve_agent(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            node = await shake_hands(
-                reader, writer, token=self._spec.token, role=Role.ACCEPT, identity=0
-            )
-        except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
-            logger.warning("refused a connection: %s", error)
-            writer.close()
-            return
-        self._writers[node] = writer
+    async def _lead(self) -> None:
+        """Runs the coordinator, again whenever it ends before the job does."""
+        payload = msgspec.json.encode(self._leader_spec)
+        lost_s = 0.0
+        while not self._ended.done():
+            ours, theirs = socket.socketpair()
+            with theirs:
+                fds = (self._listener.fileno(), theirs.fileno(), self._lifeline_fd)
+                self._leader_pid = self._server.spawn("planaria.nodes.leader:main", payload, fds)
+            self._leader_pids.add(self._leader_pid)
+            self._watch_processes()  # The fork server may have told of exits in between.
+            reader, self._to_leader = await asyncio.open_connection(sock=ours)
+            self._brief()
+            if lost_s:
+                self._observer.restarted(lost_s=lost_s, now_s=time.monotonic())
+            with contextlib.suppress(ConnectionError):
+                await self._hear(reader)
+            lost_s = time.monotonic()
+            self._to_leader.close()
+            self._to_leader = None
+            self._restarts += 1
+            if self._restarts > RESTARTS_MAX:
+                self._end(f"the coordinator ended {self._restarts} times without a commit")
+
+    def _pass_on(self, leading: asyncio.Task[None]) -> None:
+        """What ended the task that runs the coordinator ends the job."""
+        if not leading.cancelled() and (error := leading.exception()) and not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _brief(self) -> None:
+        """Tells a new coordinator what it may not have heard."""
+        for node, pid in self._agents.items():
+            if pid in self._exits:
+                self._say(AgentEnded(node=node, reason=f"its agent {told(self._exits[pid])}"))
+        if self._stop_requested:
+            self._say(StopRequested())
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Takes in what the coordinator says until it is gone."""
         decoder = FrameDecoder()
-        try:
-            while data := await reader.read(1 << 20):
-                for body in decoder.feed(data):
-                    self._events.put_nowait(from_node_decoder.decode(body))
-        except ConnectionError as error:
-            logger.info("node %s: %s", node, error)
-        finally:
-            self._events.put_nowait(NodeLost(node=node))
-            writer.close()
+        while data := await reader.read(_READ_BYTES):
+            for body in decoder.feed(data):
+                message = _decoder.decode(body)
+                match message:
+                    case Committed() if message.iteration < self._num_committed:
+                        continue  # The coordinator before this one has told it.
+                    case Committed():
+                        self._num_committed = message.iteration + 1
+                        self._restarts = 0
+                    case Running() if not self._is_training:
+                        self._is_training = True
+                        if self._injections:
+                            self._injector.began()
+                    case Unsaved():
+                        self._unsaved.add((message.iteration, message.epoch))
+                    case Ended() if not self._ended.done():
+                        self._ended.set_result(message)
+                        return
+                self._observer.noticed(message)
 
-    def _watch_agents(self) -> None:
-        """An agent that ends before it has connected is seen here alone."""
+    def _say(self, message: Message) -> None:
+        if self._to_leader is not None:
+            self._to_leader.write(frame(message))
+
+    def _watch_processes(self) -> None:
         try:
             exits = self._server.exits()
         except InsufficientError as error:
             asyncio.get_running_loop().remove_reader(self._server.fileno())
             self._is_server_lost = True
-            self._end(End(Ending.LOST, str(error)))
+            self._end(str(error))
             return
         for pid, status in exits:
             self._exits[pid] = status
-            if pid in self._agents:
-                self._events.put_nowait(NodeLost(node=self._agents[pid]))
+            for node, agent in self._agents.items():
+                if agent == pid:
+                    self._say(AgentEnded(node=node, reason=f"its agent {told(status)}"))
 
     async def _wait_left(self, lifeline_fd: int) -> None:
-        """Lets agents leave by themselves, for a while."""
+        """Lets the job's processes leave by themselves, for a while."""
         if await _is_left_alone(lifeline_fd, timeout_s=EXIT_TIMEOUT_S):
             return
-        for pid in set(self._agents) - set(self._exits):
-            logger.warning(
-                "node %s did not leave within %.0f s and is killed",
-                self._agents[pid],
-                EXIT_TIMEOUT_S,
-            )
+        for node, pid in self._agents.items():
+            if pid not in self._exits:
+                logger.warning(
+                    "node %s did not leave within %.0f s and is killed", node, EXIT_TIMEOUT_S
+                )
 
-    def _kill_agents(self) -> None:
-        for pid in set(self._agents) - set(self._exits):
+    def _kill_evicted(self, ended: Ended) -> None:
+        """A node that was evicted may hang, and would never leave."""
+        for node, pid in self._agents.items():
+            if node not in ended.nodes and pid not in self._exits:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _kill_all(self) -> None:
+        for pid in {*self._agents.values(), *self._leader_pids} - set(self._exits):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
 
     async def _wait_exits(self) -> None:
-        """Waits until the fork server has told how the agents ended, which are gone by now."""
+        """Waits until the fork server has told how all ended, who are gone by now."""
         deadline_s = time.monotonic() + KILL_TIMEOUT_S
-        while not (self._is_server_lost or set(self._agents) <= set(self._exits)):
+        expected = {*self._agents.values(), *self._leader_pids}
+        while not (self._is_server_lost or expected <= set(self._exits)):
             if time.monotonic() > deadline_s:
                 return
             await asyncio.sleep(0.002)
 
-    def _explained(self, outcome: Outcome | None) -> Outcome:
-        """The outcome, with how the agent ended whose loss ended the job."""
-        assert outcome is not None
-        for pid, node in self._agents.items():
-            if node == self._lost_node and pid in self._exits:
-                reason = f"{outcome.end.reason}: its agent {told(self._exits[pid])}"
-                return replace(outcome, end=replace(outcome.end, reason=reason))
-        return outcome
+    def _explained(self, ended: Ended) -> Ended:
+        """The end; a job without any node left names how they ended."""
+        if ended.nodes or ended.ending != "lost":
+            return ended
+        hows = sorted({told(self._exits[p]) for p in self._agents.values() if p in self._exits})
+        if not hows:
+            return ended
+        reason = f"{ended.reason}: the agents {', '.join(hows)}"
+        return msgspec.structs.replace(ended, reason=reason)
 
-    # -- events and commands ----------------------------------------------------------------------
+    # -- the user, and faults ---------------------------------------------------------------------
+
+    def _fire(self, injection: Injection) -> None:
+        self._observer.fired(injection, now_s=time.monotonic())
 
     def _interrupt(self) -> None:
         """The first Ctrl-C stops at the next commit and saves; the second ends the job at once."""
-        if self._outcome is not None:
+        if self._ended.done():
             return
-        if self._state.phase in (Phase.JOINING, Phase.STARTING):
+        if not self._is_training:
             self._interruption = "interrupted before training began"
-        elif self._state.stop_requested:
-            self._interruption = f"interrupted again, so nothing was saved; {standing(self._tier)}"
+        elif self._stop_requested:
+            left = standing(self._tier)
+            self._interruption = f"interrupted again, so nothing was saved; {left}"
         else:
+            self._stop_requested = True
             self._observer.stopping()
-            self._handle(StopRequested())
+            self._say(StopRequested())
             return
-        self._end(End(Ending.LOST, self._interruption))
+        self._end(self._interruption)
 
-    def _end(self, end: End) -> None:
+    def _end(self, reason: str) -> None:
         """Ends the job for a reason that the coordinator does not know."""
-        if self._outcome is None:
-            self._outcome = Outcome(end, self._state)
-            self._events.put_nowait(StopRequested())  # Wakes whoever waits for an event.
-
-    def _handle(self, event: FromNode) -> None:
-        if self._outcome is not None:
-            return
-        self._state, commands = step(self._state, event)
-        for command in commands:
-            self._carry_out(command)
-        if self._outcome is not None and isinstance(event, NodeLost):
-            self._lost_node = event.node
-
-    def _carry_out(self, command: Command) -> None:
-        match command:
-            case Tell():
-                if isinstance(command.message, StartEpoch):
-                    self._observer.starting(self._state)
-                for writer in self._writers.values():
-                    writer.write(frame(command.message))
-            case Began():
-                self._observer.began(self._state, command)
-            case Committed():
-                self._observer.committed(self._state, command)
-            case Publish():
-                self._publish(command)
-            case Discard():
-                self._give_up(command)
-            case End():
-                self._outcome = Outcome(self._true_end(command), self._state)
-
-    def _true_end(self, end: End) -> End:
-        """The end; a job whose last save could not be published has not been saved."""
-        reason = self._unsaved.get((self._state.last + 1, self._state.plan.epoch))
-        if reason is not None and end.ending in (Ending.FINISHED, Ending.STOPPED):
-            return End(Ending.UNSAVED, reason)
-        return end
-
-    def _publish(self, command: Publish) -> None:
-        manifest = Manifest(
-            iteration=command.iteration,
-            epoch=command.epoch,
-            job=self._fingerprint,
-            layers=command.files,
-        )
-        try:
-            self._tier.publish(manifest)
-        except CheckpointError as error:
-            self._give_up(Discard(command.iteration, command.epoch, str(error)))
-            return
-        self._observer.saved(manifest)
-        try:
-            if self._keep:
-                self._tier.prune(self._keep)
-        except CheckpointError as error:
-            self._observer.warned(f"old checkpoints stay: {error}")
-
-    def _give_up(self, command: Discard) -> None:
-        """Removes what there is of a failed save; each rank that failed says so, once is told."""
-        key = (command.iteration, command.epoch)
-        self._discard(*key)
-        if key not in self._unsaved:
-            self._unsaved[key] = command.reason
-            self._observer.unsaved(command)
-
-    def _discard(self, iteration: int, epoch: int) -> None:
-        try:
-            self._tier.discard(iteration, epoch)
-        except CheckpointError as error:
-            self._observer.warned(str(error))
+        if not self._ended.done():
+            ended = Ended(ending="lost", reason=reason, failure=None, nodes=(), epoch=0)
+            self._ended.set_result(ended)
 
 
 def standing(tier: DiskTier) -> str:

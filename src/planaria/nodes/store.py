@@ -25,52 +25,12 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from planaria.errors import PlanariaError
+from planaria.errors import CompactedError, ConflictError, LeaseLostError
 
 ABSENT: Final = 0  # The revision of a key that is not there.
 NO_LEASE: Final = 0
 VALUE_BYTES_MAX: Final = 1 << 20  # etcd refuses requests above 1.5 MiB.
 HISTORY_MAX: Final = 1000  # Changes of keys that a watch can still begin at.
-
-
-class StoreError(PlanariaError):
-    """When the store cannot go on: its journal is damaged, held by another, or cannot grow."""
-
-
-class ConflictError(StoreError):
-    """When a guard of a write does not hold; nothing was written.
-
-    Attributes:
-        guard: the first that does not hold.
-        actual_revision: of its key, ABSENT where there is none.
-    """
-
-    def __init__(self, guard: "Guard", actual_revision: int) -> None:
-        super().__init__(
-            f"{guard.key} is at revision {actual_revision}, not {guard.revision}: somebody else "
-            f"has written it or its lease has ended ({ABSENT} means that it is not there)"
-        )
-        self.guard = guard
-        self.actual_revision = actual_revision
-
-
-class LeaseLostError(StoreError):
-    """When a lease has ended: whoever held `lease` is taken for dead and stops itself."""
-
-    def __init__(self, lease: int) -> None:
-        super().__init__(f"lease {lease} has ended; its holder no longer belongs to the job")
-        self.lease = lease
-
-
-class CompactedError(StoreError):
-    """When a watch wants changes older than `first_revision`: read the range, go on from there."""
-
-    def __init__(self, wanted_revision: int, first_revision: int) -> None:
-        super().__init__(
-            f"changes from revision {wanted_revision} on are wanted, they are kept from "
-            f"{first_revision} on"
-        )
-        self.first_revision = first_revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +341,7 @@ def _written(state: StoreState, put: Put) -> Entry:
         entry = state.entries.get(guard.key)
         actual_revision = entry.revision if entry else ABSENT
         if actual_revision != guard.revision:
-            raise ConflictError(guard, actual_revision)
+            raise ConflictError(guard.key, guard.revision, actual_revision)
     if put.lease != NO_LEASE:
         _ttl_s(state, put.lease)
     return Entry(put.key, put.value, state.revision + 1, put.lease)

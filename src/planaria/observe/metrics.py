@@ -1,5 +1,6 @@
 """What a run leaves behind: one frozen record per fact, together the report (DESIGN 7)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,43 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EventRecord:
+    """What happened besides iterations, and what it cost.
+
+    Attributes:
+        kind: of the SPEC when injected, else lost, crash, stall, leader, degraded, or what failed.
+        nodes: concerned.
+        fired: False for an injected fault whose place never came.
+        candidates: the answers that were proposed, with their prices; `answer` was taken.
+        detect_s: from the loss until every member had left the old epoch and answered.
+        decide_s: until the plan was on record and told.
+        regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
+        received_bytes: of state, counted on the sockets; `transfer_bytes` is what was planned.
+        downtime_s: the sum of these: from the loss until every rank could go on.
+    """
+
+    kind: str
+    nodes: tuple[int, ...]
+    iteration: int
+    step: str = ""
+    fired: bool = True
+    policy: str = ""
+    answer: str = ""
+    candidates: tuple[Mapping[str, object], ...] = ()
+    detect_s: float = 0.0
+    decide_s: float = 0.0
+    regroup_s: float = 0.0
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    received_bytes: int = 0
+    source_tier: str = ""
+    downtime_s: float = 0.0
+    predicted_downtime_s: float = 0.0
+    redone_samples: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinalRecord:
     """How the job ended.
 
@@ -68,7 +106,7 @@ class Report:
     versions: dict[str, str]
     workers: tuple[WorkerRecord, ...]
     iterations: tuple[IterationRecord, ...]
-    events: tuple[dict[str, Any], ...]
+    events: tuple[EventRecord, ...]
     checkpoints: dict[str, float]
     ledger: dict[str, float]
     final: FinalRecord

@@ -3,14 +3,30 @@
 Source: DESIGN 7 (Report). It is told the time; it does not look.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from planaria.core.messages import IterationDone, MeasuredSpan, WorkerReady
-from planaria.core.samples import sample_digest
+from planaria.core.inject import Injection
+from planaria.core.messages import MeasuredSpan, WorkerReady
+from planaria.core.records import Committed, Decided, Recovering, Running, Starting
 from planaria.observe.ledger import Category, Ledger
-from planaria.observe.metrics import IterationRecord, WorkerRecord
+from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An event that is not over yet.
+
+    Attributes:
+        lost_s: when it happened, if that is known, else when it was noticed.
+        detected_s, told_s: when all had answered, and when they were told the plan; 0 before.
+    """
+
+    event: EventRecord
+    lost_s: float
+    is_noticed: bool = False
+    detected_s: float = 0.0
+    told_s: float = 0.0
 
 
 class Recorder:
@@ -20,72 +36,209 @@ class Recorder:
         ledger: where the seconds went so far.
         iterations: committed ones, in order.
         spans: of each committed iteration, by rank; empty unless workers were told to trace.
-        events: what happened besides iterations.
     """
 
     def __init__(self, *, start_s: float, predicted_s: float, predicted_peak_bytes: int) -> None:
         self.ledger = Ledger(start_s, start_s)
         self.iterations: list[IterationRecord] = []
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
-        self.events: list[dict[str, object]] = []
-        self._workers: dict[int, tuple[WorkerReady, int, int]] = {}
+        self._events: list[EventRecord] = []
+        self._open: list[_Open] = []
+        self._workers: dict[tuple[int, int], WorkerRecord] = {}
         self._predicted_s = predicted_s
         self._predicted_peak_bytes = predicted_peak_bytes
+        self._committed_s = start_s
 
-    def began(
-        self,
-        workers: dict[int, WorkerReady],
-        materialised: dict[int, int],
-        *,
-        epoch: int,
-        now_s: float,
-    ) -> None:
-        """Training runs from now on."""
-        self._workers = {
-            rank: (worker, epoch, materialised[rank]) for rank, worker in workers.items()
-        }
-        self.ledger = self.ledger.enter(Category.USEFUL, now_s)
+    def running(self, message: Running) -> tuple[EventRecord, ...]:
+        """Training runs, for the first time or again; the events that are over with that."""
+        for rank, worker in message.workers.items():
+            self._note_worker(rank, worker, message)
+        noticed = self._noticed()
+        self._enter(Category.TRANSFER if noticed else self.ledger.category, message.now_s)
+        over = tuple(_closed(one, message) for one in noticed)
+        told_s = max((one.told_s for one in noticed), default=message.now_s)
+        if over:
+            between_s = message.now_s - told_s
+            self.ledger = self.ledger.moved(
+                min(between_s, message.transfer_s), Category.REGROUP, Category.TRANSFER
+            )
+        self._events += over
+        self._open = [one for one in self._open if not one.is_noticed]
+        self._enter(Category.USEFUL, message.now_s)
+        self._committed_s = message.now_s
+        return over
 
-    def committed(self, reports: Sequence[IterationDone], *, now_s: float) -> IterationRecord:
-        """An iteration is committed; `reports` are those of all ranks."""
-        first = reports[0]
-        samples = np.array([s for report in reports for s in report.samples], dtype=np.int64)
+    def committed(self, message: Committed) -> IterationRecord:
+        """An iteration is committed."""
+        reports = message.reports
         record = IterationRecord(
-            iteration=first.iteration,
-            loss=first.loss,
-            samples=len(samples),
-            sample_digest=sample_digest(samples),
-            seconds=max(report.seconds for report in reports),
-            epoch=first.epoch,
+            iteration=message.iteration,
+            loss=message.loss,
+            samples=message.num_samples,
+            sample_digest=message.sample_digest,
+            # Whoever could tell may be lost; then it is what the coordinator saw.
+            seconds=max((r.seconds for r in reports), default=message.now_s - self._committed_s),
+            epoch=max((r.epoch for r in reports), default=message.epoch),
             predicted_s=self._predicted_s,
-            peak_bytes=max(report.peak_bytes for report in reports),
+            peak_bytes=max((report.peak_bytes for report in reports), default=0),
             predicted_peak_bytes=self._predicted_peak_bytes,
         )
         self.iterations.append(record)
         self.spans.append({report.rank: report.spans for report in reports if report.spans})
-        stall_s = max(report.stall_s for report in reports)
-        self.ledger = self.ledger.enter(Category.USEFUL, now_s).moved(
-            stall_s, Category.USEFUL, Category.CHECKPOINT_STALL
-        )
-        if first.ends:
-            self.ledger = self.ledger.enter(Category.CHECKPOINT_STALL, now_s)
+        stall_s = max((report.stall_s for report in reports), default=0.0)
+        if not self._noticed():
+            self._enter(Category.USEFUL, message.now_s)
+            self._committed_s = message.now_s
+        self.ledger = self.ledger.moved(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
+        if message.ends:
+            self._enter(Category.CHECKPOINT_STALL, message.now_s)
         return record
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def fired(self, injection: Injection, *, now_s: float) -> None:
+        """A fault is injected."""
+        event = EventRecord(
+            kind=injection.kind,
+            nodes=injection.nodes,
+            iteration=injection.place.iteration,
+            step=injection.place.step if injection.place.at_s < 0 else f"~{injection.place.at_s}",
+        )
+        if injection.kind == "leader":  # Training goes on without a coordinator.
+            self._events.append(event)
+        else:
+            self._open.append(_Open(event, now_s))
+
+    def unfired(self, injection: Injection) -> None:
+        """The place of a fault never came."""
+        place = injection.place
+        event = EventRecord(
+            kind=injection.kind,
+            nodes=injection.nodes,
+            iteration=place.iteration,
+            step=place.step,
+            fired=False,
+        )
+        self._events.append(event)
+
+    def recovering(self, message: Recovering) -> None:
+        """The coordinator noticed a loss."""
+        for index, one in enumerate(self._open):
+            if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
+                self._enter(Category.DETECT, max(one.lost_s, self.ledger.now_s))
+                event = replace(one.event, reason=one.event.reason or message.reason)
+                self._open[index] = replace(one, event=event, is_noticed=True)
+                return
+        self._enter(Category.DETECT, max(message.lost_s, self.ledger.now_s))
+        event = EventRecord(
+            kind=message.kind,
+            nodes=message.nodes,
+            iteration=message.iteration,
+            reason=message.reason,
+        )
+        self._open.append(_Open(event, message.lost_s, is_noticed=True))
+
+    def _noticed(self) -> list[_Open]:
+        return [one for one in self._open if one.is_noticed]
+
+    def decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
+        """The coordinator has chosen how the job goes on."""
+        self._predicted_s = message.predicted_s
+        self._predicted_peak_bytes = predicted_peak_bytes
+        if message.redone_samples:
+            first_lost_s = min((one.lost_s for one in self._noticed()), default=message.detected_s)
+            lost_work_s = max(0.0, first_lost_s - self._committed_s)
+            self.ledger = self.ledger.moved(lost_work_s, Category.USEFUL, Category.REDO)
+        self._enter(Category.DECIDE, message.detected_s)
+        self._open = [_decided(one, message) if one.is_noticed else one for one in self._open]
+        if message.degraded:
+            event = EventRecord(
+                kind="degraded",
+                nodes=(),
+                iteration=message.iteration,
+                reason=message.degraded,
+            )
+            self._events.append(event)
+
+    def starting(self, message: Starting) -> None:
+        """The members were told the plan."""
+        if self._noticed():
+            self._enter(Category.REGROUP, message.now_s)
+            self._open = [replace(one, told_s=message.now_s) for one in self._open]
+
+    def restarted(self, *, lost_s: float, now_s: float) -> None:
+        """The coordinator was lost and runs again; training did not wait for it."""
+        for index, event in enumerate(self._events):
+            if event.kind == "leader" and event.fired and not event.detect_s:
+                self._events[index] = replace(event, detect_s=now_s - lost_s)
+                return
+        event = EventRecord(kind="leader", nodes=(), iteration=0, detect_s=now_s - lost_s)
+        self._events.append(event)
 
     def noted(self, kind: str, *, iteration: int, reason: str) -> None:
         """Something else happened."""
-        self.events.append({"kind": kind, "iteration": iteration, "reason": reason})
+        self._events.append(EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason))
+
+    def events(self) -> tuple[EventRecord, ...]:
+        """All that happened; what is not over by now has no downtime."""
+        return (*self._events, *(one.event for one in self._open))
 
     def workers(self) -> tuple[WorkerRecord, ...]:
-        """The workers of the run, by rank."""
-        return tuple(
-            WorkerRecord(
-                node=worker.node,
-                rank=rank,
-                pid=worker.pid,
-                pid_start=worker.pid_start,
-                first_epoch=epoch,
-                last_epoch=epoch,
-                layers_materialised=materialised,
-            )
-            for rank, (worker, epoch, materialised) in sorted(self._workers.items())
+        """The workers of the run, by rank, and the one before first."""
+        return tuple(sorted(self._workers.values(), key=lambda w: (w.rank, w.first_epoch)))
+
+    def _note_worker(self, rank: int, worker: WorkerReady, message: Running) -> None:
+        key = (rank, worker.pid)
+        before = self._workers.get(key)
+        self._workers[key] = WorkerRecord(
+            node=worker.node,
+            rank=rank,
+            pid=worker.pid,
+            pid_start=worker.pid_start,
+            first_epoch=before.first_epoch if before else message.epoch,
+            last_epoch=message.epoch,
+            layers_materialised=message.materialised[rank],
         )
+
+    def _enter(self, category: Category, now_s: float) -> None:
+        self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
+
+
+def _decided(one: _Open, message: Decided) -> _Open:
+    candidates: tuple[Mapping[str, object], ...] = tuple(
+        {
+            "policy": candidate.policy,
+            "answer": candidate.answer,
+            "iteration_s": candidate.iteration_s,
+            "downtime_s": candidate.downtime_s,
+            "score": candidate.score,
+        }
+        for candidate in message.candidates
+    )
+    event = replace(
+        one.event,
+        policy=message.policy,
+        answer=message.answer,
+        candidates=candidates,
+        transfer_bytes=message.transfer_bytes,
+        source_tier="live" if message.transfer_bytes else "",
+        predicted_downtime_s=message.predicted_downtime_s,
+        redone_samples=message.redone_samples,
+    )
+    return replace(one, event=event, detected_s=message.detected_s)
+
+
+def _closed(one: _Open, message: Running) -> EventRecord:
+    """The event with its phases, from the loss until every rank was ready to go on."""
+    if not one.detected_s:  # A fault that this recovery does not answer to, such as a short stop.
+        return one.event
+    regroup_s = min(message.regroup_s, message.now_s - one.told_s)
+    return replace(
+        one.event,
+        detect_s=one.detected_s - one.lost_s,
+        decide_s=one.told_s - one.detected_s,
+        regroup_s=regroup_s,
+        transfer_s=message.now_s - one.told_s - regroup_s,
+        received_bytes=message.received_bytes,
+        downtime_s=message.now_s - one.lost_s,
+    )

@@ -144,8 +144,15 @@ def every_plan(
         _, microbatches = _distribution(problem, [by_size[size] for size in sizes])
         pipelines = _pipelines([templates[size] for size in sizes], range(num_working))
         plans[num_left] = plain_plan(0, pipelines, microbatches)
-    by_template = {templates[size]: makespans_s for size, makespans_s in by_size.items()}
-    return EveryPlan(problem=problem, templates=templates, makespans_s=by_template, plans=plans)
+    return every_plan_of(problem, templates, plans)
+
+
+def every_plan_of(
+    problem: Problem, templates: Mapping[int, PipelineTemplate], plans: Mapping[int, Plan]
+) -> EveryPlan:
+    """What `every_plan` found, from its parts: the makespans follow from the templates."""
+    makespans_s = {template: _makespans_s(problem, template) for template in templates.values()}
+    return EveryPlan(problem=problem, templates=templates, makespans_s=makespans_s, plans=plans)
 
 
 def bind(

@@ -110,6 +110,12 @@ class LiveDisplay:
                 f"{record.samples / record.seconds:.1f} samples/s"
             )
 
+    def replan(self, plan: Plan) -> None:
+        """The job goes on with another plan."""
+        self._num_nodes = len(plan.nodes)
+        sizes = "+".join(str(len(pipeline.nodes)) for pipeline in plan.pipelines)
+        self.note(f"{len(plan.nodes)} nodes go on as {sizes}")
+
     def note(self, text: str) -> None:
         """Shows a line, with the time of day on a terminal."""
         if self._is_live:

@@ -1,35 +1,24 @@
 """Takes what the launcher tells about a running job to its report and to whoever shows it."""
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from planaria.checkpoint.tiers import Manifest
-from planaria.coordinator.coordinator import Began, Committed, Discard, JobState
-from planaria.observe.metrics import IterationRecord
+from planaria.core.inject import Injection
+from planaria.core.plan import Plan
+from planaria.core.records import (
+    Committed,
+    Decided,
+    Recovering,
+    Running,
+    Saved,
+    Starting,
+    ToLauncher,
+    Unsaved,
+    Warned,
+)
+from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
-
-# The fields of an event in the report; what an event does not know of itself keeps these.
-_EVENT: Mapping[str, Any] = {
-    "kind": "",
-    "nodes": (),
-    "iteration": 0,
-    "step": "",
-    "fired": True,
-    "policy": "",
-    "answer": "",
-    "candidates": (),
-    "detect_s": 0.0,
-    "decide_s": 0.0,
-    "regroup_s": 0.0,
-    "transfer_s": 0.0,
-    "transfer_bytes": 0,
-    "source_tier": "",
-    "downtime_s": 0.0,
-    "predicted_downtime_s": 0.0,
-    "redone_samples": 0,
-    "reason": "",
-}
 
 
 class Progress(Protocol):
@@ -41,52 +30,76 @@ class Progress(Protocol):
     def committed(self, record: IterationRecord) -> None:
         """An iteration is committed."""
 
+    def replanned(self, plan: Plan) -> None:
+        """The job goes on with another plan."""
+
     def note(self, text: str) -> None:
         """Something else happened that a person should know."""
 
 
 class Watcher:
-    """Takes what the launcher tells to the recorder and the display."""
+    """Takes what the launcher tells to the recorder and the display.
 
-    def __init__(self, recorder: Recorder, display: Progress) -> None:
+    Args:
+        predicted_peak_bytes: of a plan.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        display: Progress,
+        *,
+        predicted_peak_bytes: Callable[[Plan], int],
+    ) -> None:
         self._recorder = recorder
         self._display = display
+        self._predicted_peak_bytes = predicted_peak_bytes
         self._starting_s = self._began_s = time.monotonic()
+        self._has_begun = False
         self._committed_s = self._began_s
         self._checkpoint_s: list[float] = []
 
-    def starting(self, state: JobState) -> None:
-        self._starting_s = time.monotonic()
-        self._display.note(f"{len(state.plan.nodes)} nodes are up, they take their layers")
+    def noticed(self, message: ToLauncher) -> None:
+        """See `Observer` in nodes/launcher.py."""
+        match message:
+            case Starting():
+                self._starting(message)
+            case Running():
+                self._running(message)
+            case Committed():
+                self._committed_s = message.now_s
+                self._display.committed(self._recorder.committed(message))
+            case Recovering():
+                self._recorder.recovering(message)
+                self._display.note(_loss_text(message))
+            case Decided():
+                self._decided(message)
+            case Saved():
+                self._checkpoint_s.append(time.monotonic() - self._committed_s)
+                self._display.note(f"saved iteration {message.iteration}")
+            case Unsaved():
+                self._recorder.noted(
+                    "save_failed", iteration=message.iteration, reason=message.reason
+                )
+                text = f"iteration {message.iteration} was not saved: {message.reason}"
+                self._display.note(text)
+            case Warned():
+                self._display.note(message.text)
 
-    def began(self, state: JobState, event: Began) -> None:
-        self._began_s = self._committed_s = time.monotonic()
-        self._recorder.began(
-            dict(state.workers),
-            dict(event.materialised),
-            epoch=state.plan.epoch,
-            now_s=self._began_s,
-        )
-        self._display.began()
+    def fired(self, injection: Injection, *, now_s: float) -> None:
+        """See `Observer`."""
+        self._recorder.fired(injection, now_s=now_s)
+        nodes = ", ".join(str(node) for node in injection.nodes)
+        target = f"node {nodes}" if nodes else "the coordinator"
+        self._display.note(f"injecting {injection.kind}: {target}")
 
-    def committed(self, state: JobState, event: Committed) -> None:
-        assert event.reports[0].epoch == state.plan.epoch
-        self._committed_s = time.monotonic()
-        record = self._recorder.committed(event.reports, now_s=self._committed_s)
-        self._display.committed(record)
-
-    def saved(self, manifest: Manifest) -> None:
-        self._checkpoint_s.append(time.monotonic() - self._committed_s)
-        self._display.note(f"saved iteration {manifest.iteration}")
-
-    def unsaved(self, event: Discard) -> None:
-        self._recorder.noted("save_failed", iteration=event.iteration, reason=event.reason)
-        self._display.note(f"iteration {event.iteration} was not saved: {event.reason}")
-
-    def warned(self, text: str) -> None:
-        self._display.note(text)
+    def restarted(self, *, lost_s: float, now_s: float) -> None:
+        """See `Observer`."""
+        self._recorder.restarted(lost_s=lost_s, now_s=now_s)
+        self._display.note(f"the coordinator runs again after {1000 * (now_s - lost_s):.0f} ms")
 
     def stopping(self) -> None:
+        """See `Observer`."""
         self._display.note("stopping at the next commit; Ctrl-C again stops at once, unsaved")
 
     def failed(self, reason: str, *, kind: str) -> None:
@@ -95,9 +108,14 @@ class Watcher:
         iteration = records[-1].iteration + 1 if records else 0
         self._recorder.noted(kind, iteration=iteration, reason=reason)
 
-    def events(self) -> tuple[dict[str, Any], ...]:
-        """The report's events, every field there."""
-        return tuple({**_EVENT, **event} for event in self._recorder.events)
+    def unfired(self, injections: tuple[Injection, ...]) -> None:
+        """The places of these faults never came."""
+        for injection in injections:
+            self._recorder.unfired(injection)
+            place = injection.place
+            self._display.note(
+                f"never injected: {injection.kind} at iteration {place.iteration}, {place.step}"
+            )
 
     def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
         """The report's table: seconds from a commit to its complete save, and to read one."""
@@ -110,3 +128,50 @@ class Watcher:
             "idle_used_s": 0.0,
             "idle_left_s": 0.0,
         }
+
+    def _starting(self, message: Starting) -> None:
+        self._recorder.starting(message)
+        if not self._has_begun:
+            self._starting_s = message.now_s
+            self._display.note(f"{message.num_nodes} nodes are up, they take their layers")
+
+    def _running(self, message: Running) -> None:
+        for event in self._recorder.running(message):
+            self._display.note(_event_text(event))
+        if not self._has_begun:
+            self._has_begun = True
+            self._began_s = message.now_s
+            self._display.began()
+
+    def _decided(self, message: Decided) -> None:
+        peak_bytes = self._predicted_peak_bytes(message.plan)
+        self._recorder.decided(message, predicted_peak_bytes=peak_bytes)
+        if message.degraded:
+            self._display.note(f"degraded: {message.degraded}")
+        self._display.replanned(message.plan)
+
+
+def _loss_text(message: Recovering) -> str:
+    nodes = ", ".join(str(node) for node in message.nodes)
+    return f"{message.kind}: node {nodes}: {message.reason}" if nodes else message.reason
+
+
+def _event_text(event: EventRecord) -> str:
+    """What the answer was, and what it cost."""
+    parts = [
+        f"{name} {1000 * seconds:.0f}"
+        for name, seconds in (
+            ("detect", event.detect_s),
+            ("decide", event.decide_s),
+            ("regroup", event.regroup_s),
+            ("transfer", event.transfer_s),
+        )
+    ]
+    answers = ", ".join(
+        f"{candidate['answer']} {candidate['score']:.1f}" for candidate in event.candidates
+    )
+    return (
+        f"re-formed in {1000 * event.downtime_s:.0f} ms ({', '.join(parts)} ms); {event.answer} "
+        f"of {answers} samples/s; {event.transfer_bytes / 1e6:.1f} MB moved, "
+        f"{event.redone_samples} samples redone"
+    )

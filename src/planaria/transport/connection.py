@@ -39,6 +39,8 @@ class Channel(IntEnum):
     SCATTER = 3
     GATHER = 4
     COMMIT = 5
+    STATE_HEAD = 6
+    STATE = 7
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

@@ -44,6 +44,7 @@ Buffer = npt.NDArray[Any]
 
 _READ_AND_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
 _CLOSE_TIMEOUT_S = 2.0
+_NEVER = 1 << 62  # An epoch that no job reaches.
 
 
 class Links:
@@ -52,6 +53,7 @@ class Links:
     Attributes:
         address: where this rank accepts links.
         sent_bytes, received_bytes: payload, by channel.
+        state_bytes: payload of state received, by epoch.
     """
 
     def __init__(self, rank: int, *, token: bytes, host: str = "127.0.0.1") -> None:
@@ -59,6 +61,7 @@ class Links:
         self.epoch = 0
         self.sent_bytes: Counter[Channel] = Counter()
         self.received_bytes: Counter[Channel] = Counter()
+        self.state_bytes: Counter[int] = Counter()
         self._token = token
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
@@ -69,7 +72,8 @@ class Links:
         self._peers: dict[int, Connection] = {}
         self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
-        self._aborted = ""
+        self._first_epoch = 0
+        self._abort_reason = ""
         self._failure: Exception | None = None
         self._closing = False
         self._new: deque[Connection] = deque()
@@ -103,14 +107,14 @@ class Links:
 
         Raises:
             PeerLostError: a peer could not be reached within timeout_s.
-            AbortedError: `abort` was called.
+            AbortedError: the epoch was aborted, maybe before it began.
         """
         assert self.rank not in peers
         assert not self._closing
         assert epoch >= self.epoch, (epoch, self.epoch)
         with self._changed:
+            self._check_epoch(epoch)
             self.epoch = epoch
-            self._aborted = ""
             self._lost.clear()
             self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
             self._retire({rank: address[1] for rank, address in addresses.items()})
@@ -167,16 +171,23 @@ class Links:
             self._wait(lambda: key in self._inbox, epoch=epoch, peers=(peer,), timeout_s=timeout_s)
             return self._inbox.pop(key)
 
-    def abort(self, reason: str) -> None:
-        """Frees every blocked operation of the epoch; `begin` starts the next."""
+    def abort(self, reason: str, *, first_epoch: int) -> None:
+        """Frees every blocked operation of epochs before this one; none of them begins again."""
         with self._changed:
-            self._aborted = reason
+            if first_epoch > self._first_epoch:
+                self._first_epoch = first_epoch
+                self._abort_reason = reason
             self._changed.notify_all()
+
+    def check_epoch(self) -> None:
+        """Raises an AbortedError if the epoch has been aborted."""
+        with self._changed:
+            self._check_epoch(self.epoch)
 
     def close(self) -> None:
         """Writes out what is queued as far as the kernel takes it now, then closes every socket;
         nothing if closed already."""
-        self.abort("links closed")
+        self.abort("links closed", first_epoch=_NEVER)
         self._closing = True
         self._wake()
         self._thread.join(timeout=_CLOSE_TIMEOUT_S)
@@ -215,7 +226,7 @@ class Links:
         condition variable must be held."""
 
         def has_ended() -> bool:
-            return bool(self._aborted or self._failure) or self.epoch != epoch
+            return bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
 
         def is_over() -> bool:
             return condition() or has_ended() or not self._lost.keys().isdisjoint(peers)
@@ -224,14 +235,21 @@ class Links:
         if condition():
             return
         self._check_alive()
-        if has_ended():
-            reason = self._aborted or f"epoch {self.epoch} has begun"
-            raise AbortedError(f"rank {self.rank}, epoch {epoch}: {reason}")
+        self._check_epoch(epoch)
         for peer in peers:
             if peer in self._lost:
                 raise PeerLostError(peer, self._lost[peer])
         silent = [peer for peer in peers if peer not in self._peers] or list(peers)
         raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Raises if the epoch is over. The condition must be held."""
+        if epoch >= max(self._first_epoch, self.epoch):
+            return
+        reason = f"epoch {self.epoch} has begun"
+        if epoch < self._first_epoch:
+            reason = self._abort_reason
+        raise AbortedError(f"rank {self.rank}, epoch {epoch}: {reason}")
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -343,6 +361,8 @@ class Links:
 
     def _deliver(self, connection: Connection, message: Received) -> None:
         self.received_bytes[message.tag.channel] += len(message.payload)
+        if message.tag.channel is Channel.STATE:
+            self.state_bytes[message.epoch] += len(message.payload)
         with self._changed:
             is_current = self._peers.get(connection.peer) is connection
             if message.epoch >= self.epoch and is_current:

@@ -1,0 +1,126 @@
+"""What an agent decides; nodes/agent.py acts on it.
+
+An agent remembers what its workers have said until nobody asks for it any more, and says it again
+to a coordinator that was restarted: `facts`, the newest of each kind. It obeys the newest term
+and epoch only, and takes its node for lost when it is not among the members any more.
+
+Source: DESIGN 5 (epochs fence) and 6 (Coordination).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from planaria.core.messages import (
+    Abort,
+    Acknowledged,
+    EpochReady,
+    FromNode,
+    Heartbeat,
+    HeartbeatTaken,
+    IterationDone,
+    LayersSaved,
+    PeerUnreachable,
+    SaveFailed,
+    SaveLayers,
+    Shutdown,
+    StartEpoch,
+    Stopped,
+    StopRequested,
+    ToNode,
+    Welcome,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
+
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentState:
+    """What an agent knows.
+
+    Attributes:
+        term: of the newest coordinator heard.
+        epoch: the newest of which an order came.
+        facts: what a new coordinator has to be told, by kind, rank and iteration, oldest first.
+    """
+
+    node: int
+    term: int = -1
+    epoch: int = -1
+    facts: Mapping[Key, FromNode] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What follows from a message of the coordinator.
+
+    Attributes:
+        forwards: the workers are to get it too.
+        ends: why the node is to end itself, "" if it is not.
+    """
+
+    state: AgentState
+    forwards: bool = False
+    ends: str = ""
+
+
+def said(state: AgentState, message: FromNode) -> AgentState:
+    """The state after a worker, or the agent of one, has said something."""
+    iteration = 0
+    match message:
+        case IterationDone() | LayersSaved() | SaveFailed():
+            iteration = message.iteration
+        case Heartbeat() | PeerUnreachable():  # Soon out of date.
+            return state
+        case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():
+            pass
+    key = (type(message).__name__, message.rank, iteration)
+    facts = {other: fact for other, fact in state.facts.items() if other != key}
+    return replace(state, facts={**facts, key: message})
+
+
+def heard(state: AgentState, message: ToNode) -> Heard:
+    """What follows from what the coordinator says."""
+    match message:
+        case Welcome():
+            if message.term < state.term:
+                return Heard(state, ends=f"a coordinator of term {message.term} is out of date")
+            return Heard(replace(state, term=message.term))
+        case Acknowledged():
+            return Heard(_acknowledged(state, message.num_committed))
+        case Abort() if message.epoch < state.epoch:
+            return Heard(state)
+        case Abort():
+            if state.node not in message.nodes:
+                return Heard(state, ends=f"it is no member of epoch {message.epoch}")
+            facts = {key: f for key, f in state.facts.items() if not _is_over(f, message.epoch)}
+            return Heard(replace(state, epoch=message.epoch, facts=facts), forwards=True)
+        case HeartbeatTaken():
+            return Heard(state)
+        case StartEpoch() | SaveLayers() | StopRequested() | Shutdown():
+            return Heard(state, forwards=True)
+
+
+def _acknowledged(state: AgentState, num_committed: int) -> AgentState:
+    facts = {
+        key: fact
+        for key, fact in state.facts.items()
+        if not isinstance(fact, IterationDone) or fact.iteration >= num_committed
+    }
+    # Of a save the newest two are kept: it takes as long as an iteration, rarely longer.
+    saves = sorted({f.iteration for f in facts.values() if isinstance(f, LayersSaved | SaveFailed)})
+    facts = {
+        key: fact
+        for key, fact in facts.items()
+        if not isinstance(fact, LayersSaved | SaveFailed) or fact.iteration in saves[-2:]
+    }
+    return replace(state, facts=facts)
+
+
+def _is_over(fact: FromNode, epoch: int) -> bool:
+    """Whether an epoch that begins makes a fact worthless."""
+    if isinstance(fact, WorkerExited):
+        return True  # It was answered by this very epoch.
+    return isinstance(fact, Stopped | EpochReady) and fact.epoch < epoch

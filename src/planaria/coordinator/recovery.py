@@ -1,0 +1,285 @@
+"""What follows a loss: who is left, where they go on, and with which plan.
+
+1. Members: the record of who is left is written before anybody is told (`lost`).
+2. Answers: each member leaves the epoch before, then says what it holds.
+3. Outcome: the newest commit vector that anyone holds settles where all go on. Whoever holds it
+   proves that every gradient of that iteration is complete everywhere, so the others can apply
+   it too; what is newer is done again.
+4. Decision: every policy proposes, the proposals are priced, the best is taken. If there is none,
+   or the rules say stop, what is whole is saved and the job ends.
+
+Outcome and decision are written down before anybody is told; an outcome outlives its epoch.
+
+Source: DESIGN 4.5 and 5; the order of 1 and 2 is what the search in tests/coordinator/
+test_commit_search.py shows to be needed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planaria.coordinator.state import (
+    Command,
+    End,
+    Ending,
+    Evict,
+    JobState,
+    Loss,
+    Notify,
+    Phase,
+    RecordDecision,
+    RecordMembers,
+    Rules,
+    Step,
+    Tell,
+)
+from planaria.core.cluster import ClusterState, Node, NodesLost
+from planaria.core.commit import decode_vector
+from planaria.core.messages import SaveLayers, Shutdown, StartEpoch, Stopped
+from planaria.core.plan import Transition
+from planaria.core.records import Candidate, Decided, Decision, Members, Outcome, Recovering
+from planaria.policies.policy import best_transition, expected_samples_per_s
+
+TIME_TO_FAILURE_S_MIN = 60.0
+
+
+def lost(
+    state: JobState, kind: str, nodes: tuple[int, ...], *, reason: str, now_s: float, node: int = -1
+) -> Step:
+    """The next epoch, without nodes that are gone.
+
+    Args:
+        kind: of what happened, as the report names it.
+        node: the one concerned where none is gone.
+    """
+    left = tuple(member for member in state.nodes if member not in nodes)
+    concerned = nodes or ((node,) if node >= 0 else ())
+    epoch = state.epoch + 1
+    loss = Loss(kind, concerned, reason, now_s)
+    notice = Recovering(
+        epoch=epoch,
+        kind=kind,
+        nodes=concerned,
+        iteration=state.next_iteration,
+        reason=reason,
+        lost_s=now_s,
+    )
+    state = replace(
+        state,
+        epoch=epoch,
+        nodes=left,
+        phase=Phase.RECORDING,
+        workers={rank: worker for rank, worker in state.workers.items() if worker.node in left},
+        answers={},
+        ready={},
+        decision=None,
+        saves={},
+        loss=loss,
+        losses=state.losses + 1,
+        unreachable_s=0.0,
+    )
+    evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
+    if not left:
+        end = End(Ending.LOST, "no node is left")
+        return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
+    record = RecordMembers(Members(epoch=epoch, term=state.term, nodes=left))
+    return state, (Notify(notice), *evict, record)
+
+
+def decided(rules: Rules, state: JobState, now_s: float) -> Step:
+    """Every member has answered: where all go on, and how."""
+    outcome = _outcome(rules, state)
+    reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
+    state = replace(state, reports=reports)
+    held = _held(rules, state, outcome)
+    cluster = ClusterState(state.epoch, _nodes(state, held))
+    num_nodes, f = len(state.nodes), rules.job.resilience.failures_tolerated
+    ends = False
+    if outcome.vector:
+        vector = decode_vector(outcome.vector, rules.layout)
+        ends = vector.is_last(outcome.iteration - 1, rules.job.training)
+    missing = cluster.lost_layers(rules.num_layers)
+    is_saved = ends and state.published >= outcome.iteration
+    if missing and not is_saved:
+        return _end(state, f"no live node holds layer {missing[0]}")
+    if ends:
+        return _save(rules, state, outcome, held, ending="", reason="")
+    if num_nodes < rules.n0:
+        reason = f"{_nodes_left(num_nodes)}, fewer than n0 = {rules.n0} that hold the model"
+        return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
+    if num_nodes < (f + 1) * rules.n0 and rules.job.resilience.when_below == "stop":
+        reason = (
+            f"{_nodes_left(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}, and "
+            'resilience.when_below = "stop"'
+        )
+        return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
+    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
+    assert state.loss is not None
+    event = NodesLost(tuple(n for n in state.loss.nodes if n not in state.nodes), redone)
+    transitions = rules.policy.propose(state.plan, cluster, event, rules.prices)
+    if not transitions:
+        reason = f"{_nodes_left(num_nodes)}, and no policy knows an answer"
+        return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
+    return _resume(rules, state, outcome, transitions, now_s)
+
+
+def _outcome(rules: Rules, state: JobState) -> Outcome:
+    """The newest vector of all that members hold or that is on record."""
+    assert state.answers
+    newest = max(state.answers.values(), key=lambda answer: answer.vector_iteration)
+    iteration, vector = newest.vector_iteration + 1, newest.vector
+    if not vector:
+        iteration = rules.first_iteration
+    recorded = state.outcome
+    if recorded is not None and recorded.iteration > iteration:
+        iteration, vector = recorded.iteration, recorded.vector
+    ages = {age for answer in state.answers.values() for age in answer.ages.values()}
+    is_redo = iteration - 1 not in ages
+    return Outcome(epoch=state.epoch, iteration=iteration, vector=vector, is_redo=is_redo)
+
+
+def _held(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, frozenset[int]]:
+    """For every rank the layers that it has, or will have, at the age at which all go on."""
+    if outcome.iteration == rules.first_iteration:
+        # Nothing has been trained: whoever needs a layer makes it, as at the start.
+        return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
+    return {rank: _held_by(state.answers[rank], outcome.iteration) for rank in state.ranks}
+
+
+def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
+    return frozenset(
+        layer
+        for layer, age in answer.ages.items()
+        if age == iteration or (age == iteration - 1 and layer in answer.complete)
+    )
+
+
+def _nodes(state: JobState, held: Mapping[int, frozenset[int]]) -> tuple[Node, ...]:
+    per_node = len(state.ranks) // len(state.nodes)
+    return tuple(
+        Node(node, tuple(held[node * per_node + device] for device in range(per_node)))
+        for node in state.nodes
+    )
+
+
+def _resume(
+    rules: Rules,
+    state: JobState,
+    outcome: Outcome,
+    transitions: tuple[Transition, ...],
+    now_s: float,
+) -> Step:
+    """Takes the best of the transitions."""
+    assert state.loss is not None
+    batch = rules.job.training.global_batch_size
+    up_s = state.loss.lost_s - state.began_s if state.began_s else 0.0
+    time_to_failure_s = max(TIME_TO_FAILURE_S_MIN, up_s / state.losses)
+    best = best_transition(
+        transitions, global_batch_size=batch, time_to_failure_s=time_to_failure_s
+    )
+    candidates = _candidates(transitions, batch, time_to_failure_s)
+    degraded = _degraded(rules, state)
+    order = StartEpoch(
+        epoch=state.epoch,
+        plan=best.after,
+        addresses={},
+        iteration=outcome.iteration,
+        vector=outcome.vector,
+        source=rules.source if outcome.iteration == rules.first_iteration else "",
+        rounds=best.rounds,
+        persists=bool(degraded) and outcome.iteration > rules.first_iteration,
+    )
+    notice = Decided(
+        epoch=state.epoch,
+        iteration=outcome.iteration,
+        policy=best.policy,
+        answer=best.answer,
+        candidates=candidates,
+        plan=best.after,
+        predicted_s=best.iteration_s,
+        predicted_downtime_s=best.downtime_s,
+        transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
+        redone_samples=best.redone_samples,
+        detected_s=now_s,
+        degraded=degraded,
+    )
+    decision = Decision(order=order, predicted_s=best.iteration_s)
+    state = replace(
+        state,
+        phase=Phase.DECIDING,
+        plan=best.after,
+        outcome=outcome,
+        decision=decision,
+        is_degraded=state.is_degraded or bool(degraded),
+    )
+    return state, (Notify(notice), RecordDecision(outcome, decision))
+
+
+def _candidates(
+    transitions: tuple[Transition, ...], batch: int, time_to_failure_s: float
+) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(
+            policy=transition.policy,
+            answer=transition.answer,
+            iteration_s=transition.iteration_s,
+            downtime_s=transition.downtime_s,
+            score=expected_samples_per_s(
+                transition, global_batch_size=batch, time_to_failure_s=time_to_failure_s
+            ),
+        )
+        for transition in transitions
+    )
+
+
+def _degraded(rules: Rules, state: JobState) -> str:
+    """The warning that f failures are not tolerated any more; empty if they are, or once told."""
+    f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
+    if num_nodes >= (f + 1) * rules.n0 or state.is_degraded:
+        return ""
+    return (
+        f"{_nodes_left(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}: from now on "
+        f"only f' = {num_nodes // rules.n0 - 1} failures at once are survived"
+    )
+
+
+def _save(
+    rules: Rules,
+    state: JobState,
+    outcome: Outcome,
+    held: Mapping[int, frozenset[int]],
+    *,
+    ending: str,
+    reason: str,
+) -> Step:
+    """Has each layer saved by one of its holders, and then the job ends."""
+    if outcome.iteration == rules.first_iteration:  # There is nothing that was not there before.
+        return _end(state, reason)
+    if state.published >= outcome.iteration:
+        layers: dict[int, tuple[int, ...]] = {}
+    else:
+        layers = _writers(held)
+    order = SaveLayers(
+        epoch=state.epoch, iteration=outcome.iteration, layers=layers, vector=outcome.vector
+    )
+    decision = Decision(order=order, ending=ending, reason=reason)
+    state = replace(state, phase=Phase.DECIDING, outcome=outcome, decision=decision)
+    return state, (RecordDecision(outcome, decision),)
+
+
+def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
+    """For every layer one rank that holds it, the one that writes fewest so far."""
+    writers: dict[int, list[int]] = {rank: [] for rank in held}
+    for layer in sorted(frozenset[int]().union(*held.values())):
+        ranks = [rank for rank, layers in held.items() if layer in layers]
+        writers[min(ranks, key=lambda rank: (len(writers[rank]), rank))].append(layer)
+    return {rank: tuple(layers) for rank, layers in writers.items() if layers}
+
+
+def _nodes_left(num_nodes: int) -> str:
+    return f"{num_nodes} node{'s are' if num_nodes != 1 else ' is'} left"
+
+
+def _end(state: JobState, reason: str) -> Step:
+    """Ends the job: what is live is not whole."""
+    end = End(Ending.LOST, reason)
+    return replace(state, phase=Phase.ENDED), (Tell(Shutdown()), end)

@@ -1,0 +1,33 @@
+"""Saves to disk: complete when every layer is there, given up when one cannot be written."""
+
+from dataclasses import replace
+
+from planaria.coordinator.state import Discard, JobState, Publish, Step
+from planaria.core.messages import LayersSaved, SaveFailed
+
+
+def layers_saved(state: JobState, event: LayersSaved) -> Step:
+    """A save is complete when every layer of it is on disk."""
+    key = (event.iteration, event.epoch)
+    is_settled = event.iteration <= state.published or key in state.unsaved
+    if event.epoch != state.epoch or is_settled:
+        return state, ()
+    files = {**state.saves.get(key, {}), **{file.layer: file for file in event.files}}
+    assert all(0 <= layer < state.plan.num_layers for layer in files), event
+    if len(files) < state.plan.num_layers:
+        return replace(state, saves={**state.saves, key: files}), ()
+    # An older save that is not complete by now would be of no use any more.
+    newer = {k: v for k, v in state.saves.items() if k > key}
+    publish = Publish(event.iteration, event.epoch, tuple(files[layer] for layer in sorted(files)))
+    return replace(state, saves=newer), (publish,)
+
+
+def save_failed(state: JobState, event: SaveFailed) -> Step:
+    """A save that cannot be complete any more is removed."""
+    iteration, reason = event.iteration, event.reason
+    if iteration <= state.published:
+        return state, ()
+    key = (iteration, state.epoch)
+    discard = Discard(*key, reason)
+    rest = {k: v for k, v in state.saves.items() if k != key}
+    return replace(state, saves=rest, unsaved={key: reason, **state.unsaved}), (discard,)

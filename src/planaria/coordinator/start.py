@@ -1,0 +1,81 @@
+"""How a coordinator begins: with a job that begins, or with the records of one before it."""
+
+from dataclasses import replace
+
+from planaria.coordinator.coordinator import advanced
+from planaria.coordinator.state import (
+    JobState,
+    Loss,
+    Phase,
+    RecordDecision,
+    RecordMembers,
+    Rules,
+    Step,
+    Tell,
+)
+from planaria.core.messages import Abort, StartEpoch
+from planaria.core.plan import Plan
+from planaria.core.records import Decision, Members, Outcome, Progress
+
+
+def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
+    """A job that begins: its first members and decision are to be recorded."""
+    state = JobState(
+        term=term,
+        epoch=plan.epoch,
+        nodes=plan.nodes,
+        plan=plan,
+        next_iteration=rules.first_iteration,
+        phase=Phase.DECIDING,
+    )
+    outcome = Outcome(epoch=plan.epoch, iteration=rules.first_iteration)
+    start = StartEpoch(
+        epoch=plan.epoch,
+        plan=plan,
+        addresses={},
+        iteration=rules.first_iteration,
+        source=rules.source,
+    )
+    decision = Decision(order=start, predicted_s=predicted_s)
+    state = replace(state, outcome=outcome, decision=decision)
+    members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes)
+    return state, (RecordMembers(members), RecordDecision(outcome, decision))
+
+
+def restored_step(
+    rules: Rules,
+    plan: Plan,
+    *,
+    term: int,
+    members: Members,
+    outcome: Outcome | None,
+    decision: Decision | None,
+    progress: Progress | None,
+    predicted_s: float,
+    now_s: float,
+) -> Step:
+    """Where a coordinator goes on that finds these records, each the newest of its kind.
+
+    Args:
+        plan: of the newest decision to start an epoch, or the job's first.
+        predicted_s: of an iteration with the job's first plan.
+    """
+    state = JobState(
+        term=term,
+        epoch=members.epoch,
+        nodes=members.nodes,
+        plan=plan,
+        next_iteration=progress.num_committed if progress else rules.first_iteration,
+        ends=progress is not None and progress.ends,
+        outcome=outcome,
+        loss=Loss("lost", (), "the coordinator before this one knew", now_s),
+        losses=1,
+    )
+    if decision is None and plan.epoch == members.epoch:
+        # The one before was killed while it recorded how the job begins.
+        first, (_, record) = first_step(rules, plan, term=term, predicted_s=predicted_s)
+        return replace(first, next_iteration=state.next_iteration), (record,)
+    if decision is not None and decision.order.epoch == members.epoch:
+        return advanced(rules, replace(state, phase=Phase.JOINING, decision=decision), now_s)
+    order = Abort(epoch=members.epoch, nodes=members.nodes)
+    return replace(state, phase=Phase.STOPPING), (Tell(order),)

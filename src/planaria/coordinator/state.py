@@ -1,0 +1,228 @@
+"""What the coordinator knows, and what it can ask of whoever calls it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from planaria.core.commit import VectorLayout
+from planaria.core.job import JobConfig
+from planaria.core.messages import (
+    EpochReady,
+    IterationDone,
+    LayerFile,
+    Stopped,
+    ToNode,
+    WorkerFailed,
+    WorkerReady,
+)
+from planaria.core.plan import Plan
+from planaria.core.records import Decision, Members, Outcome, ToLauncher
+from planaria.policies.policy import Policy, Prices
+
+
+class Phase(Enum):
+    """What the coordinator waits for."""
+
+    RECORDING = "the record of members"
+    STOPPING = "members to leave the epoch before"
+    DECIDING = "the records of outcome and decision"
+    JOINING = "workers to report"
+    STARTING = "workers to hold their layers"
+    TRAINING = "iterations"
+    SAVING = "the last save"
+    ENDED = "nothing"
+
+
+class Ending(Enum):
+    """How a job ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    LOST = "lost"
+    UNSAVED = "unsaved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rules:
+    """What does not change in a run.
+
+    Attributes:
+        policy: proposes the answers to losses.
+        n0: nodes of the smallest pipeline.
+        first_iteration: where this run starts.
+        source: version of the disk tier to start from, "" for the seed.
+    """
+
+    job: JobConfig
+    policy: Policy
+    prices: Prices
+    n0: int
+    num_layers: int
+    layout: VectorLayout
+    first_iteration: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to the agent of every member."""
+
+    message: ToNode
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Close the connections of nodes, whose leases end with them."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMembers:
+    """Write the record, then say `MembersRecorded`."""
+
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDecision:
+    """Write both records, the outcome first, then say `DecisionRecorded`."""
+
+    outcome: Outcome
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Tell the launcher."""
+
+    message: ToLauncher
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Every layer of (iteration, epoch) is on disk: create its manifest, then say `Published`, or
+    `SaveFailed`."""
+
+    iteration: int
+    epoch: int
+    files: tuple[LayerFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """A save failed: remove what there is of it, and say so."""
+
+    iteration: int
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over; `failure` says what ended it, `reason` in words."""
+
+    ending: Ending
+    reason: str = ""
+    failure: WorkerFailed | None = None
+
+
+Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Publish | Discard | End
+
+
+@dataclass(frozen=True, slots=True)
+class MembersRecorded:
+    """The store has the record of this epoch's members."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecorded:
+    """The store has the outcome and the decision of this epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The manifest of a save exists."""
+
+    iteration: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What made the epoch before this one end; `lost_s` is when it was noticed."""
+
+    kind: str
+    nodes: tuple[int, ...]
+    reason: str
+    lost_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """All that the coordinator knows.
+
+    Attributes:
+        term: of this coordinator; the store fences those of older terms.
+        epoch: of the newest members, whether on record yet or not.
+        nodes: these members, ascending.
+        plan: the newest there was.
+        workers: the newest worker of each rank.
+        answers: of this epoch, by rank.
+        outcome: the newest on record, of this epoch or an older one.
+        decision: of this epoch, once it is on record.
+        ready: by rank, in this epoch.
+        next_iteration: the first that is not committed.
+        reports: of iterations not yet committed, by iteration, then rank.
+        saves: files so far by (iteration, epoch), then layer, of saves not yet published.
+        published: iterations in the newest save of this run that is published, -1 for none.
+        unsaved: why saves of this run failed, by (iteration, epoch).
+        ends: the last committed iteration was the job's last.
+        loss: what this epoch answers to, None in the first.
+        losses: how many there were.
+        crashes: rank and exit status of workers since an iteration was committed last.
+        unreachable_s: since when a member cannot reach another though both live; 0 if all can.
+    """
+
+    term: int
+    epoch: int
+    nodes: tuple[int, ...]
+    plan: Plan
+    next_iteration: int
+    phase: Phase = Phase.RECORDING
+    workers: Mapping[int, WorkerReady] = field(default_factory=dict)
+    answers: Mapping[int, Stopped] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    decision: Decision | None = None
+    ready: Mapping[int, EpochReady] = field(default_factory=dict)
+    reports: Mapping[int, Mapping[int, IterationDone]] = field(default_factory=dict)
+    saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
+    published: int = -1
+    unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    ends: bool = False
+    stop_requested: bool = False
+    loss: Loss | None = None
+    losses: int = 0
+    is_degraded: bool = False
+    crashes: tuple[tuple[int, int], ...] = ()
+    unreachable_s: float = 0.0
+    began_s: float = 0.0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the members, whether they have work or not."""
+        per_node = self.plan.pipelines[0].template.devices_per_node
+        return tuple(node * per_node + device for node in self.nodes for device in range(per_node))
+
+
+Step = tuple[JobState, tuple[Command, ...]]

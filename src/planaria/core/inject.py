@@ -1,0 +1,106 @@
+"""Faults on demand: `KIND[=VALUE]:NODES@ITERATION[.STEP]`, read and written.
+
+    kill:2@5             SIGKILL node 2 when iteration 5 starts
+    kill:2,4@5.reduce    nodes 2 and 4 at once, when the first of them reduces in iteration 5
+    hang=8:1@3           stop node 1 for 8 seconds
+    leader:@4.commit     kill the coordinator; it is no node
+    kill:0@5.transfer    in the next recovery that begins at or after iteration 5
+    kill:0@~2.5          2.5 seconds after training starts
+
+Specs with the same place (and so the same nodes' turn) fire together.
+
+Source: DESIGN 7 (SPEC); torchft's failure injection at (rank, step).
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from planaria.errors import ConfigError
+
+KINDS = ("kill", "hang", "stall", "crash", "leader")
+ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
+RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
+STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
+# Steps that the coordinator takes for all; the others each node takes by itself.
+COORDINATOR_STEPS = ("detect", "decide")
+
+_SPEC = re.compile(
+    r"(?P<kind>[a-z]+)(=(?P<value>[0-9.]+))?:(?P<nodes>[0-9,]*)"
+    r"@(~(?P<at_s>[0-9.]+)|(?P<iteration>[0-9]+)(\.(?P<step>[a-z]+))?)",
+    re.ASCII,
+)
+_FORM = "write KIND[=VALUE]:NODES@ITERATION[.STEP], as in kill:2@5 or kill:2,4@5.reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A moment of a job; `at_s` is seconds since training started, -1 where an iteration tells."""
+
+    iteration: int
+    step: str
+    at_s: float = -1.0
+
+    @property
+    def is_in_recovery(self) -> bool:
+        return self.step in RECOVERY_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """A fault that is to happen.
+
+    Attributes:
+        value: seconds until a node that hangs goes on; 0 for never.
+    """
+
+    kind: str
+    nodes: tuple[int, ...]
+    place: Place
+    value: float = 0.0
+
+
+def parse_injection(text: str) -> Injection:
+    """What a SPEC says.
+
+    Raises:
+        ConfigError: it is not of the form, or names no such kind or step.
+    """
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError("--inject", text, _FORM)
+    kind, step = match["kind"], match["step"] or "start"
+    if kind not in KINDS:
+        raise ConfigError("--inject", text, f"KIND is one of {', '.join(KINDS)}")
+    if step not in STEPS:
+        raise ConfigError("--inject", text, f"STEP is one of {', '.join(STEPS)}")
+    if match["value"] is not None and kind != "hang":
+        raise ConfigError("--inject", text, f"{kind} takes no value")
+    try:
+        nodes = tuple(sorted({int(node) for node in match["nodes"].split(",") if node}))
+        value = float(match["value"] or 0.0)
+        at_s = float(match["at_s"]) if match["at_s"] else -1.0
+        iteration = int(match["iteration"] or 0)
+    except ValueError as error:
+        raise ConfigError("--inject", text, _FORM) from error
+    if iteration >= 2**63 or not math.isfinite(value) or not math.isfinite(at_s):
+        raise ConfigError("--inject", text, _FORM)
+    if (kind == "leader") == bool(nodes):
+        remedy = "leader names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
+        raise ConfigError("--inject", text, remedy)
+    place = Place(iteration, step, at_s)
+    return Injection(kind, nodes, place, value)
+
+
+def check_injections(injections: Iterable[Injection], *, num_nodes: int) -> None:
+    """Refuses nodes that a job of that many does not have.
+
+    Raises:
+        ConfigError: a node does not exist.
+    """
+    for injection in injections:
+        for node in injection.nodes:
+            if node >= num_nodes:
+                remedy = f"the job has nodes 0 to {num_nodes - 1}"
+                raise ConfigError("--inject", f"{injection.kind}:{node}", remedy)

@@ -1,0 +1,203 @@
+"""What the coordinator writes down before it tells anyone, and what it tells its launcher.
+
+Records are in the store of coordination, one of each kind an epoch; a coordinator that is
+restarted goes on from them alone. They are compressed: a plan has a route per microbatch.
+
+Source: DESIGN 4.5 and 6 (Coordination).
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from planaria.core.messages import (
+    IterationDone,
+    Message,
+    SaveLayers,
+    StartEpoch,
+    StopRequested,
+    WorkerFailed,
+    WorkerReady,
+)
+from planaria.core.plan import Plan
+
+
+class Members(msgspec.Struct, frozen=True, kw_only=True):
+    """Who belongs to an epoch; whoever is not in it is dead for good."""
+
+    epoch: int
+    term: int
+    nodes: tuple[int, ...]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Where all go on: COMMIT of iteration - 1, which is REDO of iteration.
+
+    The ranks do the same in both: whoever has not applied iteration - 1 does so, by its vector,
+    and gradients of later iterations are dropped.
+
+    Attributes:
+        iteration: the next to run.
+        vector: of iteration - 1; empty before the first iteration of a run.
+        is_redo: every member had applied iteration - 1, so what they had begun is lost.
+    """
+
+    epoch: int
+    iteration: int
+    vector: bytes = b""
+    is_redo: bool = True
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the members of an epoch do; addresses are filled in when it is told.
+
+    Attributes:
+        predicted_s: of an iteration.
+        ending: of the job once the layers are saved; "" if it goes on.
+        reason: for that ending.
+    """
+
+    order: StartEpoch | SaveLayers
+    predicted_s: float = 0.0
+    ending: str = ""
+    reason: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the job has come; `ends` if the last of these iterations was the job's last."""
+
+    num_committed: int
+    ends: bool
+
+
+Record = Members | Outcome | Decision | Progress
+_Record = TypeVar("_Record", Members, Outcome, Decision, Progress)
+
+
+def encode_record(record: Record) -> bytes:
+    """The record as the store keeps it."""
+    return zlib.compress(msgspec.json.encode(record), level=1)
+
+
+def decode_record(data: bytes, kind: type[_Record]) -> _Record:
+    """What `encode_record` encoded."""
+    return msgspec.json.decode(zlib.decompress(data), type=kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An answer that was proposed; `score` is in samples a second, the highest is taken."""
+
+    policy: str
+    answer: str
+    iteration_s: float
+    downtime_s: float
+    score: float
+
+
+class Recovering(Message, frozen=True, kw_only=True):
+    """Nodes or workers were lost, and the others are about to answer."""
+
+    epoch: int
+    kind: str
+    nodes: tuple[int, ...]
+    iteration: int
+    reason: str
+    lost_s: float
+
+
+class Decided(Message, frozen=True, kw_only=True):
+    """How the job goes on; `plan` may leave nodes out only if there is no work for them."""
+
+    epoch: int
+    iteration: int
+    policy: str
+    answer: str
+    candidates: tuple[Candidate, ...]
+    plan: Plan
+    predicted_s: float
+    predicted_downtime_s: float
+    transfer_bytes: int
+    redone_samples: int
+    detected_s: float
+    degraded: str = ""
+
+
+class Running(Message, frozen=True, kw_only=True):
+    """Every rank holds its layers and its links are up: training runs, since `now_s`."""
+
+    epoch: int
+    plan: Plan
+    workers: dict[int, WorkerReady]
+    materialised: dict[int, int]
+    received_bytes: int
+    regroup_s: float
+    transfer_s: float
+    now_s: float
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """Every member has applied the iteration; `reports` are those of the ranks that could."""
+
+    iteration: int
+    epoch: int
+    loss: float
+    num_samples: int
+    sample_digest: str
+    ends: bool
+    reports: tuple[IterationDone, ...]
+    now_s: float
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """A checkpoint is complete on disk."""
+
+    iteration: int
+    epoch: int
+
+
+class Unsaved(Message, frozen=True, kw_only=True):
+    """A save failed, and what there was of it is removed."""
+
+    iteration: int
+    epoch: int
+    reason: str
+
+
+class Warned(Message, frozen=True, kw_only=True):
+    """Something went wrong that does not stop the job."""
+
+    text: str
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """The job is over."""
+
+    ending: str
+    reason: str
+    failure: WorkerFailed | None
+    nodes: tuple[int, ...]
+    epoch: int
+
+
+class AgentEnded(Message, frozen=True, kw_only=True):
+    """The launcher's word that the process of a node is gone."""
+
+    node: int
+    reason: str
+
+
+class Starting(Message, frozen=True, kw_only=True):
+    """Every worker has reported; they are told to take their layers and connect."""
+
+    epoch: int
+    num_nodes: int
+    now_s: float
+
+
+ToLauncher = (
+    Starting | Recovering | Decided | Running | Committed | Saved | Unsaved | Warned | Ended
+)
+FromLauncher = AgentEnded | StopRequested

@@ -1,0 +1,147 @@
+"""Carries out faults: the launcher's end of the probes (transport/probe.py).
+
+A probe that reaches a step is kept waiting until the faults of that place have happened. Signals
+go from here to a node's whole process group, or to its workers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import psutil
+
+from planaria.core.inject import COORDINATOR_STEPS, Injection, Place
+from planaria.errors import AuthenticationError
+from planaria.transport.frames import Role, shake_hands
+from planaria.transport.probe import NO_NODE, Reached
+
+logger = logging.getLogger(__name__)
+
+
+def node_places(injections: Sequence[Injection], node: int) -> tuple[Place, ...]:
+    """The places at which the workers of a node are to call."""
+    return tuple(
+        injection.place
+        for injection in injections
+        if injection.place.step not in COORDINATOR_STEPS
+        and (node in injection.nodes or injection.kind == "leader")
+    )
+
+
+def coordinator_places(injections: Sequence[Injection]) -> tuple[Place, ...]:
+    """The places at which the coordinator is to call."""
+    return tuple(i.place for i in injections if i.place.step in COORDINATOR_STEPS)
+
+
+class Injector:
+    """Waits for probes to call, and for time to pass, and does what the specs say.
+
+    Args:
+        agents: the process of each node.
+        leader: the coordinator's process now.
+        fired: is told what has happened, in the order of the signals.
+    """
+
+    def __init__(
+        self,
+        injections: Sequence[Injection],
+        *,
+        token: bytes,
+        agents: Mapping[int, int],
+        leader: Callable[[], int],
+        fired: Callable[[Injection], None],
+    ) -> None:
+        self._waiting = list(injections)
+        self._token = token
+        self._agents = agents
+        self._leader = leader
+        self._fired = fired
+
+    async def listen(self) -> tuple[str, int]:
+        """Serves probes from now on; where."""
+        self._server = await asyncio.start_server(self._serve, host="127.0.0.1", port=0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return str(host), int(port)
+
+    def began(self) -> None:
+        """Training has started: what is to happen after so many seconds is timed from now."""
+        loop = asyncio.get_running_loop()
+        for place in {injection.place for injection in self._waiting if injection.place.at_s >= 0}:
+            loop.call_later(place.at_s, self._fire, place)
+
+    def close(self) -> tuple[Injection, ...]:
+        """Serves no more; the faults whose place never came."""
+        self._server.close()
+        return tuple(self._waiting)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            node = await shake_hands(
+                reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
+            )
+            reached = msgspec.json.decode(await reader.readline(), type=Reached)
+            for place in self._places_at(node, reached):
+                self._fire(place)
+            writer.write(b"\n")
+            await writer.drain()
+        except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
+            logger.info("a probe went away: %s", error)
+        except msgspec.DecodeError as error:
+            logger.warning("a probe said what none says: %s", error)
+        finally:
+            writer.close()
+
+    def _places_at(self, node: int, reached: Reached) -> list[Place]:
+        """The places of waiting faults that this node, or any node, makes come."""
+        places = []
+        for injection in self._waiting:
+            place = injection.place
+            is_here = place.step == reached.step and (
+                place.iteration <= reached.iteration
+                if place.is_in_recovery
+                else place.iteration == reached.iteration
+            )
+            is_meant = node == NO_NODE or node in injection.nodes or injection.kind == "leader"
+            if is_here and is_meant and place.at_s < 0 and place not in places:
+                places.append(place)
+        return places
+
+    def _fire(self, place: Place) -> None:
+        """All faults of one place, at once."""
+        for injection in [i for i in self._waiting if i.place == place]:
+            self._waiting.remove(injection)
+            self._fired(injection)
+            if injection.kind == "leader":
+                _kill(self._leader(), signal.SIGKILL)
+            for node in injection.nodes:
+                self._strike(injection, node)
+
+    def _strike(self, injection: Injection, node: int) -> None:
+        pid = self._agents[node]
+        match injection.kind:
+            case "kill":
+                _kill_group(pid, signal.SIGKILL)
+            case "hang":
+                _kill_group(pid, signal.SIGSTOP)
+                if injection.value:
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(injection.value, _kill_group, pid, signal.SIGCONT)
+            case "stall" | "crash":
+                number = signal.SIGSTOP if injection.kind == "stall" else signal.SIGKILL
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for worker in psutil.Process(pid).children():
+                        _kill(worker.pid, number)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _kill_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)

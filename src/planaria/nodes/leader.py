@@ -1,0 +1,397 @@
+"""The coordinator's process: carries out what coordinator/ decides, from a journaled store.
+
+It runs beside the launcher and is no node. It listens on a socket that the launcher keeps open, so
+that agents find the next one at the same place when this one is killed. Before anybody is told
+of it, whatever is decided is in the store; a coordinator that starts where another was reads the
+newest records, and the agents tell it again what may have been lost.
+
+Events are handled one at a time, in the order in which they came.
+
+Source: DESIGN 4.5 and 6 (Coordination).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from planaria.checkpoint.tiers import DiskTier
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import (
+    Command,
+    DecisionRecorded,
+    Discard,
+    End,
+    Ending,
+    Evict,
+    MembersRecorded,
+    Notify,
+    Publish,
+    RecordDecision,
+    RecordMembers,
+    Rules,
+    Tell,
+    Tick,
+)
+from planaria.core.commit import vector_layout
+from planaria.core.inject import Place
+from planaria.core.job import JobConfig
+from planaria.core.messages import (
+    Abort,
+    Acknowledged,
+    Heartbeat,
+    HeartbeatTaken,
+    Message,
+    NodeLost,
+    Order,
+    StopRequested,
+    Welcome,
+)
+from planaria.core.plan import PipelineTemplate, Plan
+from planaria.core.records import (
+    AgentEnded,
+    Committed,
+    Ended,
+    FromLauncher,
+    Progress,
+)
+from planaria.errors import AuthenticationError
+from planaria.nodes.journal import open_store
+from planaria.nodes.logbook import opened_logbook
+from planaria.nodes.publisher import Publisher
+from planaria.planner.plans import every_plan_of
+from planaria.planner.templates import Problem
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
+from planaria.transport.probe import NO_NODE, Probe
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES: Final = 1 << 20
+_TICKS_PER_LEASE: Final = 6
+_CLOSE_TIMEOUT_S: Final = 1.0
+# Links that stand are kept, so a recovery costs little beside what moves; docs/LOG.md.
+REGROUP_S: Final = 0.05
+
+_launcher_decoder: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
+
+
+class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator's process is told, the same whenever it is started.
+
+    Attributes:
+        plan: the first one, unless there are records already.
+        templates, plans: what a job can be re-formed to, see `EveryPlan`.
+        fingerprint: what a checkpoint says of the job that wrote it.
+        directory: of the journal.
+    """
+
+    job: JobConfig
+    plan: Plan
+    predicted_s: float
+    problem: Problem
+    templates: dict[int, PipelineTemplate]
+    plans: dict[int, Plan]
+    first_iteration: int
+    source: str
+    fingerprint: dict[str, Any]
+    directory: str
+    token: bytes
+    places: tuple[Place, ...] = ()
+    injector: tuple[str, int] = ("", 0)
+
+
+def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
+    """The main function of the coordinator's process, called in a forked process."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    spec = msgspec.json.decode(payload, type=LeaderSpec)
+    asyncio.run(_Leader(spec).run(listener_fd, launcher_fd, lifeline_fd))
+
+
+def rules_of(spec: LeaderSpec) -> Rules:
+    """What does not change in the run."""
+    every = every_plan_of(spec.problem, spec.templates, spec.plans)
+    num_layers = len(spec.problem.profile.layers)
+    return Rules(
+        job=spec.job,
+        policy=Reinstantiate(every),
+        prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
+        n0=min(spec.templates),
+        num_layers=num_layers,
+        layout=vector_layout(spec.job, num_layers),
+        first_iteration=spec.first_iteration,
+        source=spec.source,
+    )
+
+
+class _Leader:
+    def __init__(self, spec: LeaderSpec) -> None:
+        self._spec = spec
+        self._rules = rules_of(spec)
+        self._probe = Probe(NO_NODE, places=spec.places, address=spec.injector, token=spec.token)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._publisher = Publisher(
+            DiskTier(Path(spec.job.checkpoint.directory)),
+            fingerprint=spec.fingerprint,
+            keep=spec.job.checkpoint.keep,
+            say=self._events.put_nowait,
+            notify=self._notify,
+        )
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._order: Order | None = None
+        self._progress: Progress | None = None
+        self._has_progressed = asyncio.Event()
+        self._ended: Ended | None = None
+
+    async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
+        """Coordinates until the job ends, or its launcher does."""
+        self._serving: set[asyncio.Task[None]] = set()
+        asyncio.get_running_loop().add_reader(lifeline_fd, os._exit, 1)
+        reader, self._launcher = await asyncio.open_connection(
+            sock=socket.socket(fileno=launcher_fd)
+        )
+        async with open_store(Path(self._spec.directory), now_s=time.monotonic) as store:
+            self._store = store
+            lease_s = self._rules.job.cluster.lease_s
+            self._logbook = await opened_logbook(store, self._spec.job.name, lease_s=lease_s)
+            await self._restore()
+            listener = socket.socket(fileno=listener_fd)
+            server = await asyncio.start_server(self._accept, sock=listener)
+            tasks = [
+                asyncio.create_task(job)
+                for job in (
+                    self._hear_launcher(reader),
+                    self._tick(),
+                    self._watch_leases(),
+                    self._record_progress(),
+                )
+            ]
+            try:
+                await self._serve(tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                server.close()
+        self._notify(self._ended)
+        await self._launcher.drain()
+        await self._close_agents()
+        self._launcher.close()
+        await self._launcher.wait_closed()
+
+    async def _serve(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Handles events until the job ends; what a task raises ends it here."""
+        while self._ended is None:
+            event = asyncio.create_task(self._events.get())
+            done, _ = await asyncio.wait({event, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {event}:
+                task.result()
+            if event in done:
+                await self._handle(event.result())
+            else:
+                event.cancel()
+
+    async def _close_agents(self) -> None:
+        """Closes the connections once what was written is sent; one that hangs is left behind."""
+        for writer in self._writers.values():
+            writer.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=_CLOSE_TIMEOUT_S)
+
+    # -- records ----------------------------------------------------------------------------------
+
+    async def _restore(self) -> None:
+        """Goes on from the records, or begins the job if there are none."""
+        found = await self._logbook.read()
+        if found is None:
+            self._state, commands = first_step(
+                self._rules,
+                self._spec.plan,
+                term=self._logbook.term,
+                predicted_s=self._spec.predicted_s,
+            )
+        else:
+            self._state, commands = restored_step(
+                self._rules,
+                found.plan or self._spec.plan,
+                term=self._logbook.term,
+                members=found.members,
+                outcome=found.outcome,
+                decision=found.decision,
+                progress=found.progress,
+                predicted_s=self._spec.predicted_s,
+                now_s=time.monotonic(),
+            )
+            # Members have a whole lease to find this coordinator.
+            for node in self._state.nodes:
+                await self._logbook.grant(node)
+        await self._carry_out(commands)
+
+    async def _record_progress(self) -> None:
+        """Records how far the job has come, and lets agents forget what came before."""
+        while True:
+            await self._has_progressed.wait()
+            self._has_progressed.clear()
+            assert self._progress is not None
+            progress = self._progress
+            await self._logbook.record_progress(progress)
+            self._tell(Acknowledged(num_committed=progress.num_committed))
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve_agent(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _serve_agent(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            node = await shake_hands(
+                reader, writer, token=self._spec.token, role=Role.ACCEPT, identity=NO_NODE
+            )
+        except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
+            logger.warning("refused a connection: %s", error)
+            writer.close()
+            return
+        if not await self._admit(node, writer):
+            return
+        decoder = FrameDecoder()
+        try:
+            while data := await reader.read(_READ_BYTES):
+                for body in decoder.feed(data):
+                    await self._take(node, from_node_decoder.decode(body))
+        except ConnectionError as error:
+            logger.info("node %s: %s", node, error)
+        finally:
+            if self._writers.get(node) is writer:
+                del self._writers[node]
+                self._events.put_nowait(NodeLost(node=node, reason="its connection closed"))
+            writer.close()
+
+    async def _admit(self, node: int, writer: asyncio.StreamWriter) -> bool:
+        """Greets an agent; one that is no member any more is told so."""
+        writer.write(frame(Welcome(term=self._logbook.term)))
+        if node not in self._state.nodes:
+            writer.write(frame(Abort(epoch=self._state.epoch, nodes=self._state.nodes)))
+            await writer.drain()
+            writer.close()
+            return False
+        await self._logbook.grant(node)
+        if self._state.stop_requested:
+            writer.write(frame(StopRequested()))
+        if self._order is not None:
+            writer.write(frame(self._order))
+        self._writers[node] = writer
+        return True
+
+    async def _take(self, node: int, message: Any) -> None:
+        if not isinstance(message, Heartbeat):
+            self._events.put_nowait(message)
+            return
+        if await self._logbook.renew(node) and node in self._writers:
+            self._writers[node].write(frame(HeartbeatTaken(sent_s=message.sent_s)))
+
+    async def _hear_launcher(self, reader: asyncio.StreamReader) -> None:
+        decoder = FrameDecoder()
+        while data := await reader.read(_READ_BYTES):
+            for body in decoder.feed(data):
+                message = _launcher_decoder.decode(body)
+                if isinstance(message, AgentEnded):
+                    lost = NodeLost(node=message.node, reason=message.reason)
+                    self._events.put_nowait(lost)
+                else:
+                    self._events.put_nowait(message)
+        os._exit(1)
+
+    async def _tick(self) -> None:
+        """Ends leases that are due, unless this process itself was stopped a while."""
+        period_s = self._rules.job.cluster.lease_s / _TICKS_PER_LEASE
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(period_s)
+            now_s = time.monotonic()
+            if now_s - last_s < 3 * period_s:
+                await self._store.expire()
+            last_s = now_s
+            self._events.put_nowait(Tick())
+
+    async def _watch_leases(self) -> None:
+        async for node in self._logbook.ended_leases():
+            self._events.put_nowait(NodeLost(node=node, reason="its lease ran out"))
+
+    async def _handle(self, event: Event) -> None:
+        self._state, commands = step(self._rules, self._state, event, time.monotonic())
+        await self._carry_out(commands)
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    async def _carry_out(self, commands: tuple[Command, ...]) -> None:
+        for command in commands:
+            match command:
+                case Tell(message):
+                    if isinstance(message, Order):
+                        self._order = message
+                    self._tell(message)
+                case Evict(nodes):
+                    await self._evict(nodes)
+                case RecordMembers(members):
+                    self._reached("detect")
+                    await self._logbook.record_members(members)
+                    self._events.put_nowait(MembersRecorded(members.epoch))
+                case RecordDecision(outcome, decision):
+                    self._reached("decide")
+                    await self._logbook.record_decision(outcome, decision)
+                    self._events.put_nowait(DecisionRecorded(outcome.epoch))
+                case Notify(message):
+                    self._notify(message)
+                    if isinstance(message, Committed):
+                        number = message.iteration + 1
+                        self._progress = Progress(num_committed=number, ends=message.ends)
+                        self._has_progressed.set()
+                case Publish():
+                    self._publisher.publish(command)
+                case Discard():
+                    self._publisher.discard(command)
+                case End():
+                    self._end(command)
+
+    def _reached(self, place: str) -> None:
+        if self._state.loss is not None:
+            self._probe.reached(place, self._state.next_iteration)
+
+    def _tell(self, message: Message) -> None:
+        data = frame(message)
+        for writer in self._writers.values():
+            writer.write(data)
+
+    def _notify(self, message: Message | None) -> None:
+        if message is not None:
+            self._launcher.write(frame(message))
+
+    async def _evict(self, nodes: tuple[int, ...]) -> None:
+        for node in nodes:
+            writer = self._writers.pop(node, None)
+            if writer is not None:
+                writer.close()
+            await self._logbook.revoke(node)
+
+    def _end(self, end: End) -> None:
+        if end.ending is Ending.LOST:
+            self._publisher.publish_start(self._state.epoch)
+        self._ended = Ended(
+            ending=end.ending.value,
+            reason=end.reason,
+            failure=end.failure,
+            nodes=self._state.nodes,
+            epoch=self._state.epoch,
+        )

@@ -1,0 +1,86 @@
+"""Makes saves complete, and removes those that cannot be: the coordinator's hand on the disk."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.coordinator.state import Discard, Publish, Published
+from planaria.core.messages import SaveFailed
+from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
+from planaria.errors import CheckpointError
+
+
+class Publisher:
+    """Publishes and discards versions of the disk tier.
+
+    Args:
+        fingerprint: what a checkpoint says of the job that wrote it.
+        keep: newest checkpoints kept, 0 for all.
+        say: what the coordinator is to know.
+        notify: what the launcher is to know.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        *,
+        fingerprint: Mapping[str, Any],
+        keep: int,
+        say: Callable[[Published | SaveFailed], None],
+        notify: Callable[[ToLauncher], None],
+    ) -> None:
+        self._tier = tier
+        self._fingerprint = fingerprint
+        self._keep = keep
+        self._say = say
+        self._notify = notify
+
+    def publish(self, command: Publish) -> None:
+        """Creates the manifest of a save, and removes what is too old."""
+        manifest = Manifest(
+            iteration=command.iteration,
+            epoch=command.epoch,
+            job=self._fingerprint,
+            layers=command.files,
+        )
+        try:
+            if not self._is_published(manifest):
+                self._tier.publish(manifest)
+        except CheckpointError as error:
+            failed = SaveFailed(
+                rank=-1, epoch=command.epoch, iteration=command.iteration, reason=str(error)
+            )
+            self._say(failed)
+            return
+        self._say(Published(command.iteration, command.epoch))
+        self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
+        try:
+            if self._keep:
+                self._tier.prune(self._keep)
+        except CheckpointError as error:
+            self._notify(Warned(text=f"old checkpoints stay: {error}"))
+
+    def _is_published(self, manifest: Manifest) -> bool:
+        """Whether the coordinator before this one published it, just before its end."""
+        numbers = (manifest.iteration, manifest.epoch)
+        versions = self._tier.versions()
+        return any((v.iteration, v.epoch) == numbers and v.manifest is not None for v in versions)
+
+    def discard(self, command: Discard) -> None:
+        """Removes what there is of a failed save."""
+        try:
+            self._tier.discard(command.iteration, command.epoch)
+        except CheckpointError as error:
+            self._notify(Warned(text=str(error)))
+        unsaved = Unsaved(iteration=command.iteration, epoch=command.epoch, reason=command.reason)
+        self._notify(unsaved)
+
+    def publish_start(self, epoch: int) -> None:
+        """A job that has saved nothing can still be resumed: from its seed or given weights."""
+        if self._tier.newest() is not None:
+            return
+        manifest = Manifest(iteration=0, epoch=epoch, job=self._fingerprint, layers=())
+        try:
+            self._tier.publish(manifest)
+        except CheckpointError as error:
+            self._notify(Warned(text=str(error)))

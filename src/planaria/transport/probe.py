@@ -1,0 +1,85 @@
+"""The hook at which faults are injected: a process says that it reached a step, and waits there.
+
+Without specs for it a probe does nothing. Else it calls the launcher when a step of a spec is
+reached, and waits until the launcher has done what the spec says, which may be to kill this very
+process. So a fault happens exactly there, not a little later.
+"""
+
+import logging
+import socket
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from planaria.core.inject import Place
+from planaria.transport.frames import Role, handshake
+
+logger = logging.getLogger(__name__)
+
+_WAIT_TIMEOUT_S = 60.0
+NO_NODE = 1 << 40  # As whom the coordinator calls.
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """What a probe says: where it stands."""
+
+    step: str
+    iteration: int
+
+
+class Probe:
+    """The hook of one process.
+
+    Args:
+        node: whose process this is.
+        places: at which it is to call.
+        address: where the launcher listens.
+    """
+
+    def __init__(
+        self, node: int, *, places: Collection[Place], address: tuple[str, int], token: bytes
+    ) -> None:
+        self._node = node
+        self._places = places
+        self._address = address
+        self._token = token
+
+    def reached(self, step: str, iteration: int) -> None:
+        """A step begins; returns when whatever is to happen there has happened."""
+        if not any(_is_at(place, step, iteration) for place in self._places):
+            return
+        try:
+            with socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S) as sock:
+                self._shake_hands(sock)
+                sock.sendall(msgspec.json.encode(Reached(step, iteration)) + b"\n")
+                _read(sock, 1)
+        except OSError as error:
+            logger.warning("a fault cannot be injected at %s of %d: %s", step, iteration, error)
+
+    def _shake_hands(self, sock: socket.socket) -> None:
+        steps = handshake(self._token, Role.CONNECT, identity=self._node)
+        answer: Any = None
+        try:
+            while True:
+                data, num_bytes = steps.send(answer)
+                sock.sendall(data)
+                answer = _read(sock, num_bytes)
+        except StopIteration:
+            return
+
+
+def _is_at(place: Place, step: str, iteration: int) -> bool:
+    if place.at_s >= 0 or place.step != step:
+        return False
+    return place.iteration <= iteration if place.is_in_recovery else place.iteration == iteration
+
+
+def _read(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        received = sock.recv(num_bytes - len(data))
+        if not received:
+            raise ConnectionError("the launcher has gone")
+        data += received
+    return data

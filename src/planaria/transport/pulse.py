@@ -1,0 +1,84 @@
+"""Memory that an agent shares with one of its workers: who lives, who moves, who may write.
+
+The agent makes it before it forks the worker, so it needs no name and goes with the last of the
+two. Each field has one writer, and a field is one aligned word.
+
+    lease_end_s   agent    until when, by the machine's monotonic clock, the node is a member
+    beat_s        worker   when its control thread last ran
+    deadline_s    worker   when the action under way is late; infinite while it waits for others
+"""
+
+import math
+import mmap
+import os
+import struct
+import time
+from typing import Final
+
+_WORD: Final = struct.Struct("=d")
+_LEASE_END, _BEAT, _DEADLINE = 0, 8, 16
+
+
+class Pulse:
+    """One worker's shared memory.
+
+    Attributes:
+        stack_fd: a file in memory to which the worker's Python stacks are written on SIGUSR1.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self.stack_fd = os.memfd_create("stack")
+        self.lease_end_s = math.inf
+        self.wait()
+
+    @property
+    def lease_end_s(self) -> float:
+        return self._read(_LEASE_END)
+
+    @lease_end_s.setter
+    def lease_end_s(self, value: float) -> None:
+        self._write(_LEASE_END, value)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the node may still write where others read."""
+        return time.monotonic() < self.lease_end_s
+
+    def beat(self) -> None:
+        """The worker's control thread runs."""
+        self._write(_BEAT, time.monotonic())
+
+    def act(self, limit_s: float) -> None:
+        """An action begins that should end within limit_s."""
+        self._write(_DEADLINE, time.monotonic() + limit_s)
+
+    def wait(self) -> None:
+        """What follows takes as long as others take."""
+        self._write(_DEADLINE, math.inf)
+
+    def silent_s(self, now_s: float) -> float:
+        """For how long the control thread has not run; 0 before its first beat."""
+        beat_s = self._read(_BEAT)
+        return now_s - beat_s if beat_s else 0.0
+
+    def is_late(self, now_s: float) -> bool:
+        """Whether the action under way takes too long."""
+        return now_s > self._read(_DEADLINE)
+
+    def read_stack(self) -> str:
+        """The stacks that the worker has written so far."""
+        num_bytes = os.fstat(self.stack_fd).st_size
+        return os.pread(self.stack_fd, num_bytes, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Gives the memory back; the other process keeps its own view."""
+        self._memory.close()
+        os.close(self.stack_fd)
+
+    def _read(self, offset: int) -> float:
+        value: float = _WORD.unpack_from(self._memory, offset)[0]
+        return value
+
+    def _write(self, offset: int, value: float) -> None:
+        _WORD.pack_into(self._memory, offset, value)

@@ -1,0 +1,110 @@
+"""Jobs that lose nodes: small ones, whose devices are too small for the model, so that n0 = 2."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from jobs import tiny_job
+from planaria.core.inject import parse_injection
+from planaria.core.job import JobConfig
+from planaria.core.plan import ModelProfile, Plan
+from planaria.core.profile_json import encode_profile
+from planaria.core.specs import Prepared
+from planaria.library import Job, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import EventRecord
+from planaria.planner.plans import EveryPlan, bind
+from planaria.planner.templates import Problem, smallest_num_nodes
+from planaria.planning import given_profile, plan_job
+
+ITERATIONS = 8
+N0 = 2
+
+
+@cache
+def measured(family: str, server: ForkServer, directory: Path) -> tuple[ModelProfile, int]:
+    """The profile of a family's job, and a device memory that makes n0 = 2."""
+    config = tiny_job(family, directory)
+    profile = Job(config).profile(server=server)
+    memory_bytes = 1 << 24
+    while True:
+        problem = Problem(
+            profile=replace(profile, device_memory_bytes=memory_bytes),
+            devices_per_node=1,
+            num_microbatches=config.num_microbatches,
+            failures_tolerated=1,
+            gradient_copies=3,
+        )
+        if smallest_num_nodes(problem) == N0:
+            return profile, memory_bytes
+        memory_bytes = memory_bytes * 9 // 10
+
+
+def chaos_job(
+    family: str, directory: Path, server: ForkServer, *, nodes: int = 6, f: int = 1, **training: Any
+) -> JobConfig:
+    """A job of eight iterations, with a profile, so that nothing is measured again."""
+    profiles = directory.parent
+    profile, memory_bytes = measured(family, server, profiles)
+    path = profiles / f"{family}.json"
+    path.write_bytes(encode_profile(profile))
+    config = tiny_job(family, directory, **({"iterations": ITERATIONS} | training))
+    return replace(
+        config,
+        model=replace(config.model, profile=str(path)),
+        resilience=replace(config.resilience, failures_tolerated=f),
+        cluster=replace(config.cluster, nodes=nodes, device_memory_bytes=memory_bytes),
+    )
+
+
+def every_plan_for(config: JobConfig) -> EveryPlan:
+    """What the job can be re-formed to."""
+    return plan_job(config, Prepared(profile=given_profile(config))).every
+
+
+def sized_plan(config: JobConfig, sizes: tuple[int, ...]) -> Plan:
+    """Pipelines of these sizes, of the job's own templates."""
+    every = every_plan_for(config)
+    nodes = range(config.cluster.nodes)
+    assert sum(sizes) == len(nodes)
+    return bind(every.problem, [every.templates[size] for size in sizes], nodes, epoch=0)
+
+
+def struck(
+    config: JobConfig,
+    server: ForkServer,
+    *specs: str,
+    sizes: tuple[int, ...] = (),
+    **arguments: Any,
+) -> TrainingResult:
+    """The job, run with faults; pipelines of these sizes may then re-form themselves only."""
+    if sizes:
+        arguments["plan"] = sized_plan(config, sizes)
+        arguments["every"] = replace(every_plan_for(config), plans={})
+    injections = tuple(parse_injection(spec) for spec in specs)
+    return Job(config).run(injections=injections, server=server, **arguments)
+
+
+def recoveries(result: TrainingResult) -> list[EventRecord]:
+    """The events that were answered."""
+    return [event for event in result.report.events if event.answer]
+
+
+def check_report(result: TrainingResult) -> None:
+    """What holds for every job that ended well: bookkeeping that adds up."""
+    report = result.report
+    numbers = [record.iteration for record in report.iterations]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1))
+    parts = {name: spent for name, spent in report.ledger.items() if name != "wall"}
+    assert abs(sum(parts.values()) - report.ledger["wall"]) < 1e-6
+    for event in recoveries(result):
+        if not event.downtime_s:
+            continue
+        phases = event.detect_s + event.decide_s + event.regroup_s + event.transfer_s
+        assert abs(phases - event.downtime_s) < 1e-6
+        assert event.received_bytes == event.transfer_bytes, event
+    for worker in report.workers:
+        for before, after in pairwise([w for w in report.workers if w.rank == worker.rank]):
+            assert before.pid != after.pid

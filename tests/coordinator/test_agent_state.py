@@ -1,0 +1,179 @@
+"""What an agent remembers and obeys: enough for the next coordinator, and no more."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinated import done, exited, ready, saved, stopped, unsaved, worker
+from jobs import shaped_plan
+from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.core.messages import (
+    Abort,
+    Acknowledged,
+    FromNode,
+    Heartbeat,
+    HeartbeatTaken,
+    PeerUnreachable,
+    SaveLayers,
+    Shutdown,
+    StartEpoch,
+    StopRequested,
+    ToNode,
+    Welcome,
+    WorkerFailed,
+)
+
+NODE = 1
+RAISED = WorkerFailed(node=NODE, rank=1, traceback="of the user's code")
+
+
+def after(*messages: FromNode | ToNode, state: AgentState | None = None) -> AgentState:
+    """The agent once it has said and heard these, in order."""
+    state = state or AgentState(node=NODE)
+    for message in messages:
+        if isinstance(message, FromNode):
+            state = said(state, message)
+        else:
+            result = heard(state, message)
+            assert not result.ends
+            state = result.state
+    return state
+
+
+def facts(*messages: FromNode | ToNode) -> list[FromNode]:
+    """What such an agent tells a new coordinator, in order."""
+    return list(after(*messages).facts.values())
+
+
+def abort(epoch: int) -> Abort:
+    return Abort(epoch=epoch, nodes=(0, NODE))
+
+
+def test_facts_are_said_again_in_order_the_newest_of_each_kind_only() -> None:
+    """A coordinator has no use for what has been overtaken; each rank is a kind of its own."""
+    told = facts(
+        worker(1),
+        worker(2),
+        abort(1),
+        stopped(1, 1),
+        ready(1, 1),
+        abort(2),
+        stopped(1, 2),
+        worker(1, pid=99),
+        stopped(2, 2),
+        stopped(1, 2, last=3),
+    )
+
+    assert told == [worker(2), worker(1, pid=99), stopped(2, 2), stopped(1, 2, last=3)]
+
+
+def test_an_iteration_that_is_done_again_replaces_its_report() -> None:
+    """The other iterations stay, until they are acknowledged."""
+    told = facts(done(1, 5, epoch=0), done(1, 6, epoch=0), abort(1), done(1, 6, epoch=1))
+
+    assert told == [done(1, 5, epoch=0), done(1, 6, epoch=1)]
+
+
+@given(st.lists(st.integers(0, 20)), st.integers(0, 25))
+def test_acknowledged_iterations_are_forgotten(iterations: list[int], number: int) -> None:
+    """Whatever their order; nothing else is."""
+    reports = [done(rank, i, epoch=0) for rank in (1, 2) for i in iterations]
+    told = facts(worker(1), *reports, RAISED, Acknowledged(num_committed=number))
+
+    left = {report.iteration for report in told if isinstance(report, type(done(1, 0, epoch=0)))}
+    assert left == {i for i in iterations if i >= number}
+    assert worker(1) in told
+    assert RAISED in told
+
+
+@given(st.integers(1, 300))
+def test_memory_has_a_bound(num_iterations: int) -> None:
+    """However long a job runs, with a save after every iteration."""
+    state = AgentState(node=NODE)
+    for number in range(num_iterations):
+        parts = saved(1, number + 1, epoch=0, layers=[0])
+        state = after(done(1, number, epoch=0), parts, state=state)
+        state = after(Acknowledged(num_committed=number), state=state)
+
+    assert len(state.facts) <= 4
+
+
+def test_of_saves_the_newest_two_are_kept() -> None:
+    """Whether they were written or not: a save takes about as long as an iteration."""
+    saves: list[FromNode] = [
+        saved(1, 2, epoch=0, layers=[0]),
+        unsaved(1, 4, epoch=0),
+        unsaved(2, 4, epoch=0),
+    ]
+    newest = saved(2, 6, epoch=0, layers=[1])
+    told = facts(*saves, newest, Acknowledged(num_committed=0))
+
+    assert told == [*saves[1:], newest]
+
+
+def test_what_is_soon_out_of_date_is_not_kept() -> None:
+    """A new coordinator hears the next heartbeat, and sees by itself who cannot be reached."""
+    unreachable = PeerUnreachable(rank=1, epoch=0, peer=0, reason="closed")
+
+    assert facts(Heartbeat(node=NODE, sent_s=1.0), unreachable) == []
+
+
+def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:
+    """Answers and readiness; the end of a worker, to which this epoch is the answer. Reports
+    may still tell of iterations that are settled."""
+    kept: list[FromNode] = [worker(1), done(1, 5, epoch=0), saved(1, 6, epoch=0, layers=[0])]
+    told = facts(*kept, stopped(1, 0), ready(1, 0), exited(1), abort(1))
+
+    assert told == kept
+
+
+def test_an_epoch_that_is_told_again_changes_nothing() -> None:
+    """A coordinator that was restarted asks again; the answer was given."""
+    told = facts(abort(1), stopped(1, 1), ready(1, 1), abort(1))
+
+    assert told == [stopped(1, 1), ready(1, 1)]
+
+
+def test_an_order_of_an_older_epoch_is_not_passed_on() -> None:
+    """The coordinator that sent it did not know the newest members."""
+    state = after(abort(2))
+    result = heard(state, Abort(epoch=1, nodes=(0,)))
+
+    assert (result.state, result.forwards, result.ends) == (state, False, "")
+
+
+def test_a_node_that_is_evicted_ends_itself() -> None:
+    """Others have taken its place; it says of which epoch."""
+    result = heard(after(worker(1)), Abort(epoch=3, nodes=(0, 2)))
+
+    assert result.ends == "it is no member of epoch 3"
+    assert not result.forwards
+
+
+def test_a_coordinator_of_an_older_term_is_not_obeyed() -> None:
+    """Two may live for a moment; the store lets only the newest write."""
+    state = after(Welcome(term=2), Welcome(term=2), Welcome(term=4))
+
+    assert state.term == 4
+    assert "term 3 is out of date" in heard(state, Welcome(term=3)).ends
+
+
+ORDERS: dict[str, tuple[ToNode, bool]] = {
+    "abort": (abort(0), True),
+    "start": (StartEpoch(epoch=0, plan=shaped_plan((2,), 2), addresses={}, iteration=0), True),
+    "save": (SaveLayers(epoch=0, iteration=1, layers={}), True),
+    "stop": (StopRequested(), True),
+    "shutdown": (Shutdown(), True),
+    "welcome": (Welcome(term=0), False),
+    "acknowledged": (Acknowledged(num_committed=1), False),
+    "heartbeat taken": (HeartbeatTaken(sent_s=1.0), False),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_workers_get_what_is_for_them(order: str) -> None:
+    """And only that: their decoder knows no other words."""
+    message, forwards = ORDERS[order]
+    result = heard(AgentState(node=NODE), message)
+
+    assert (result.forwards, result.ends) == (forwards, "")

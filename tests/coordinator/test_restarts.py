@@ -1,0 +1,203 @@
+"""A coordinator that is restarted from its records gets where the one before it was."""
+
+from collections.abc import Callable
+
+import pytest
+
+from coordinated import (
+    END,
+    FIRST,
+    NOW_S,
+    FakeCluster,
+    FakeNode,
+    exited,
+    of_type,
+    saved,
+    small_rules,
+    worker,
+)
+from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.start import restored_step
+from planaria.coordinator.state import End, Ending, Phase, Tell
+from planaria.core.messages import Abort
+from planaria.core.records import Committed, Members, Progress
+
+PLAN = shaped_plan((2, 2), 6)
+
+
+def begun() -> FakeCluster:
+    cluster = FakeCluster(small_rules(), PLAN)
+    cluster.begin()
+    return cluster
+
+
+def trained() -> FakeCluster:
+    """Its moments, from which a coordinator may have to restart, begin here."""
+    cluster = begun()
+    cluster.train(FIRST)
+    cluster.train(FIRST + 1)
+    cluster.moments.clear()
+    return cluster
+
+
+def lost_one() -> FakeCluster:
+    cluster = trained()
+    cluster.lose(3)
+    return cluster
+
+
+def lost_two() -> FakeCluster:
+    """The second one while the first is being answered."""
+    cluster = trained()
+    cluster.lose(3, 2)
+    return cluster
+
+
+def crashed() -> FakeCluster:
+    cluster = trained()
+    cluster.crash(2)
+    return cluster
+
+
+STORIES: dict[str, Callable[[], FakeCluster]] = {
+    "the start": begun,
+    "a lost node": lost_one,
+    "two lost nodes": lost_two,
+    "a crash": crashed,
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_coordinator_may_be_killed_after_each_of_its_steps(story: str) -> None:
+    """Between any two records and any two words: from what is written down and from what the
+    agents remember the next one gets the job to train, with the same members."""
+    cluster = STORIES[story]()
+    assert cluster.state.phase is Phase.TRAINING
+    assert len(cluster.moments) > 4
+    for moment in cluster.moments:
+        moment.restart()
+        state = moment.state
+
+        where = f"{story}: killed after {moment.last_command}"
+        assert state.phase is Phase.TRAINING, where
+        alive = {node for node, one in moment.nodes.items() if one.is_alive}
+        assert set(state.nodes) == alive, where
+        assert {moment.nodes[node].age for node in alive} == {state.next_iteration}, where
+        assert not of_type(moment.commands, End), where
+
+
+def test_each_of_them_may_be_killed() -> None:
+    """The third coordinator stands on the records of two others."""
+    for second in lost_one().moments:
+        second.restart()
+        for third in second.moments:
+            third.restart()
+
+            assert third.state.phase is Phase.TRAINING
+            assert third.state.term > 0
+
+
+def test_a_last_save_survives_its_coordinator() -> None:
+    """The job ends as it would have ended, and no iteration is left out."""
+    cluster = FakeCluster(small_rules(when_below="stop"), PLAN)
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.train(FIRST + 1)
+    cluster.moments.clear()
+    cluster.lose(3)
+    end = cluster.commands[-1]
+    assert isinstance(end, End)
+    assert end.ending is Ending.LOST
+    for moment in cluster.moments[:-1]:
+        moment.restart()
+
+        where = f"killed after {moment.last_command}"
+        assert moment.commands[-1] == end, where
+        told = [c.iteration for c in of_type(moment.commands, Committed)]
+        assert told == [FIRST, FIRST + 1], where
+
+
+def test_what_is_on_record_as_committed_is_not_told_again() -> None:
+    """What is not, is; the launcher knows what it has heard."""
+    cluster = trained()
+    cluster.progress = Progress(num_committed=FIRST + 1, ends=False)
+    before = len(cluster.commands)
+    cluster.restart()
+
+    told = [c.iteration for c in of_type(cluster.commands[before:], Committed)]
+    assert told == [FIRST + 1]
+    assert cluster.state.next_iteration == FIRST + 2
+
+
+def test_what_was_reported_while_nobody_led_is_committed() -> None:
+    """Training does not wait for a coordinator."""
+    cluster = trained()
+    for node in cluster.nodes.values():
+        node.trains(FIRST + 2)
+    cluster.restart()
+
+    assert cluster.state.next_iteration == FIRST + 3
+
+
+def test_what_was_reported_before_a_loss_is_told_once_somebody_leads_again() -> None:
+    """Members were on record, progress was behind, and the vector tells of the last one only."""
+    cluster = trained()
+    for number in (0, 1, 2):
+        cluster.nodes[number].trains(FIRST + 2)
+        cluster.nodes[number].trains(FIRST + 3)
+    cluster.nodes[3].is_alive = False
+    cluster.progress = Progress(num_committed=FIRST + 2, ends=False)
+    cluster.records.append(Members(epoch=1, term=0, nodes=(0, 1, 2)))
+    before = len(cluster.commands)
+    cluster.restart()
+
+    told = [c.iteration for c in of_type(cluster.commands[before:], Committed)]
+    assert told == [FIRST + 2, FIRST + 3]
+
+
+def test_a_crash_that_nobody_heard_of_is_answered_by_the_next() -> None:
+    """The new worker holds nothing of what the order of the epoch takes for granted."""
+    cluster = trained()
+    new = cluster.nodes[2] = FakeNode(cluster.nodes[2].agent)
+    new.say(exited(2))
+    new.say(worker(2))
+    cluster.restart()
+
+    assert cluster.state.phase is Phase.TRAINING
+    assert cluster.state.epoch == 1
+    assert new.layers == tuple(range(NUM_LAYERS))
+
+
+def test_a_job_whose_last_iteration_is_on_record_does_not_train_again() -> None:
+    """Its save is awaited, from agents that say again what was written."""
+    cluster = begun()
+    for iteration in range(FIRST, END):
+        cluster.train(iteration)
+    assert cluster.state.phase is Phase.SAVING
+    cluster.progress = Progress(num_committed=END, ends=True)
+    for rank, layers in ((0, range(5)), (1, range(5, 10))):
+        cluster.nodes[rank].say(saved(rank, END, epoch=0, layers=layers))
+    before = len(cluster.commands)
+    cluster.restart()
+
+    assert cluster.commands[-1] == End(Ending.FINISHED)
+    assert not of_type(cluster.commands[before:], Committed)
+
+
+def test_without_a_decision_members_are_asked_again() -> None:
+    """The coordinator before this one may have told some of them, or none."""
+    members = Members(epoch=4, term=1, nodes=(0, 1, 2))
+    state, commands = restored_step(
+        small_rules(),
+        PLAN,
+        term=2,
+        members=members,
+        outcome=None,
+        decision=None,
+        progress=None,
+        predicted_s=1.0,
+        now_s=NOW_S,
+    )
+
+    assert (state.phase, state.term, state.epoch) == (Phase.STOPPING, 2, 4)
+    assert commands == (Tell(Abort(epoch=4, nodes=(0, 1, 2))),)

@@ -1,0 +1,103 @@
+"""The coordinator's hand on the disk: a save is complete, or nothing of it is left."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planaria.checkpoint.tiers import DiskTier
+from planaria.coordinator.state import Discard, Publish, Published
+from planaria.core.messages import SaveFailed
+from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
+from planaria.errors import CheckpointError
+from planaria.nodes.publisher import Publisher
+
+
+class _Told:
+    """A publisher, and what it says to whom."""
+
+    def __init__(self, directory: Path, *, keep: int = 1) -> None:
+        self.tier = DiskTier(directory)
+        self.events: list[Published | SaveFailed] = []
+        self.notices: list[ToLauncher] = []
+        self.publisher = Publisher(
+            self.tier,
+            fingerprint={"name": "job"},
+            keep=keep,
+            say=self.events.append,
+            notify=self.notices.append,
+        )
+
+    def publish(self, iteration: int) -> None:
+        file = self.tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
+        self.publisher.publish(Publish(iteration, 0, (file,)))
+
+
+def refuse(*_: object) -> None:
+    raise CheckpointError("the disk refuses")
+
+
+def test_a_save_is_published_and_older_ones_are_removed(tmp_path: Path) -> None:
+    """And said to the coordinator and to the launcher."""
+    told = _Told(tmp_path)
+    told.publish(1)
+    told.publish(2)
+
+    assert told.events == [Published(1, 0), Published(2, 0)]
+    assert told.notices == [Saved(iteration=1, epoch=0), Saved(iteration=2, epoch=0)]
+    assert [version.iteration for version in told.tier.versions()] == [2]
+
+
+def test_publishing_again_after_a_restart_changes_nothing(tmp_path: Path) -> None:
+    """The coordinator before may have ended right after it published."""
+    told = _Told(tmp_path)
+    told.publish(1)
+    manifest = told.tier.newest()
+    assert manifest is not None
+
+    told.publisher.publish(Publish(1, 0, manifest.layers))
+
+    assert told.events == [Published(1, 0)] * 2
+
+
+def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer is on disk then, and still nothing that a reader would look at."""
+    told = _Told(tmp_path)
+    monkeypatch.setattr(DiskTier, "publish", refuse)
+    told.publish(1)
+    (failed,) = told.events
+    told.publisher.discard(Discard(1, 0, "the disk refuses"))
+
+    assert isinstance(failed, SaveFailed)
+    assert failed.reason == "the disk refuses"
+    assert told.notices == [Unsaved(iteration=1, epoch=0, reason="the disk refuses")]
+    assert not told.tier.versions()
+
+
+def test_old_checkpoints_that_cannot_be_removed_do_not_spoil_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is good; that the disk fills up is a thing to say."""
+    told = _Told(tmp_path)
+    monkeypatch.setattr(DiskTier, "prune", refuse)
+    told.publish(1)
+
+    assert told.events == [Published(1, 0)]
+    assert told.notices[1] == Warned(text="old checkpoints stay: the disk refuses")
+
+
+def test_a_job_that_saved_nothing_leaves_its_start_behind(tmp_path: Path) -> None:
+    """Its seed tells everything; but a checkpoint that there is stays the newest."""
+    told = _Told(tmp_path)
+    told.publisher.publish_start(3)
+    start = told.tier.newest()
+    told.publish(5)
+    told.publisher.publish_start(4)
+
+    assert start is not None
+    assert (start.iteration, start.epoch, start.layers) == (0, 3, ())
+    newest = told.tier.newest()
+    assert newest is not None
+    assert newest.iteration == 5

@@ -1,0 +1,72 @@
+"""A node that was taken for dead and is not does no harm when it goes on."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from chaos import chaos_job, struck
+from command import wait_for
+from planaria.checkpoint.tiers import DiskTier
+from planaria.errors import CheckpointError
+from planaria.library import Silent
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import IterationRecord
+
+LEASE_S = 1.0
+
+
+def contents(directory: Path) -> dict[str, int]:
+    """Every file of the checkpoints and when it was written."""
+    return {str(path): path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """It hangs for longer than its lease, while the others train on, and then wakes up."""
+    config = chaos_job("gpt2", tmp_path / "run", server, iterations=200)
+    config = replace(config, cluster=replace(config.cluster, lease_s=LEASE_S))
+    before = set(psutil.Process(server.pid).children())
+    display = _StopsOnceAlone(server, before, num_left=6)
+
+    result = struck(config, server, "hang=2:4@3.forward", display=display)
+
+    assert display.num_after_wake == 6  # Five nodes and the coordinator.
+    assert 4 not in result.report.final.nodes
+
+
+class _StopsOnceAlone(Silent):
+    """Interrupts the job once the node that hung is gone."""
+
+    def __init__(self, server: ForkServer, before: set[psutil.Process], *, num_left: int) -> None:
+        self._server = server
+        self._before = before
+        self._num_left = num_left
+        self.num_after_wake = -1
+
+    def committed(self, record: IterationRecord) -> None:
+        children = set(psutil.Process(self._server.pid).children()) - self._before
+        if record.iteration > 5 and self.num_after_wake < 0 and len(children) == self._num_left:
+            self.num_after_wake = len(children)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_save_under_way_is_not_finished_without_a_lease(tmp_path: Path) -> None:
+    """Asked before each step, so that whoever was stopped in the middle stops there."""
+    tier = DiskTier(tmp_path)
+    state = {"parameter/w": np.zeros(4, np.float32)}
+    calls = iter([True, False])
+    lapsed_s = time.monotonic() - 1.0
+
+    with pytest.raises(CheckpointError, match="lease has run out"):
+        tier.write_layer(3, 0, 0, state, may_write=lambda: next(calls))
+    with pytest.raises(CheckpointError, match="lease has run out"):
+        tier.write_layer(3, 0, 1, state, may_write=lambda: time.monotonic() < lapsed_s)
+
+    wait_for(lambda: not contents(tmp_path), what="nothing is left")

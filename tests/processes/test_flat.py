@@ -1,0 +1,81 @@
+"""A job that loses node after node costs its survivors nothing that stays."""
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from jobs import digests, tiny_job
+from planaria.core.inject import parse_injection
+from planaria.core.job import JobConfig
+from planaria.library import Job, Silent
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import IterationRecord
+
+NUM_NODES, NUM_LOSSES = 24, 20
+SETTLED = 4  # Losses after which every buffer has been as large as it gets.
+
+
+class Used(NamedTuple):
+    """What a process holds on to."""
+
+    threads: int
+    descriptors: int
+    resident_bytes: int
+
+
+class _Watching(Silent):
+    """Looks at every process of the job after each iteration."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self.used: dict[int, list[Used]] = defaultdict(list)
+
+    def committed(self, record: IterationRecord) -> None:
+        del record
+        for process in psutil.Process(self._root).children(recursive=True):
+            try:
+                used = Used(process.num_threads(), process.num_fds(), process.memory_info().rss)
+            except psutil.NoSuchProcess:
+                continue
+            self.used[process.pid].append(used)
+
+
+def many_nodes(directory: Path) -> JobConfig:
+    config = tiny_job(
+        "sequential",
+        directory,
+        iterations=2 * NUM_LOSSES + 2,
+        global_batch_size=2 * NUM_NODES,
+    )
+    return replace(config, cluster=replace(config.cluster, nodes=NUM_NODES))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_twenty_losses_leave_threads_descriptors_and_memory_as_they_were(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Of 24 nodes four are left, whose workers recovered twenty times."""
+    config = many_nodes(tmp_path)
+    specs = [f"kill:{NUM_NODES - 1 - n}@{2 * n + 1}" for n in range(NUM_LOSSES)]
+    watching = _Watching(server.pid)
+
+    result = Job(config).run(
+        injections=tuple(map(parse_injection, specs)), server=server, display=watching
+    )
+
+    assert result.error is None
+    report = result.report
+    assert len(report.final.nodes) == NUM_NODES - NUM_LOSSES
+    calm = Job(many_nodes(tmp_path / "calm")).run(server=server)
+    assert digests(result) == digests(calm)
+    for worker in report.workers:
+        if worker.node in report.final.nodes:
+            first, last = watching.used[worker.pid][2 * SETTLED], watching.used[worker.pid][-1]
+            assert last.threads <= first.threads
+            assert last.descriptors <= first.descriptors
+            assert last.resident_bytes < first.resident_bytes + 16 * 2**20

@@ -1,0 +1,241 @@
+"""Nodes die, hang, stall and crash; the others finish with the bits of a run without failures."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos import ITERATIONS, N0, chaos_job, check_report, recoveries, struck
+from jobs import digests
+from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
+from planaria.core.job import JobConfig
+from planaria.errors import InsufficientError
+from planaria.library import TrainingResult
+from planaria.nodes.forkserver import ForkServer
+
+FAMILIES = ("gpt2", "llama", "sequential")
+SEED = 20_261_121
+
+Run = Callable[..., TrainingResult]
+
+
+@pytest.fixture(scope="module")
+def calm(
+    server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[str, str]]:
+    """The digests of a family's job without failures, on four nodes."""
+    found: dict[str, tuple[str, str]] = {}
+
+    def digests_of(family: str) -> tuple[str, str]:
+        if family not in found:
+            directory = tmp_path_factory.mktemp(family) / "calm"
+            result = struck(chaos_job(family, directory, server, nodes=4), server)
+            assert result.error is None
+            found[family] = digests(result)
+        return found[family]
+
+    return digests_of
+
+
+@pytest.fixture
+def survive(
+    server: ForkServer, tmp_path: Path, calm: Callable[[str], tuple[str, str]]
+) -> Callable[..., TrainingResult]:
+    """Runs a job with faults; it must end with the bits of the calm run."""
+
+    def run(
+        *specs: str, family: str = "gpt2", nodes: int = 6, f: int = 1, sizes: tuple[int, ...] = ()
+    ) -> TrainingResult:
+        config = chaos_job(family, tmp_path / "run", server, nodes=nodes, f=f)
+        result = struck(config, server, *specs, sizes=sizes)
+        assert result.error is None, f"{specs}: {result.error}"
+        assert digests(result) == calm(family), specs
+        assert len(result.report.iterations) == ITERATIONS
+        check_report(result)
+        return result
+
+    return run
+
+
+def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
+    """A few of the cases for every run, drawn once; the others are long."""
+    chosen = set(random.Random(SEED).sample(range(len(cases)), count))
+    return [
+        pytest.param(case, marks=() if i in chosen else (pytest.mark.long,), id=" ".join(case))
+        for i, case in enumerate(cases)
+    ]
+
+
+SINGLE = [(f"kill:{node}@{iteration}",) for node in range(6) for iteration in range(ITERATIONS)] + [
+    (f"kill:{node}@3.{step}",) for node in range(6) for step in ITERATION_STEPS[1:]
+]
+TWICE = [
+    (f"kill:1@3.{first}", f"kill:{second}@3.{step}")
+    for first in ("backward", "commit")
+    for second in (0, 5)
+    for step in RECOVERY_STEPS
+]
+AT_ONCE = [
+    (f"kill:{a},{b}@3.{step}",)
+    for a, b in itertools.combinations(range(8), 2)
+    for step in ("start", "reduce")
+]
+
+
+@pytest.mark.parametrize("specs", sampled(SINGLE, 5))
+def test_any_node_may_be_killed_in_any_iteration_and_at_any_step(
+    specs: tuple[str, ...], survive: Run
+) -> None:
+    """Six nodes, f = 1."""
+    result = survive(*specs)
+
+    (event,) = recoveries(result)
+    assert (event.kind, event.downtime_s > 0) == ("kill", True)
+    assert len(result.report.final.nodes) == 5
+
+
+@pytest.mark.parametrize("specs", sampled(AT_ONCE, 2))
+def test_any_two_nodes_may_be_killed_at_once(specs: tuple[str, ...], survive: Run) -> None:
+    """Eight nodes, f = 2, so three pipelines: each layer has a holder left."""
+    result = survive(*specs, nodes=8, f=2)
+
+    assert len(result.report.final.nodes) == 6
+
+
+@pytest.mark.parametrize("specs", sampled(TWICE, 4))
+def test_a_second_node_may_be_killed_at_any_step_of_a_recovery(
+    specs: tuple[str, ...], survive: Run
+) -> None:
+    """Eight nodes, f = 2: the recovery starts over with whoever is left."""
+    result = survive(*specs, nodes=8, f=2)
+
+    assert all(event.fired for event in result.report.events)
+    assert len(result.report.final.nodes) == 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_three_losses_in_a_row_leave_a_degraded_job(family: str, survive: Run) -> None:
+    """Six nodes, f = 1, down to three, one more than n0."""
+    result = survive("kill:5@1", "kill:4@3.forward", "kill:3@5.commit", family=family)
+
+    assert len(result.report.final.nodes) == 3
+    kinds = [event.kind for event in result.report.events]
+    assert kinds.count("degraded") == 1
+
+
+def test_the_fourth_loss_ends_with_a_checkpoint_that_resumes_to_the_same_bits(
+    server: ForkServer, tmp_path: Path, calm: Callable[[str], tuple[str, str]]
+) -> None:
+    """One node is left, and the model needs two; more nodes are there the next day."""
+    config = chaos_job("gpt2", tmp_path / "run", server)
+    specs = ("kill:5@1", "kill:4@2", "kill:3@4", "kill:2@6", "kill:1@6.backward")
+
+    result = struck(config, server, *specs)
+
+    assert isinstance(result.error, InsufficientError)
+    assert "go on from it with --resume" in str(result.error)
+    resumed = struck(config, server, resume=True)
+    assert digests(resumed) == calm("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("specs", "sizes", "answer"),
+    [
+        (("kill:1@3",), (3, 3), "simple"),
+        (("kill:0@3",), (2, 4), "borrow"),
+        (("kill:0@3",), (2, 2), "merge"),
+    ],
+)
+def test_each_step_of_the_local_answer_keeps_the_bits(
+    specs: tuple[str, ...], sizes: tuple[int, ...], answer: str, survive: Run
+) -> None:
+    """Oobleck 5.1; the global answer is forbidden."""
+    (event,) = recoveries(survive(*specs, nodes=sum(sizes), sizes=sizes))
+
+    assert event.answer == answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["crash", "stall"])
+def test_a_worker_that_ends_or_stands_still_is_replaced_in_its_node(
+    kind: str, family: str, survive: Run
+) -> None:
+    """All six nodes work to the end; the new worker's state comes from its peer."""
+    result = survive(f"{kind}:1@3.backward", family=family)
+
+    (event,) = recoveries(result)
+    assert event.kind == kind
+    assert len(result.report.final.nodes) == 6
+    pids = [worker.pid for worker in result.report.workers if worker.rank == 1]
+    assert len(pids) == 2
+    if kind == "stall":
+        assert "most recent call first" in event.reason
+
+
+def test_a_node_that_hangs_is_lost_when_its_lease_runs_out(survive: Run) -> None:
+    """Nothing closes when a machine stands still."""
+    result = survive("hang:4@3.forward")
+
+    (event,) = recoveries(result)
+    lease_s = JobConfig().cluster.lease_s
+    assert lease_s * 0.8 < event.downtime_s < 3 * (lease_s + 1)
+
+
+@pytest.mark.parametrize("specs", [("leader:@3.commit",), ("kill:2@3", "leader:@3.decide")])
+def test_the_coordinator_may_be_killed_too(specs: tuple[str, ...], survive: Run) -> None:
+    """It goes on from its journal; training waits only where it needs a decision."""
+    result = survive(*specs)
+
+    restarts = [event for event in result.report.events if event.kind == "leader"]
+    assert len(restarts) == 1
+    assert restarts[0].detect_s < 3 * 2.0
+
+
+LEADER = [(f"leader:@3.{step}",) for step in ITERATION_STEPS] + [
+    ("kill:2@3", f"leader:@3.{step}") for step in RECOVERY_STEPS
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("specs", LEADER)
+def test_the_coordinator_may_be_killed_at_any_step(specs: tuple[str, ...], survive: Run) -> None:
+    """Of an iteration, and of a recovery."""
+    survive(*specs)
+
+
+def test_survivors_are_the_same_processes_and_keep_their_layers(survive: Run) -> None:
+    """No restart, and nothing made again: what a worker materialised is what it lacked."""
+    result = survive("kill:5@3", sizes=(3, 3))
+
+    workers = result.report.workers
+    assert len({(worker.pid, worker.pid_start) for worker in workers}) == 6
+    untouched = [worker for worker in workers if worker.node in (0, 1, 2)]
+    for worker in untouched:
+        assert worker.last_epoch == 1
+    kept = sum(worker.layers_materialised for worker in untouched)
+    assert kept == 10  # Each layer once, at the start.
+
+
+def test_when_below_stop_saves_and_ends(server: ForkServer, tmp_path: Path) -> None:
+    """As Oobleck does with fewer than (f + 1) * n0 nodes."""
+    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
+    stop = replace(config.resilience, when_below="stop")
+
+    result = struck(replace(config, resilience=stop), server, "kill:3@4")
+
+    assert isinstance(result.error, InsufficientError)
+    assert f"fewer than (f + 1) * n0 = {2 * N0}" in str(result.error)
+    assert result.report.final.iteration == 4
+    assert result.report.final.parameters_sha256
+
+
+def test_a_fault_whose_place_never_comes_is_told(survive: Run) -> None:
+    """Whoever tests his job's survival has to know that nothing was tested."""
+    result = survive("kill:5@100")
+
+    (event,) = result.report.events
+    assert not event.fired

@@ -1,0 +1,150 @@
+"""The pulse: what an agent sees of its worker, whatever either of them does."""
+
+import faulthandler
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from planaria.transport.pulse import Pulse
+
+
+@pytest.fixture
+def pulse() -> Iterator[Pulse]:
+    made = Pulse()
+    yield made
+    made.close()
+
+
+def in_child(call: Callable[[], object]) -> None:
+    """Runs the call in a forked process, to its end."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_new_worker_is_neither_silent_nor_late_and_may_write(pulse: Pulse) -> None:
+    """It imports for seconds before it says anything, and has a whole lease."""
+    far_s = time.monotonic() + 1e6
+
+    assert pulse.silent_s(far_s) == 0.0
+    assert not pulse.is_late(far_s)
+    assert pulse.lease_end_s == math.inf
+    assert pulse.is_member
+
+
+def test_silence_counts_from_the_last_beat(pulse: Pulse) -> None:
+    """The agent looks by the same clock."""
+    before_s = time.monotonic()
+    pulse.beat()
+    after_s = time.monotonic()
+
+    silent_s = pulse.silent_s(after_s + 5.0)
+    assert 5.0 <= silent_s <= 5.0 + after_s - before_s
+
+
+def test_an_action_is_late_after_its_limit_unless_it_waits_for_others(pulse: Pulse) -> None:
+    """A worker that waits for a slow peer must not be killed for it."""
+    pulse.act(10.0)
+    now_s = time.monotonic()
+
+    assert not pulse.is_late(now_s)
+    assert pulse.is_late(now_s + 10.1)
+    pulse.wait()
+    assert not pulse.is_late(now_s + 10.1)
+
+
+def test_a_node_may_write_until_its_lease_ends(pulse: Pulse) -> None:
+    """The worker looks by itself, also while its agent is stopped."""
+    pulse.lease_end_s = time.monotonic() + 60.0
+    assert pulse.is_member
+
+    pulse.lease_end_s = time.monotonic() - 0.001
+    assert not pulse.is_member
+
+
+def test_each_field_is_its_own(pulse: Pulse) -> None:
+    """Agent and worker write at the same time."""
+    pulse.lease_end_s = 1.0
+    pulse.beat()
+    pulse.act(1e6)
+
+    assert pulse.lease_end_s == 1.0
+    assert pulse.silent_s(time.monotonic()) < 60.0
+    assert not pulse.is_late(time.monotonic())
+
+
+def test_the_agent_sees_what_its_worker_does_and_the_other_way_round(pulse: Pulse) -> None:
+    """One is forked from the other; there is no name by which a third could find it."""
+    pulse.lease_end_s = 12.5
+
+    def work() -> None:
+        assert pulse.lease_end_s == 12.5
+        pulse.beat()
+        pulse.act(0.0)
+
+    in_child(work)
+
+    assert pulse.silent_s(time.monotonic()) > 0.0
+    assert pulse.is_late(time.monotonic() + 0.001)
+
+
+def test_two_workers_have_two_pulses(pulse: Pulse) -> None:
+    """A node may have several devices."""
+    other = Pulse()
+    other.beat()
+    other.act(0.0)
+    other.lease_end_s = 0.0
+    later_s = time.monotonic() + 1.0
+
+    assert pulse.is_member
+    assert not pulse.is_late(later_s)
+    assert pulse.silent_s(later_s) == 0.0
+    other.close()
+
+
+def stand_here(pulse: Pulse) -> None:
+    faulthandler.dump_traceback(file=pulse.stack_fd)
+
+
+def test_the_stacks_of_a_worker_can_be_read_again_and_again(pulse: Pulse) -> None:
+    """Also after its end; reading does not move where it writes."""
+    assert pulse.read_stack() == ""
+    in_child(lambda: stand_here(pulse))
+    first = pulse.read_stack()
+    in_child(lambda: stand_here(pulse))
+    second = pulse.read_stack()
+
+    assert "in stand_here" in first
+    assert second.startswith(first)
+    assert second.count("in stand_here") == 2
+    assert pulse.read_stack() == second
+
+
+def test_bytes_that_are_no_text_are_shown_as_they_can_be(pulse: Pulse) -> None:
+    """A stack is for people; half a character must not hide it."""
+    os.write(pulse.stack_fd, b"frame \xff\n")
+
+    assert pulse.read_stack() == "frame \N{REPLACEMENT CHARACTER}\n"
+
+
+def test_the_end_of_one_view_leaves_the_other(pulse: Pulse) -> None:
+    """A worker's end closes its own; the agent still wants to know where it stood."""
+
+    def leave() -> None:
+        pulse.beat()
+        os.write(pulse.stack_fd, b"the end")
+        pulse.close()
+
+    in_child(leave)
+
+    assert pulse.silent_s(time.monotonic()) > 0.0
+    assert pulse.read_stack() == "the end"
