@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import tiny_job
+from planaria.config import load_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, Plan
@@ -19,14 +20,32 @@ from planaria.planner.plans import EveryPlan, bind
 from planaria.planner.templates import Problem, smallest_num_nodes
 from planaria.planning import given_profile, plan_job
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"
+SHRUNK = (
+    "model.config.n_layer=8",
+    "model.config.n_embd=16",
+    "model.config.n_head=2",
+    "data.sequence_length=16",
+    "training.global_batch_size=20",
+    "training.microbatch_size=2",
+)
 ITERATIONS = 8
 N0 = 2
+
+
+def small_job(family: str, directory: Path, **training: Any) -> JobConfig:
+    """A family's job; GPT-2's is the example, made small."""
+    if family != "gpt2":
+        return tiny_job(family, directory, **training)
+    job = load_job(EXAMPLE, overrides=SHRUNK)
+    checkpoint = replace(job.checkpoint, directory=str(directory / "checkpoints"))
+    return replace(job, training=replace(job.training, **training), checkpoint=checkpoint)
 
 
 @cache
 def measured(family: str, server: ForkServer, directory: Path) -> tuple[ModelProfile, int]:
     """The profile of a family's job, and a device memory that makes n0 = 2."""
-    config = tiny_job(family, directory)
+    config = small_job(family, directory)
     profile = Job(config).profile(server=server)
     memory_bytes = 1 << 24
     while True:
@@ -50,7 +69,7 @@ def chaos_job(
     profile, memory_bytes = measured(family, server, profiles)
     path = profiles / f"{family}.json"
     path.write_bytes(encode_profile(profile))
-    config = tiny_job(family, directory, **({"iterations": ITERATIONS} | training))
+    config = small_job(family, directory, **({"iterations": ITERATIONS} | training))
     return replace(
         config,
         model=replace(config.model, profile=str(path)),

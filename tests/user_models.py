@@ -1,6 +1,7 @@
 """Models and data as a user would give them, for jobs of kind "python"."""
 
 import os
+import time
 from functools import partial
 
 import torch
@@ -67,3 +68,20 @@ class _Raising(nn.Module):
 def raising() -> nn.Sequential:
     """A model that begins to raise while it trains."""
     return nn.Sequential(nn.Linear(8, WIDTH), _Raising(), nn.Linear(WIDTH, 5))
+
+
+class _Hanging(nn.Module):
+    """Hangs for ever in the first forward in which the file named by HANG_FILE exists."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        path = os.environ.get("HANG_FILE", "")
+        if path and os.path.exists(path):
+            os.unlink(path)
+            time.sleep(3600)
+        return x
+
+
+def hanging() -> nn.Sequential:
+    """A classifier whose fifth layer hangs once."""
+    layers = list(sequential())
+    return nn.Sequential(*layers[:4], _Hanging(), *layers[4:])

@@ -40,7 +40,7 @@ from planaria.errors import (
 from planaria.estimator.time import Span, Timeline
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.launcher import Launcher, standing
-from planaria.nodes.leader import LeaderSpec
+from planaria.nodes.leader_spec import LeaderSpec
 from planaria.observe.metrics import FinalRecord, IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import EveryPlan

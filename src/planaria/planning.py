@@ -36,6 +36,7 @@ PRELOAD = (
     "torch.utils.checkpoint",
     "planaria.engine.worker",
     "planaria.nodes.agent",
+    "planaria.nodes.leader",
 )
 _PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.engine.hf_layers")
 

@@ -319,3 +319,19 @@ def test_an_epoch_begins_only_once_those_who_send_layers_have_addresses() -> Non
     assert not of_type(early, StartEpoch)
     (order,) = of_type(commands, StartEpoch)
     assert set(order.addresses) == {0, 1, 2}
+
+
+def test_a_link_that_stays_broken_between_live_nodes_costs_the_one_most_cannot_reach() -> None:
+    """It is tried again twice, from a new epoch each time; for ever would be no answer."""
+    rules = small_rules(n0=1)
+    state, _ = after(training(rules), [], rules)
+    for epoch in range(1, 4):
+        rank_3 = [
+            PeerUnreachable(rank=rank, epoch=epoch - 1, peer=3, reason="nothing came")
+            for rank in (1, 2)
+        ]
+        other = PeerUnreachable(rank=3, epoch=epoch - 1, peer=1, reason="nothing came")
+        state, _ = after(state, [*rank_3, other], rules)
+        state, _ = step(rules, state, Tick(), NOW_S + 2 * LEASE_S)
+        assert state.epoch == epoch
+        assert state.nodes == ((0, 1, 2, 3) if epoch < 3 else (0, 1, 2))

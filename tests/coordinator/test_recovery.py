@@ -271,13 +271,17 @@ def test_the_holders_share_the_last_save() -> None:
     assert order.layers == {0: (0, 2, 4), 1: tuple(UPPER), 2: (1, 3)}
 
 
-def test_a_job_that_cannot_be_saved_ends_unsaved() -> None:
-    """The disk that was full says so; there is nothing to wait for."""
+def test_a_job_that_stops_and_cannot_be_saved_says_both() -> None:
+    """It ends for want of nodes, and the disk that was full says so."""
     cluster = trained(FakeCluster(small_rules(when_below="stop"), PLAN))
     cluster.nodes[1].is_disk_full = True
     cluster.lose(3)
 
-    assert cluster.commands[-1] == End(Ending.UNSAVED, "disk full")
+    end = cluster.commands[-1]
+    assert isinstance(end, End)
+    assert end.ending is Ending.LOST
+    assert "3 nodes are left" in end.reason
+    assert "disk full" in end.reason
 
 
 def test_nothing_is_saved_before_the_first_iteration() -> None:

@@ -57,6 +57,42 @@ class _StopsOnceAlone(Silent):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class _Times(Silent):
+    """Notes when the node was lost."""
+
+    def __init__(self) -> None:
+        self.lost_s = 0.0
+
+    def note(self, text: str) -> None:
+        if text.startswith("lost"):
+            self.lost_s = time.time()
+
+
+def test_a_node_that_hung_while_it_saved_writes_nothing_more(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """It stops with a save under way, and goes on when its epoch is long over."""
+    config = chaos_job("gpt2", tmp_path / "run", server, iterations=60)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, lease_s=LEASE_S),
+        checkpoint=replace(config.checkpoint, persist_every=1, keep=0),
+    )
+    display = _Times()
+
+    result = struck(config, server, f"hang={3 * LEASE_S}:0@4.start", display=display)
+
+    assert result.error is None
+    written_s = [
+        path.stat().st_mtime
+        for path in Path(config.checkpoint.directory).glob("*-0/*")
+        if path.is_file()
+    ]
+    assert written_s
+    assert max(written_s) < display.lost_s + LEASE_S  # It goes on a lease later than that.
+    assert result.report.final.nodes == (1, 2, 3, 4, 5)
+
+
 def test_a_save_under_way_is_not_finished_without_a_lease(tmp_path: Path) -> None:
     """Asked before each step, so that whoever was stopped in the middle stops there."""
     tier = DiskTier(tmp_path)

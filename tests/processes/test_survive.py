@@ -19,6 +19,7 @@ from planaria.nodes.forkserver import ForkServer
 
 FAMILIES = ("gpt2", "llama", "sequential")
 SEED = 20_261_121
+DOWNTIME_S = 1.0  # The median of twenty; benchmarks/recovery.py asserts that.
 
 Run = Callable[..., TrainingResult]
 
@@ -70,6 +71,11 @@ def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
     ]
 
 
+def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
+    """The first case for every run; the others are long."""
+    return [cases[0], *(pytest.param(case, marks=pytest.mark.long) for case in cases[1:])]
+
+
 SINGLE = [(f"kill:{node}@{iteration}",) for node in range(6) for iteration in range(ITERATIONS)] + [
     (f"kill:{node}@3.{step}",) for node in range(6) for step in ITERATION_STEPS[1:]
 ]
@@ -94,7 +100,8 @@ def test_any_node_may_be_killed_in_any_iteration_and_at_any_step(
     result = survive(*specs)
 
     (event,) = recoveries(result)
-    assert (event.kind, event.downtime_s > 0) == ("kill", True)
+    assert event.kind == "kill"
+    assert 0 < event.downtime_s < 3 * DOWNTIME_S
     assert len(result.report.final.nodes) == 5
 
 
@@ -115,6 +122,20 @@ def test_a_second_node_may_be_killed_at_any_step_of_a_recovery(
 
     assert all(event.fired for event in result.report.events)
     assert len(result.report.final.nodes) == 6
+
+
+def test_more_than_f_nodes_may_go_at_once_while_each_layer_has_a_holder(survive: Run) -> None:
+    """Three pipelines of two, f = 1: the first halves of two of them are lost."""
+    result = survive("kill:0,2@3.backward")
+
+    assert len(result.report.final.nodes) == 4
+
+
+def test_a_loss_in_the_first_iteration_starts_anew_without_the_node(survive: Run) -> None:
+    """Nobody holds anything that the seed does not tell, so nothing has to move."""
+    (event,) = recoveries(survive("kill:0@0.backward"))
+
+    assert event.transfer_bytes == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,7 +180,7 @@ def test_each_step_of_the_local_answer_keeps_the_bits(
     assert event.answer == answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", long_but_the_first(FAMILIES))
 @pytest.mark.parametrize("kind", ["crash", "stall"])
 def test_a_worker_that_ends_or_stands_still_is_replaced_in_its_node(
     kind: str, family: str, survive: Run
@@ -176,9 +197,10 @@ def test_a_worker_that_ends_or_stands_still_is_replaced_in_its_node(
         assert "most recent call first" in event.reason
 
 
-def test_a_node_that_hangs_is_lost_when_its_lease_runs_out(survive: Run) -> None:
+@pytest.mark.parametrize("family", long_but_the_first(FAMILIES))
+def test_a_node_that_hangs_is_lost_when_its_lease_runs_out(family: str, survive: Run) -> None:
     """Nothing closes when a machine stands still."""
-    result = survive("hang:4@3.forward")
+    result = survive("hang:4@3.forward", family=family)
 
     (event,) = recoveries(result)
     lease_s = JobConfig().cluster.lease_s
@@ -201,10 +223,13 @@ LEADER = [(f"leader:@3.{step}",) for step in ITERATION_STEPS] + [
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("specs", LEADER)
-def test_the_coordinator_may_be_killed_at_any_step(specs: tuple[str, ...], survive: Run) -> None:
+def test_the_coordinator_may_be_killed_at_any_step(
+    specs: tuple[str, ...], family: str, survive: Run
+) -> None:
     """Of an iteration, and of a recovery."""
-    survive(*specs)
+    survive(*specs, family=family)
 
 
 def test_survivors_are_the_same_processes_and_keep_their_layers(survive: Run) -> None:

@@ -20,6 +20,7 @@ It decides; who calls it (nodes/leader.py) acts.
 Source: DESIGN 4.5, 5 and 6 (Coordination).
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -65,7 +66,9 @@ from planaria.core.records import (
     Warned,
 )
 
-CRASHES_MAX = 3  # With the same status and no iteration committed in between.
+# With no iteration committed in between: of one rank with the same status, and of epochs.
+CRASHES_MAX = 3
+BROKEN_LINKS_MAX = 3
 
 Event = (
     WorkerReady
@@ -121,8 +124,10 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return _worker_exited(state, event, now_s)
         case NodeLost() if event.node in state.nodes:
             return lost(state, "lost", (event.node,), reason=event.reason, now_s=now_s)
-        case PeerUnreachable() if event.epoch == state.epoch and not state.unreachable_s:
-            return replace(state, unreachable_s=now_s), ()
+        case PeerUnreachable() if event.epoch == state.epoch:
+            since_s = state.unreachable_s or now_s
+            unreached = (*state.unreached, event.peer)
+            return replace(state, unreachable_s=since_s, unreached=unreached), ()
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
             order = Abort(epoch=state.epoch, nodes=state.nodes)
             return replace(state, phase=Phase.STOPPING), (Tell(order),)
@@ -131,9 +136,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case Tick() if state.unreachable_s:
             # Whoever cannot be reached is usually lost, and then found within a lease.
             if now_s - state.unreachable_s > rules.job.cluster.lease_s:
-                return lost(
-                    state, "lost", (), reason="a link broke between live nodes", now_s=now_s
-                )
+                return _link_broken(state, now_s)
     return state, ()
 
 
@@ -287,7 +290,9 @@ def _commit_notice(
 def _after_commit(state: JobState, *, ends: bool) -> JobState:
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
     number = state.next_iteration + 1
-    return replace(state, reports=reports, next_iteration=number, ends=ends, crashes=())
+    return replace(
+        state, reports=reports, next_iteration=number, ends=ends, crashes=(), broken_links=0
+    )
 
 
 # -- losses and ends ------------------------------------------------------------------------------
@@ -297,15 +302,33 @@ def _saved(rules: Rules, state: JobState) -> Step:
     """Ends the job if the last save is complete, or cannot be."""
     assert state.decision is not None
     number = state.next_iteration
-    reason = state.unsaved.get((number, state.epoch))
-    if reason is not None:
-        return _end(state, End(Ending.UNSAVED, reason))
-    if state.published < number:
+    order, decision = state.decision.order, state.decision
+    failure = state.unsaved.get((number, state.epoch))
+    if decision.ending and failure is not None:
+        reason = f"{decision.reason}; what is live was not saved: {failure}"
+        return _end(state, End(Ending(decision.ending), reason))
+    if failure is not None:
+        return _end(state, End(Ending.UNSAVED, failure))
+    has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
+    if state.published < number and not has_nothing_to_save:
         return state, ()
-    if state.decision.ending:
-        return _end(state, End(Ending(state.decision.ending), state.decision.reason))
+    if decision.ending:
+        return _end(state, End(Ending(decision.ending), decision.reason))
     is_cut_short = state.stop_requested and number < rules.job.training.iterations
     return _end(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
+
+
+def _link_broken(state: JobState, now_s: float) -> Step:
+    """Live nodes cannot reach each other: once more, then without whom most cannot reach."""
+    broken_links = state.broken_links + 1
+    state = replace(state, broken_links=broken_links)
+    if broken_links < BROKEN_LINKS_MAX:
+        return lost(state, "lost", (), reason="a link broke between live nodes", now_s=now_s)
+    counts = Counter(state.unreached)
+    rank = max(counts, key=lambda rank: (counts[rank], rank))
+    node = rank // (len(state.ranks) // len(state.nodes))
+    reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
+    return lost(state, "lost", (node,), reason=reason, now_s=now_s)
 
 
 def _worker_exited(state: JobState, event: WorkerExited, now_s: float) -> Step:

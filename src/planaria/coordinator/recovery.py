@@ -76,6 +76,7 @@ def lost(
         loss=loss,
         losses=state.losses + 1,
         unreachable_s=0.0,
+        unreached=(),
     )
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not left:

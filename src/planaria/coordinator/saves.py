@@ -25,7 +25,7 @@ def layers_saved(state: JobState, event: LayersSaved) -> Step:
 def save_failed(state: JobState, event: SaveFailed) -> Step:
     """A save that cannot be complete any more is removed."""
     iteration, reason = event.iteration, event.reason
-    if iteration <= state.published:
+    if iteration <= state.published or (iteration, state.epoch) in state.unsaved:
         return state, ()
     key = (iteration, state.epoch)
     discard = Discard(*key, reason)

@@ -68,6 +68,7 @@ def restored_step(
         next_iteration=progress.num_committed if progress else rules.first_iteration,
         ends=progress is not None and progress.ends,
         outcome=outcome,
+        is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         losses=1,
     )

@@ -192,6 +192,8 @@ class JobState:
         losses: how many there were.
         crashes: rank and exit status of workers since an iteration was committed last.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
+        unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
+        broken_links: epochs that ended for that since an iteration was committed last.
     """
 
     term: int
@@ -216,6 +218,8 @@ class JobState:
     is_degraded: bool = False
     crashes: tuple[tuple[int, int], ...] = ()
     unreachable_s: float = 0.0
+    unreached: tuple[int, ...] = ()
+    broken_links: int = 0
     began_s: float = 0.0
 
     @property

@@ -102,6 +102,7 @@ class _Worker:
             spec.node, places=spec.places, address=spec.injector, token=spec.token
         ).reached
         self._epoch = -1  # The newest that was begun or given up.
+        self._saved_epoch = -1
         self._is_recovering = False
         self._vector: tuple[int, CommitVector] | None = None
 
@@ -136,7 +137,8 @@ class _Worker:
                 self._epoch = order.epoch
                 self._is_recovering = True
                 self._answer(order)
-            case SaveLayers() if order.epoch == self._epoch:
+            case SaveLayers() if order.epoch == self._epoch > self._saved_epoch:
+                self._saved_epoch = order.epoch
                 self._settle(order.iteration, order.vector)
                 self._write(order.layers.get(self._spec.rank, ()), order.iteration, order.epoch)
             case StartEpoch() if self._is_for_this(order):

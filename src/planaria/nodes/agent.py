@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 _READ_BYTES: Final = 1 << 20
 _TICKS_PER_LEASE: Final = 6
 _RECONNECT_S: Final = 0.02
-_STACK_TIMEOUT_S: Final = 1.0
 _STACK_SETTLED_S: Final = 0.05
 
 
@@ -115,20 +114,19 @@ class _Worker:
             _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
         theirs.close()
 
-    def stacks(self) -> str:
-        """Where the threads of a worker stand, which may be stopped; "" if it cannot tell."""
+    def write_stacks(self, *, timeout_s: float) -> None:
+        """Has a worker, which may be stopped, write where its threads stand, if it can."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
             os.kill(self.pid, signal.SIGCONT)
         text, settled_s = "", time.monotonic()
-        end_s = settled_s + _STACK_TIMEOUT_S
+        end_s = settled_s + timeout_s
         while (now_s := time.monotonic()) < end_s:
             if (newer := self.pulse.read_stack()) != text:
                 text, settled_s = newer, now_s
             if text and now_s - settled_s > _STACK_SETTLED_S:
                 break
             time.sleep(0.005)
-        return text
 
 
 class _Agent:
@@ -244,7 +242,8 @@ class _Agent:
             return
         if worker.pulse.silent_s(now_s) > self._lease_s or worker.pulse.is_late(now_s):
             worker.is_stalled = True
-            worker.stacks()
+            # Heartbeats wait meanwhile.
+            worker.write_stacks(timeout_s=self._lease_s / 3)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
 

@@ -45,7 +45,7 @@ from planaria.core.specs import NodeSpec
 from planaria.errors import CheckpointError, InsufficientError
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
-from planaria.nodes.leader import LeaderSpec
+from planaria.nodes.leader_spec import LeaderSpec
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)

@@ -36,13 +36,9 @@ from planaria.coordinator.state import (
     Publish,
     RecordDecision,
     RecordMembers,
-    Rules,
     Tell,
     Tick,
 )
-from planaria.core.commit import vector_layout
-from planaria.core.inject import Place
-from planaria.core.job import JobConfig
 from planaria.core.messages import (
     Abort,
     Acknowledged,
@@ -54,7 +50,6 @@ from planaria.core.messages import (
     StopRequested,
     Welcome,
 )
-from planaria.core.plan import PipelineTemplate, Plan
 from planaria.core.records import (
     AgentEnded,
     Committed,
@@ -62,14 +57,11 @@ from planaria.core.records import (
     FromLauncher,
     Progress,
 )
-from planaria.errors import AuthenticationError
+from planaria.errors import AuthenticationError, StoreError
 from planaria.nodes.journal import open_store
+from planaria.nodes.leader_spec import LeaderSpec, rules_of
 from planaria.nodes.logbook import opened_logbook
 from planaria.nodes.publisher import Publisher
-from planaria.planner.plans import every_plan_of
-from planaria.planner.templates import Problem
-from planaria.policies.policy import profile_prices
-from planaria.policies.reinstantiate import Reinstantiate
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
 
@@ -78,35 +70,7 @@ logger = logging.getLogger(__name__)
 _READ_BYTES: Final = 1 << 20
 _TICKS_PER_LEASE: Final = 6
 _CLOSE_TIMEOUT_S: Final = 1.0
-# Links that stand are kept, so a recovery costs little beside what moves; docs/LOG.md.
-REGROUP_S: Final = 0.05
-
 _launcher_decoder: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
-
-
-class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator's process is told, the same whenever it is started.
-
-    Attributes:
-        plan: the first one, unless there are records already.
-        templates, plans: what a job can be re-formed to, see `EveryPlan`.
-        fingerprint: what a checkpoint says of the job that wrote it.
-        directory: of the journal.
-    """
-
-    job: JobConfig
-    plan: Plan
-    predicted_s: float
-    problem: Problem
-    templates: dict[int, PipelineTemplate]
-    plans: dict[int, Plan]
-    first_iteration: int
-    source: str
-    fingerprint: dict[str, Any]
-    directory: str
-    token: bytes
-    places: tuple[Place, ...] = ()
-    injector: tuple[str, int] = ("", 0)
 
 
 def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
@@ -115,22 +79,6 @@ def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = msgspec.json.decode(payload, type=LeaderSpec)
     asyncio.run(_Leader(spec).run(listener_fd, launcher_fd, lifeline_fd))
-
-
-def rules_of(spec: LeaderSpec) -> Rules:
-    """What does not change in the run."""
-    every = every_plan_of(spec.problem, spec.templates, spec.plans)
-    num_layers = len(spec.problem.profile.layers)
-    return Rules(
-        job=spec.job,
-        policy=Reinstantiate(every),
-        prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
-        n0=min(spec.templates),
-        num_layers=num_layers,
-        layout=vector_layout(spec.job, num_layers),
-        first_iteration=spec.first_iteration,
-        source=spec.source,
-    )
 
 
 class _Leader:
@@ -159,33 +107,46 @@ class _Leader:
         reader, self._launcher = await asyncio.open_connection(
             sock=socket.socket(fileno=launcher_fd)
         )
-        async with open_store(Path(self._spec.directory), now_s=time.monotonic) as store:
-            self._store = store
-            lease_s = self._rules.job.cluster.lease_s
-            self._logbook = await opened_logbook(store, self._spec.job.name, lease_s=lease_s)
-            await self._restore()
-            listener = socket.socket(fileno=listener_fd)
-            server = await asyncio.start_server(self._accept, sock=listener)
-            tasks = [
-                asyncio.create_task(job)
-                for job in (
-                    self._hear_launcher(reader),
-                    self._tick(),
-                    self._watch_leases(),
-                    self._record_progress(),
-                )
-            ]
-            try:
-                await self._serve(tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                server.close()
+        try:
+            async with open_store(Path(self._spec.directory), now_s=time.monotonic) as store:
+                self._store = store
+                await self._lead(reader, listener_fd)
+        except StoreError as error:  # To start again would end the same way.
+            self._ended = Ended(
+                ending=Ending.LOST.value,
+                reason=f"the coordinator cannot keep its records: {error}",
+                failure=None,
+                nodes=(),
+                epoch=0,
+            )
         self._notify(self._ended)
         await self._launcher.drain()
         await self._close_agents()
         self._launcher.close()
         await self._launcher.wait_closed()
+
+    async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
+        """Goes on from the records, and serves agents until the job ends."""
+        lease_s = self._rules.job.cluster.lease_s
+        self._logbook = await opened_logbook(self._store, self._spec.job.name, lease_s=lease_s)
+        await self._restore()
+        listener = socket.socket(fileno=listener_fd)
+        server = await asyncio.start_server(self._accept, sock=listener)
+        tasks = [
+            asyncio.create_task(job)
+            for job in (
+                self._hear_launcher(reader),
+                self._tick(),
+                self._watch_leases(),
+                self._record_progress(),
+            )
+        ]
+        try:
+            await self._serve(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            server.close()
 
     async def _serve(self, tasks: list[asyncio.Task[None]]) -> None:
         """Handles events until the job ends; what a task raises ends it here."""

@@ -137,7 +137,8 @@ class Watcher:
 
     def _running(self, message: Running) -> None:
         for event in self._recorder.running(message):
-            self._display.note(_event_text(event))
+            for text in _event_texts(event):
+                self._display.note(text)
         if not self._has_begun:
             self._has_begun = True
             self._began_s = message.now_s
@@ -156,22 +157,25 @@ def _loss_text(message: Recovering) -> str:
     return f"{message.kind}: node {nodes}: {message.reason}" if nodes else message.reason
 
 
-def _event_text(event: EventRecord) -> str:
-    """What the answer was, and what it cost."""
-    parts = [
-        f"{name} {1000 * seconds:.0f}"
-        for name, seconds in (
-            ("detect", event.detect_s),
-            ("decide", event.decide_s),
-            ("regroup", event.regroup_s),
-            ("transfer", event.transfer_s),
-        )
-    ]
-    answers = ", ".join(
-        f"{candidate['answer']} {candidate['score']:.1f}" for candidate in event.candidates
+def _event_texts(event: EventRecord) -> tuple[str, ...]:
+    """What the loss cost, and what was answered to it."""
+    if not event.answer:
+        return ()
+    phases = (
+        ("detect", event.detect_s),
+        ("decide", event.decide_s),
+        ("regroup", event.regroup_s),
+        ("transfer", event.transfer_s),
+    )
+    parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in phases)
+    scores = {str(c["answer"]): f"{c['score']:.1f}" for c in event.candidates}
+    others = [f"{answer} {score}" for answer, score in scores.items() if answer != event.answer]
+    rejected = f", not {' or '.join(others)}" if others else ""
+    answer = (
+        f"{event.answer} for {scores[event.answer]} samples/s{rejected}; "
+        f"{event.transfer_bytes / 1e6:.1f} MB moved, {event.redone_samples} samples redone"
     )
     return (
-        f"re-formed in {1000 * event.downtime_s:.0f} ms ({', '.join(parts)} ms); {event.answer} "
-        f"of {answers} samples/s; {event.transfer_bytes / 1e6:.1f} MB moved, "
-        f"{event.redone_samples} samples redone"
+        f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}",
+        answer,
     )

@@ -1,0 +1,59 @@
+"""What the coordinator's process is told, and the rules that follow from it."""
+
+from typing import Any, Final
+
+import msgspec
+
+from planaria.coordinator.state import Rules
+from planaria.core.commit import vector_layout
+from planaria.core.inject import Place
+from planaria.core.job import JobConfig
+from planaria.core.plan import PipelineTemplate, Plan
+from planaria.planner.plans import every_plan_of
+from planaria.planner.templates import Problem
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+
+# Links that stand are kept, so a recovery costs little beside what moves; docs/LOG.md.
+REGROUP_S: Final = 0.05
+
+
+class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator's process is told, the same whenever it is started.
+
+    Attributes:
+        plan: the first one, unless there are records already.
+        templates, plans: what a job can be re-formed to, see `EveryPlan`.
+        fingerprint: what a checkpoint says of the job that wrote it.
+        directory: of the journal.
+    """
+
+    job: JobConfig
+    plan: Plan
+    predicted_s: float
+    problem: Problem
+    templates: dict[int, PipelineTemplate]
+    plans: dict[int, Plan]
+    first_iteration: int
+    source: str
+    fingerprint: dict[str, Any]
+    directory: str
+    token: bytes
+    places: tuple[Place, ...] = ()
+    injector: tuple[str, int] = ("", 0)
+
+
+def rules_of(spec: LeaderSpec) -> Rules:
+    """What does not change in the run."""
+    every = every_plan_of(spec.problem, spec.templates, spec.plans)
+    num_layers = len(spec.problem.profile.layers)
+    return Rules(
+        job=spec.job,
+        policy=Reinstantiate(every),
+        prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
+        n0=min(spec.templates),
+        num_layers=num_layers,
+        layout=vector_layout(spec.job, num_layers),
+        first_iteration=spec.first_iteration,
+        source=spec.source,
+    )

@@ -1,0 +1,51 @@
+"""The user's own code may stand still; the node lives, and says where."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos import recoveries
+from jobs import tiny_job
+from planaria.library import Job, Silent
+from planaria.observe.metrics import IterationRecord
+from planaria.planning import fork_server
+
+LEASE_S = 1.0
+
+
+class _Hanging(Silent):
+    """Has the next forward hang once two iterations are committed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def committed(self, record: IterationRecord) -> None:
+        if record.iteration == 1:
+            self._path.touch()
+
+
+def test_a_forward_that_never_returns_is_found_by_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its action takes ten times as long as the longest before; then its worker is replaced."""
+    path = tmp_path / "hang"
+    monkeypatch.setenv("HANG_FILE", str(path))
+    config = tiny_job("sequential", tmp_path, iterations=6)
+    config = replace(
+        config,
+        model=replace(config.model, target="user_models:hanging"),
+        cluster=replace(config.cluster, nodes=3, lease_s=LEASE_S),
+    )
+    server = fork_server(config, search_path=[str(Path(__file__).parent.parent)])
+    try:
+        result = Job(config).run(server=server, display=_Hanging(path))
+    finally:
+        server.close()
+
+    assert result.error is None
+    (event,) = recoveries(result)
+    assert event.kind == "stall"
+    assert "user_models.py" in event.reason
+    assert event.downtime_s < 3 * (LEASE_S + 1.0)
+    assert len(result.report.final.nodes) == 3
