@@ -267,7 +267,7 @@ class Launcher:
                 self._observer.noticed(message)
 
     def _say(self, message: Message) -> None:
-        if self._to_leader is not None:
+        if self._to_leader is not None and not self._ended.done():
             self._to_leader.write(frame(message))
 
     def _watch_processes(self) -> None:
