@@ -49,9 +49,10 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/python -m planaria.config > docs/JOB.md
 
+# A script ends with 2, and a line that says so, if it needs an extra that is not installed.
 bench: $(READY)
 	@failed=0; for script in $(sort $(wildcard benchmarks/*.py)); do \
-		echo "$(BIN)/python $$script"; $(BIN)/python "$$script" || failed=1; \
+		echo "$(BIN)/python $$script"; $(BIN)/python "$$script" || [ $$? -eq 2 ] || failed=1; \
 	done; exit $$failed
 
 clean:

@@ -1,0 +1,21 @@
+"""Runs a module as `python -m` does, in a process that leaves when the benchmark is gone.
+
+Standard input is a pipe whose other end only the benchmark holds, so its end is that of the
+benchmark, however it came. torchrun hands it on to its workers, which PR_SET_PDEATHSIG would miss.
+"""
+
+import os
+import runpy
+import sys
+import threading
+
+
+def _leave_with_benchmark() -> None:
+    os.read(0, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_leave_with_benchmark, daemon=True).start()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

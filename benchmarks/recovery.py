@@ -1,0 +1,250 @@
+"""A node is lost: planaria beside torchft and torchrun, on the same model in the same run.
+
+All train the small GPT-2 of peers/small_gpt.py in six processes of this machine, one thread each,
+by gloo or planaria's own links. One process is killed with SIGKILL when it starts an iteration.
+`python benchmarks/recovery.py backward` kills it when its backward begins, once the replicas have
+agreed who takes part: torchft's other replicas then wait in their ring for a timeout of 60 s.
+
+    planaria   three pipelines of two nodes; the coordinator re-forms them from the five left
+    torchft    six replicas in DDP, lighthouse and managers at the defaults of their programs
+    torchrun   six ranks in DDP, --max-restarts, a checkpoint every 10 iterations
+
+Times are from just before the SIGKILL:
+
+    detect     until a survivor (torchrun: it or the agent; planaria: the coordinator) knows
+    downtime   until the first iteration after the kill is complete on all who then work
+    regained   until the iteration that was under way is complete: it includes what is redone
+    redone     iterations computed again, wholly or in part, with the one under way
+    idle       processes that live but have no part in later iterations
+    kills      after how many of them the job went on within two minutes; the rest of the row is
+               of these alone, and what the processes of the others logged goes to standard error
+    goodput    1 - (regained - one iteration) / 60 s: the useful share of time if a process is
+               lost every minute; work redone counts as lost, capacity that is gone does not
+
+The goals compare medians of the downtime. The A/A ratio is that of planaria's odd kills over its
+even ones. Exits 1 if a goal is missed, and 2 if torchft is not installed.
+"""
+
+import importlib.util
+import math
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from peers.measuring import (
+    KILLED_ITERATION,
+    NUM_WORKERS,
+    Recovery,
+    torchft_recovery,
+    torchrun_recovery,
+)
+from peers.small_gpt import GLOBAL_BATCH_SIZE, LEARNING_RATE, MICROBATCH_SIZE
+from peers.watching import peer_environment
+from planaria.core.inject import parse_injection
+from planaria.core.job import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    JobConfig,
+    ModelConfig,
+    ResilienceConfig,
+    TrainingConfig,
+)
+from planaria.core.plan import ModelProfile, Plan
+from planaria.core.profile_json import encode_profile
+from planaria.library import Job, Silent
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import IterationRecord
+from planaria.planner.templates import Problem, smallest_num_nodes
+from planaria.planning import fork_server
+
+NUM_KILLS = {"planaria": 10, "torchft": 3, "torchrun": 3}
+GOALS = {"torchft": 3.0, "torchrun": 10.0}
+MINUTE_S = 60.0
+# How long the lighthouse waits for a replica that sends heartbeats but does not join: the default
+# of the torchft_lighthouse program. (A LighthouseServer made in Python has 100 ms.)
+JOIN_TIMEOUT_MS = 60_000
+N0 = 2
+HERE = str(Path(__file__).parent)
+
+
+def main(step: str) -> int:
+    """Prints the table; the exit code."""
+    if importlib.util.find_spec("torchft") is None:
+        print("skipped: torchft is not installed; pip install -e '.[bench]' -c constraints.txt")
+        return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ["RUST_LOG"] = "error"  # Of the lighthouse, which lives in this process.
+    with tempfile.TemporaryDirectory() as directory:
+        recoveries = _recoveries(Path(directory), step)
+    print(f"{'':<9}kills  detect downtime regained iteration redone idle goodput")
+    for name, measured in recoveries.items():
+        print(_row(name, measured))
+    ours = recoveries["planaria"]
+    same = _median(ours[1::2], _downtime_s) / _median(ours[0::2], _downtime_s)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[1]:.1f} in the last five minutes")
+    print(f"A/A: planaria's downtime over its own {same:.2f}")
+    missed = 0
+    for name, goal in GOALS.items():
+        # Kills without a recovery count for nobody: why there was none is not measured here.
+        ratio = _median(recoveries[name], _downtime_s) / _median(ours, _downtime_s)
+        verdict = "met" if ratio >= goal else "MISSED"
+        missed += verdict == "MISSED"
+        print(f"{name}'s downtime over planaria's {ratio:.1f} (goal {goal:.0f}: {verdict})")
+    return 1 if missed else 0
+
+
+def _recoveries(directory: Path, step: str) -> dict[str, list[Recovery]]:
+    """Every system's kills, in turns, so that the machine's other work meets all alike."""
+    environment = peer_environment(directory / "bytecode")
+    config = _job(directory / "checkpoints")
+    recoveries: dict[str, list[Recovery]] = {name: [] for name in NUM_KILLS}
+    with closing(fork_server(config, search_path=[HERE])) as server:
+        config = _with_two_nodes_a_pipeline(config, server, directory)
+        runs: dict[str, Callable[[int], Recovery]] = {
+            "planaria": lambda victim: _planaria_recovery(victim, config, server, step),
+            "torchft": lambda victim: torchft_recovery(
+                victim, environment, step=step, join_timeout_ms=JOIN_TIMEOUT_MS
+            ),
+            "torchrun": lambda victim: torchrun_recovery(victim, environment, step=step),
+        }
+        for turn in range(max(NUM_KILLS.values())):
+            for name, run in runs.items():
+                if turn < NUM_KILLS[name]:
+                    # A job that has run leaves SIGTERM at its default.
+                    signal.signal(signal.SIGTERM, signal.default_int_handler)
+                    recoveries[name].append(run(turn % NUM_WORKERS))
+                    print(f"  {_row(name, recoveries[name][-1:])}", flush=True)
+    return recoveries
+
+
+def _job(checkpoints: Path) -> JobConfig:
+    return JobConfig(
+        name="recovery",
+        model=ModelConfig(kind="python", target="peers.small_gpt:layers"),
+        data=DataConfig(kind="python", target="peers.small_gpt:Tokens"),
+        training=TrainingConfig(
+            iterations=KILLED_ITERATION + 5,
+            global_batch_size=GLOBAL_BATCH_SIZE,
+            microbatch_size=MICROBATCH_SIZE,
+            learning_rate=LEARNING_RATE,
+        ),
+        resilience=ResilienceConfig(failures_tolerated=1),
+        checkpoint=CheckpointConfig(directory=str(checkpoints)),
+        cluster=ClusterConfig(nodes=NUM_WORKERS),
+    )
+
+
+def _with_two_nodes_a_pipeline(config: JobConfig, server: ForkServer, directory: Path) -> JobConfig:
+    """The job with a profile, measured once, and devices so small that a pipeline needs two."""
+    profile = Job(config, search_path=[HERE]).profile(server=server)
+    memory_bytes = 1 << 30
+    while _n0(profile, config, memory_bytes) < N0:
+        memory_bytes = memory_bytes * 19 // 20
+    path = directory / "profile.json"
+    path.write_bytes(encode_profile(profile))
+    return replace(
+        config,
+        model=replace(config.model, profile=str(path)),
+        cluster=replace(config.cluster, device_memory_bytes=memory_bytes),
+    )
+
+
+def _n0(profile: ModelProfile, config: JobConfig, memory_bytes: int) -> int:
+    problem = Problem(
+        profile=replace(profile, device_memory_bytes=memory_bytes),
+        devices_per_node=1,
+        num_microbatches=config.num_microbatches,
+        failures_tolerated=1,
+        gradient_copies=3,
+    )
+    return smallest_num_nodes(problem)
+
+
+class _Clock(Silent):
+    """Notes when the launcher learns of things."""
+
+    def __init__(self) -> None:
+        self.killed_s = self.detected_s = float("nan")
+        self.committed_s: dict[int, float] = {}
+        self.members: set[int] = set(range(NUM_WORKERS))
+
+    def note(self, text: str) -> None:
+        """The first note is that of the injection, the next that of the loss."""
+        if text.startswith("injecting"):
+            self.killed_s = time.monotonic()
+        elif text.startswith("lost"):
+            self.detected_s = time.monotonic()
+
+    def committed(self, record: IterationRecord) -> None:
+        """An iteration is complete on all members."""
+        self.committed_s[record.iteration] = time.monotonic()
+
+    def replanned(self, plan: Plan) -> None:
+        """The nodes of the plan are those that work."""
+        self.members = {node for pipeline in plan.pipelines for node in pipeline.nodes}
+
+
+def _planaria_recovery(victim: int, config: JobConfig, server: ForkServer, step: str) -> Recovery:
+    clock = _Clock()
+    shutil.rmtree(config.checkpoint.directory, ignore_errors=True)
+    injection = parse_injection(f"kill:{victim}@{KILLED_ITERATION}.{step}")
+    job = Job(config, search_path=[HERE])
+    result = job.run(injections=(injection,), display=clock, server=server)
+    if result.stopped:
+        raise KeyboardInterrupt
+    if result.error is not None:
+        raise result.error
+    event = next(event for event in result.report.events if event.answer)
+    print(
+        f"    re-formed ({event.answer}) in {event.downtime_s:.3f} s: detect {event.detect_s:.3f}, "
+        f"decide {event.decide_s:.3f}, regroup {event.regroup_s:.3f}, "
+        f"transfer {event.transfer_s:.3f}"
+    )
+    ends = [clock.committed_s[iteration] for iteration in range(KILLED_ITERATION)]
+    downtime_s = clock.committed_s[KILLED_ITERATION] - clock.killed_s
+    return Recovery(
+        detect_s=clock.detected_s - clock.killed_s,
+        downtime_s=downtime_s,
+        regained_s=downtime_s,
+        iteration_s=statistics.median(b - a for a, b in pairwise(ends)),
+        redone_iterations=event.redone_samples / GLOBAL_BATCH_SIZE,
+        num_idle=len(result.report.final.nodes) - len(clock.members),
+    )
+
+
+def _downtime_s(recovery: Recovery) -> float:
+    return recovery.downtime_s
+
+
+def _median(recoveries: Sequence[Recovery], value: Callable[[Recovery], float]) -> float:
+    """Over the kills that were recovered from; NaN, which meets no goal, if there is none."""
+    values = [value(recovery) for recovery in recoveries if recovery.is_over]
+    return statistics.median(values) if values else math.nan
+
+
+def _row(name: str, recoveries: Sequence[Recovery]) -> str:
+    lost_s = _median(recoveries, lambda recovery: recovery.lost_s)
+    return (
+        f"{name:<9}{sum(r.is_over for r in recoveries):2d}/{len(recoveries):<2d} "
+        f"{_median(recoveries, lambda recovery: recovery.detect_s):6.3f}s "
+        f"{_median(recoveries, _downtime_s):7.3f}s "
+        f"{_median(recoveries, lambda recovery: recovery.regained_s):7.3f}s "
+        f"{_median(recoveries, lambda recovery: recovery.iteration_s):8.3f}s "
+        f"{_median(recoveries, lambda recovery: recovery.redone_iterations):6.1f} "
+        f"{_median(recoveries, lambda recovery: recovery.num_idle):4.0f} "
+        f"{100 * max(0.0, 1.0 - lost_s / MINUTE_S):6.1f}%"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "start"))
