@@ -1,9 +1,11 @@
 """A node is lost: planaria beside torchft and torchrun, on the same model in the same run.
 
 All train the small GPT-2 of peers/small_gpt.py in six processes of this machine, one thread each,
-by gloo or planaria's own links. One process is killed with SIGKILL when it starts an iteration.
-`python benchmarks/recovery.py backward` kills it when its backward begins, once the replicas have
-agreed who takes part: torchft's other replicas then wait in their ring for a timeout of 60 s.
+by gloo or planaria's own links. One process is killed with SIGKILL when it starts an iteration:
+the kindest moment for torchft, whose lighthouse leaves out a replica that has not joined yet. Once
+it has joined, its neighbours in the ring notice, the others wait out gloo's 60 s, and those who
+noticed exit as their quorum has a timeout of 60 s, too. That happens now and then here as well
+(see "kills"); `python benchmarks/recovery.py backward` kills later on purpose, in the backward.
 
     planaria   three pipelines of two nodes; the coordinator re-forms them from the five left
     torchft    six replicas in DDP, lighthouse and managers at the defaults of their programs
