@@ -36,10 +36,11 @@ test: check
 	$(BIN)/python -m pytest
 
 sweep: $(READY)
-	$(BIN)/python -m pytest -m long --ignore tests/processes/test_survive.py
+	$(BIN)/python -m pytest -m long tests/processes/test_bits.py
 
 chaos: $(READY)
-	$(BIN)/python -m pytest -m '' tests/processes/test_survive.py tests/coordinator
+	$(BIN)/python -m pytest -m '' tests/coordinator tests/processes/test_survive.py \
+		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)

@@ -69,7 +69,7 @@ from planaria.observe.metrics import IterationRecord
 from planaria.planner.templates import Problem, smallest_num_nodes
 from planaria.planning import fork_server
 
-NUM_KILLS = {"planaria": 10, "torchft": 3, "torchrun": 3}
+NUM_KILLS = {"planaria": 20, "torchft": 3, "torchrun": 3}
 GOALS = {"torchft": 3.0, "torchrun": 10.0}
 MINUTE_S = 60.0
 # How long the lighthouse waits for a replica that sends heartbeats but does not join: the default

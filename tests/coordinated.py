@@ -30,7 +30,6 @@ from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig
 from planaria.core.messages import (
     Abort,
     EpochReady,
-    Heartbeat,
     IterationDone,
     LayerFile,
     LayersSaved,
@@ -355,7 +354,7 @@ class FakeCluster:
         for number, node in self.nodes.items():
             if number in self.state.nodes:
                 self._connected.add(number)
-                self.hear(*(f for f in node.agent.facts.values() if not isinstance(f, Heartbeat)))
+                self.hear(*node.agent.facts.values())
                 self.hear(*(node.take(self._order) if self._order else ()))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:

@@ -198,7 +198,7 @@ class Job:
             ConfigError: the job is wrong, or does not fit the checkpoint or the cluster; or its
                 loss or gradient is not a number any more.
             TrainingError: the user's code raised.
-            InsufficientError: a process of the job was lost.
+            InsufficientError: too few nodes are left, or a layer has no live holder.
             CheckpointError: the last save failed.
             KeyboardInterrupt: the user ended the job at once, nothing was saved.
         """

@@ -10,8 +10,7 @@ from planaria.coordinator.agent_state import AgentState, heard, said
 from planaria.core.messages import (
     Abort,
     Acknowledged,
-    FromNode,
-    Heartbeat,
+    Fact,
     HeartbeatTaken,
     PeerUnreachable,
     SaveLayers,
@@ -27,11 +26,11 @@ NODE = 1
 RAISED = WorkerFailed(node=NODE, rank=1, traceback="of the user's code")
 
 
-def after(*messages: FromNode | ToNode, state: AgentState | None = None) -> AgentState:
+def after(*messages: Fact | ToNode, state: AgentState | None = None) -> AgentState:
     """The agent once it has said and heard these, in order."""
     state = state or AgentState(node=NODE)
     for message in messages:
-        if isinstance(message, FromNode):
+        if isinstance(message, Fact):
             state = said(state, message)
         else:
             result = heard(state, message)
@@ -40,7 +39,7 @@ def after(*messages: FromNode | ToNode, state: AgentState | None = None) -> Agen
     return state
 
 
-def facts(*messages: FromNode | ToNode) -> list[FromNode]:
+def facts(*messages: Fact | ToNode) -> list[Fact]:
     """What such an agent tells a new coordinator, in order."""
     return list(after(*messages).facts.values())
 
@@ -100,7 +99,7 @@ def test_memory_has_a_bound(num_iterations: int) -> None:
 
 def test_of_saves_the_newest_two_are_kept() -> None:
     """Whether they were written or not: a save takes about as long as an iteration."""
-    saves: list[FromNode] = [
+    saves: list[Fact] = [
         saved(1, 2, epoch=0, layers=[0]),
         unsaved(1, 4, epoch=0),
         unsaved(2, 4, epoch=0),
@@ -112,16 +111,16 @@ def test_of_saves_the_newest_two_are_kept() -> None:
 
 
 def test_what_is_soon_out_of_date_is_not_kept() -> None:
-    """A new coordinator hears the next heartbeat, and sees by itself who cannot be reached."""
+    """A new coordinator sees by itself who cannot be reached."""
     unreachable = PeerUnreachable(rank=1, epoch=0, peer=0, reason="closed")
 
-    assert facts(Heartbeat(node=NODE, sent_s=1.0), unreachable) == []
+    assert facts(unreachable) == []
 
 
 def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:
     """Answers and readiness; the end of a worker, to which this epoch is the answer. Reports
     may still tell of iterations that are settled."""
-    kept: list[FromNode] = [worker(1), done(1, 5, epoch=0), saved(1, 6, epoch=0, layers=[0])]
+    kept: list[Fact] = [worker(1), done(1, 5, epoch=0), saved(1, 6, epoch=0, layers=[0])]
     told = facts(*kept, stopped(1, 0), ready(1, 0), exited(1), abort(1))
 
     assert told == kept

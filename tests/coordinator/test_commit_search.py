@@ -118,6 +118,7 @@ def test_no_run_with_a_loss_and_a_new_coordinator_ends_with_two_ages() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_no_run_with_two_losses_and_a_new_coordinator_ends_with_two_ages() -> None:
     """All orders of two losses and one kill of the coordinator."""
     num_worlds, trace = found(Protocol())
@@ -131,7 +132,9 @@ def test_no_run_with_two_losses_and_a_new_coordinator_ends_with_two_ages() -> No
     [
         Protocol(leaves_first=False, num_losses=1, num_kills=0),
         Protocol(records_members=False, num_losses=1),
-        pytest.param(Protocol(keeps_outcomes=False), marks=pytest.mark.long),
+        pytest.param(
+            Protocol(keeps_outcomes=False), marks=(pytest.mark.long, pytest.mark.timeout(1200))
+        ),
     ],
 )
 def test_the_search_finds_what_each_rule_prevents(protocol: Protocol) -> None:

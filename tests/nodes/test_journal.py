@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,30 +10,8 @@ import pytest
 
 from planaria.errors import StoreError
 from planaria.nodes.journal import MemoryStore, open_store
-from planaria.nodes.store import Event, Guard, Range, Store
-
-TIMEOUT_S = 20.0
-
-
-async def wait_until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not is_so():
-            await asyncio.sleep(0)
-
-
-async def settle() -> None:
-    """Lets every task go on until it waits for something that is not ready."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def taken(store: Store, *, first_revision: int, num: int) -> list[Event]:
-    found: list[Event] = []
-    async for event in store.watch("", first_revision=first_revision):
-        found.append(event)
-        if len(found) == num:
-            break
-    return found
+from planaria.nodes.store import Guard, Range
+from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
 async def contents(directory: Path) -> Range:

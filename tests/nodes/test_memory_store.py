@@ -8,9 +8,8 @@ import pytest
 
 from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.journal import MemoryStore
-from planaria.nodes.store import ABSENT, Change, Entry, Event, Guard, Store, StoreState
-
-TIMEOUT_S = 20.0
+from planaria.nodes.store import ABSENT, Change, Entry, Guard, StoreState
+from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
 class GatedDisk:
@@ -23,27 +22,6 @@ class GatedDisk:
     async def __call__(self, _changes: Sequence[Change], _state: StoreState) -> None:
         self.num_begun += 1
         await self.gate.wait()
-
-
-async def wait_until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not is_so():
-            await asyncio.sleep(0)
-
-
-async def settle() -> None:
-    """Lets every task go on until it waits for something that is not ready."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def taken(store: Store, *, first_revision: int, num: int) -> list[Event]:
-    found: list[Event] = []
-    async for event in store.watch("", first_revision=first_revision):
-        found.append(event)
-        if len(found) == num:
-            break
-    return found
 
 
 def gated(run: Callable[[MemoryStore, GatedDisk], Awaitable[None]]) -> None:

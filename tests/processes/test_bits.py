@@ -30,12 +30,14 @@ def _expected(family: str, checkpointing: bool, server: ForkServer, tmp: Path) -
     return _single[family, checkpointing]
 
 
-def _check(family: str, shape: tuple[int, ...], server: ForkServer, tmp: Path, ac: bool) -> None:
-    job = tiny_job(family, tmp / "spread", activation_checkpointing=ac)
+def _spread(
+    family: str, shape: tuple[int, ...], checkpointing: bool, server: ForkServer, tmp: Path
+) -> tuple[str, str]:
+    """The digests of the job on pipelines of these sizes, which must use every sample."""
+    job = tiny_job(family, tmp / "spread", activation_checkpointing=checkpointing)
     result = train_shape(job, shape, server)
-
-    assert _expected(family, False, server, tmp) == digests(result)
     assert [record.samples for record in result.report.iterations] == [20] * 3
+    return digests(result)
 
 
 @pytest.mark.parametrize("shape", SMALL + SAMPLE, ids=str)
@@ -43,7 +45,9 @@ def test_every_shape_gives_the_bits_of_one_process(
     shape: tuple[int, ...], server: ForkServer, tmp_path: Path
 ) -> None:
     """GPT-2 with dropout, clipping and tied embeddings; checkpointing on for half of the cases."""
-    _check("gpt2", shape, server, tmp_path, ac=sum(shape) % 2 == 1)
+    spread = _spread("gpt2", shape, sum(shape) % 2 == 1, server, tmp_path)
+
+    assert _expected("gpt2", False, server, tmp_path) == spread
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -53,7 +57,9 @@ def test_every_family_gives_the_bits_of_one_process(
     family: str, checkpointing: bool, shape: tuple[int, ...], server: ForkServer, tmp_path: Path
 ) -> None:
     """With and without activation checkpointing, on one pipeline and on two unequal ones."""
-    _check(family, shape, server, tmp_path, ac=checkpointing)
+    spread = _spread(family, shape, checkpointing, server, tmp_path)
+
+    assert _expected(family, False, server, tmp_path) == spread
 
 
 @pytest.mark.long
@@ -64,7 +70,9 @@ def test_every_family_in_every_shape(
     family: str, checkpointing: bool, shape: tuple[int, ...], server: ForkServer, tmp_path: Path
 ) -> None:
     """All of it."""
-    _check(family, shape, server, tmp_path, ac=checkpointing)
+    spread = _spread(family, shape, checkpointing, server, tmp_path)
+
+    assert _expected(family, False, server, tmp_path) == spread
 
 
 def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from planaria.errors import CheckpointError
 from planaria.library import Silent
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
+from planaria.planning import fork_server
 
 LEASE_S = 1.0
 
@@ -32,26 +33,29 @@ def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
     """It hangs for longer than its lease, while the others train on, and then wakes up."""
     config = chaos_job("gpt2", tmp_path / "run", server, iterations=200)
     config = replace(config, cluster=replace(config.cluster, lease_s=LEASE_S))
-    before = set(psutil.Process(server.pid).children())
-    display = _StopsOnceAlone(server, before, num_left=6)
-
-    result = struck(config, server, "hang=2:4@3.forward", display=display)
+    printed: list[str] = []
+    own = fork_server(config, output=printed.append)
+    display = _StopsOnceAlone(own, num_left=6)
+    try:
+        result = struck(config, own, "hang=2:4@3.forward", display=display)
+    finally:
+        own.close()
 
     assert display.num_after_wake == 6  # Five nodes and the coordinator.
     assert 4 not in result.report.final.nodes
+    assert [line for line in printed if line.startswith("node 4 ends itself: ")]
 
 
 class _StopsOnceAlone(Silent):
     """Interrupts the job once the node that hung is gone."""
 
-    def __init__(self, server: ForkServer, before: set[psutil.Process], *, num_left: int) -> None:
+    def __init__(self, server: ForkServer, *, num_left: int) -> None:
         self._server = server
-        self._before = before
         self._num_left = num_left
         self.num_after_wake = -1
 
     def committed(self, record: IterationRecord) -> None:
-        children = set(psutil.Process(self._server.pid).children()) - self._before
+        children = psutil.Process(self._server.pid).children()
         if record.iteration > 5 and self.num_after_wake < 0 and len(children) == self._num_left:
             self.num_after_wake = len(children)
             os.kill(os.getpid(), signal.SIGINT)

@@ -14,8 +14,7 @@ from planaria.core.messages import (
     Abort,
     Acknowledged,
     EpochReady,
-    FromNode,
-    Heartbeat,
+    Fact,
     HeartbeatTaken,
     IterationDone,
     LayersSaved,
@@ -49,7 +48,7 @@ class AgentState:
     node: int
     term: int = -1
     epoch: int = -1
-    facts: Mapping[Key, FromNode] = field(default_factory=dict)
+    facts: Mapping[Key, Fact] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,13 @@ class Heard:
     ends: str = ""
 
 
-def said(state: AgentState, message: FromNode) -> AgentState:
+def said(state: AgentState, message: Fact) -> AgentState:
     """The state after a worker, or the agent of one, has said something."""
     iteration = 0
     match message:
         case IterationDone() | LayersSaved() | SaveFailed():
             iteration = message.iteration
-        case Heartbeat() | PeerUnreachable():  # Soon out of date.
+        case PeerUnreachable():  # Soon out of date.
             return state
         case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():
             pass
@@ -119,7 +118,7 @@ def _acknowledged(state: AgentState, num_committed: int) -> AgentState:
     return replace(state, facts=facts)
 
 
-def _is_over(fact: FromNode, epoch: int) -> bool:
+def _is_over(fact: Fact, epoch: int) -> bool:
     """Whether an epoch that begins makes a fact worthless."""
     if isinstance(fact, WorkerExited):
         return True  # It was answered by this very epoch.

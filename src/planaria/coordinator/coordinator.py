@@ -45,6 +45,7 @@ from planaria.core.commit import decode_vector
 from planaria.core.messages import (
     Abort,
     EpochReady,
+    Fact,
     IterationDone,
     LayersSaved,
     NodeLost,
@@ -70,23 +71,7 @@ from planaria.core.records import (
 CRASHES_MAX = 3
 BROKEN_LINKS_MAX = 3
 
-Event = (
-    WorkerReady
-    | Stopped
-    | EpochReady
-    | IterationDone
-    | LayersSaved
-    | SaveFailed
-    | WorkerFailed
-    | WorkerExited
-    | PeerUnreachable
-    | NodeLost
-    | StopRequested
-    | MembersRecorded
-    | DecisionRecorded
-    | Published
-    | Tick
-)
+Event = Fact | NodeLost | StopRequested | MembersRecorded | DecisionRecorded | Published | Tick
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:

@@ -251,7 +251,8 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """The job is over; leave."""
 
 
-FromNode = (
+# What workers and their agent say about what is; the coordinator notes it.
+Fact = (
     WorkerReady
     | Stopped
     | EpochReady
@@ -261,8 +262,8 @@ FromNode = (
     | WorkerFailed
     | WorkerExited
     | PeerUnreachable
-    | Heartbeat
 )
+FromNode = Fact | Heartbeat
 ToNode = (
     Welcome
     | HeartbeatTaken

@@ -189,6 +189,13 @@ class AgentEnded(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Leading(Message, frozen=True, kw_only=True):
+    """A coordinator has read its records and serves agents."""
+
+    term: int
+    now_s: float
+
+
 class Starting(Message, frozen=True, kw_only=True):
     """Every worker has reported; they are told to take their layers and connect."""
 
@@ -198,6 +205,15 @@ class Starting(Message, frozen=True, kw_only=True):
 
 
 ToLauncher = (
-    Starting | Recovering | Decided | Running | Committed | Saved | Unsaved | Warned | Ended
+    Leading
+    | Starting
+    | Recovering
+    | Decided
+    | Running
+    | Committed
+    | Saved
+    | Unsaved
+    | Warned
+    | Ended
 )
 FromLauncher = AgentEnded | StopRequested

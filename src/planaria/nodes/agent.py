@@ -31,7 +31,7 @@ import msgspec
 
 from planaria.coordinator.agent_state import AgentState, heard, said
 from planaria.core.messages import (
-    FromNode,
+    Fact,
     Heartbeat,
     HeartbeatTaken,
     Shutdown,
@@ -45,7 +45,6 @@ from planaria.transport.frames import (
     FrameDecoder,
     Role,
     frame,
-    from_node_decoder,
     shake_hands,
     to_node_decoder,
 )
@@ -58,6 +57,8 @@ _TICKS_PER_LEASE: Final = 6
 _RECONNECT_S: Final = 0.02
 _STACK_SETTLED_S: Final = 0.05
 
+
+_fact_decoder: msgspec.json.Decoder[Fact] = msgspec.json.Decoder(Fact)
 
 WorkerMain = Callable[[NodeSpec, int, int, Pulse], None]
 
@@ -195,7 +196,7 @@ class _Agent:
         if isinstance(message, Shutdown):
             self._is_shut_down = True
 
-    def _say(self, message: FromNode) -> None:
+    def _say(self, message: Fact) -> None:
         self._state = said(self._state, message)
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
@@ -257,7 +258,7 @@ class _Agent:
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(_READ_BYTES):
                     for body in decoder.feed(data):
-                        self._say(from_node_decoder.decode(body))
+                        self._say(_fact_decoder.decode(body))
             pid, status = worker.pid, await _wait_exit(worker.pid)
             exited = WorkerExited(
                 node=self._spec.node,

@@ -36,6 +36,7 @@ from planaria.core.records import (
     AgentEnded,
     Committed,
     Ended,
+    Leading,
     Running,
     ToLauncher,
     Unsaved,
@@ -109,6 +110,7 @@ class Launcher:
         self._leader_pid = 0
         self._leader_pids: set[int] = set()
         self._to_leader: asyncio.StreamWriter | None = None
+        self._lost_leader_s = 0.0  # Since when there is no coordinator; 0 while there is one.
         self._restarts = 0
         self._num_committed = 0
         self._is_training = False
@@ -209,7 +211,6 @@ class Launcher:
     async def _lead(self) -> None:
         """Runs the coordinator, again whenever it ends before the job does."""
         payload = msgspec.json.encode(self._leader_spec)
-        lost_s = 0.0
         while not self._ended.done():
             ours, theirs = socket.socketpair()
             with theirs:
@@ -219,11 +220,9 @@ class Launcher:
             self._watch_processes()  # The fork server may have told of exits in between.
             reader, self._to_leader = await asyncio.open_connection(sock=ours)
             self._brief()
-            if lost_s:
-                self._observer.restarted(lost_s=lost_s, now_s=time.monotonic())
             with contextlib.suppress(ConnectionError):
                 await self._hear(reader)
-            lost_s = time.monotonic()
+            self._lost_leader_s = self._lost_leader_s or time.monotonic()
             self._to_leader.close()
             self._to_leader = None
             self._restarts += 1
@@ -259,6 +258,9 @@ class Launcher:
                         self._is_training = True
                         if self._injections:
                             self._injector.began()
+                    case Leading() if self._lost_leader_s:
+                        self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
+                        self._lost_leader_s = 0.0
                     case Unsaved():
                         self._unsaved.add((message.iteration, message.epoch))
                     case Ended() if not self._ended.done():

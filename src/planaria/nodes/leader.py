@@ -17,7 +17,7 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -42,6 +42,7 @@ from planaria.coordinator.state import (
 from planaria.core.messages import (
     Abort,
     Acknowledged,
+    FromNode,
     Heartbeat,
     HeartbeatTaken,
     Message,
@@ -55,6 +56,7 @@ from planaria.core.records import (
     Committed,
     Ended,
     FromLauncher,
+    Leading,
     Progress,
 )
 from planaria.errors import AuthenticationError, StoreError
@@ -132,6 +134,7 @@ class _Leader:
         await self._restore()
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
+        self._notify(Leading(term=self._logbook.term, now_s=time.monotonic()))
         tasks = [
             asyncio.create_task(job)
             for job in (
@@ -255,7 +258,7 @@ class _Leader:
         self._writers[node] = writer
         return True
 
-    async def _take(self, node: int, message: Any) -> None:
+    async def _take(self, node: int, message: FromNode) -> None:
         if not isinstance(message, Heartbeat):
             self._events.put_nowait(message)
             return
