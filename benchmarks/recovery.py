@@ -13,7 +13,8 @@ noticed exit as their quorum has a timeout of 60 s, too. That happens now and th
 
 Times are from just before the SIGKILL:
 
-    detect     until a survivor (torchrun: it or the agent; planaria: the coordinator) knows
+    detect     until a survivor (torchrun: it or the agent) knows; planaria: until all have left
+               the old epoch, which is later
     downtime   until the first iteration after the kill is complete on all who then work
     regained   until the iteration that was under way is complete: it includes what is redone
     redone     iterations computed again, wholly or in part, with the one under way
@@ -35,11 +36,9 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 from peers.measuring import (
@@ -61,11 +60,10 @@ from planaria.core.job import (
     ResilienceConfig,
     TrainingConfig,
 )
-from planaria.core.plan import ModelProfile, Plan
+from planaria.core.plan import ModelProfile
 from planaria.core.profile_json import encode_profile
 from planaria.library import Job, Silent
 from planaria.nodes.forkserver import ForkServer
-from planaria.observe.metrics import IterationRecord
 from planaria.planner.templates import Problem, smallest_num_nodes
 from planaria.planning import fork_server
 
@@ -179,59 +177,35 @@ def _n0(profile: ModelProfile, config: JobConfig, memory_bytes: int) -> int:
     return smallest_num_nodes(problem)
 
 
-class _Clock(Silent):
-    """Notes when the launcher learns of things."""
-
-    def __init__(self) -> None:
-        self.killed_s = self.detected_s = float("nan")
-        self.committed_s: dict[int, float] = {}
-        self.members: set[int] = set(range(NUM_WORKERS))
-
-    def note(self, text: str) -> None:
-        """The first note is that of the injection, the next that of the loss."""
-        if text.startswith("injecting"):
-            self.killed_s = time.monotonic()
-        elif text.startswith("lost"):
-            self.detected_s = time.monotonic()
-
-    def committed(self, record: IterationRecord) -> None:
-        """An iteration is complete on all members."""
-        self.committed_s[record.iteration] = time.monotonic()
-
-    def replanned(self, plan: Plan) -> None:
-        """The nodes of the plan are those that work."""
-        self.members = {node for pipeline in plan.pipelines for node in pipeline.nodes}
-
-
 def _planaria_recovery(
     victim: int, config: JobConfig, server: ForkServer, step: str, reformed_s: list[float]
 ) -> Recovery:
     """One kill; its downtime_s, without the iteration that is done again, goes to reformed_s."""
-    clock = _Clock()
     shutil.rmtree(config.checkpoint.directory, ignore_errors=True)
     injection = parse_injection(f"kill:{victim}@{KILLED_ITERATION}.{step}")
     job = Job(config, search_path=[HERE])
-    result = job.run(injections=(injection,), display=clock, server=server)
+    result = job.run(injections=(injection,), display=Silent(), server=server)
     if result.stopped:
         raise KeyboardInterrupt
     if result.error is not None:
         raise result.error
-    event = next(event for event in result.report.events if event.answer)
+    report = result.report
+    event = next(event for event in report.events if event.answer)
     reformed_s.append(event.downtime_s)
     print(
         f"    re-formed ({event.answer}) in {event.downtime_s:.3f} s: detect {event.detect_s:.3f}, "
         f"decide {event.decide_s:.3f}, regroup {event.regroup_s:.3f}, "
         f"transfer {event.transfer_s:.3f}"
     )
-    ends = [clock.committed_s[iteration] for iteration in range(KILLED_ITERATION)]
-    downtime_s = clock.committed_s[KILLED_ITERATION] - clock.killed_s
+    downtime_s = event.downtime_s + report.iterations[KILLED_ITERATION].seconds
+    working = {worker.node for worker in report.workers if worker.last_epoch == report.final.epoch}
     return Recovery(
-        detect_s=clock.detected_s - clock.killed_s,
+        detect_s=event.detect_s,
         downtime_s=downtime_s,
         regained_s=downtime_s,
-        iteration_s=statistics.median(b - a for a, b in pairwise(ends)),
+        iteration_s=statistics.median(r.seconds for r in report.iterations[:KILLED_ITERATION]),
         redone_iterations=event.redone_samples / GLOBAL_BATCH_SIZE,
-        num_idle=len(result.report.final.nodes) - len(clock.members),
+        num_idle=len(report.final.nodes) - len(working),
     )
 
 

@@ -13,8 +13,8 @@ from planaria.core.job import ModelConfig
 from planaria.engine.hf_model import hf_config
 from planaria.engine.layers import (
     SplitModel,
-    split_model,
 )
+from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
 
 # B microbatch, L sequence, D model

@@ -15,8 +15,8 @@ from planaria.engine.layers import (
     boundary,
     buffer_values,
     refuse_changing_buffers,
-    split_model,
 )
+from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
 
 _SEED = 7

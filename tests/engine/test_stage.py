@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from planaria.core.job import ModelConfig, TrainingConfig
-from planaria.engine.layers import split_model
+from planaria.engine.prepare import split_model
 from planaria.engine.stage import HeldLayer, Stage
 
 Dtype = Literal["float32", "bfloat16"]

@@ -52,8 +52,10 @@ from planaria.engine.hf_model import (
     weights_on_disk,
 )
 from planaria.engine.layers import (
+    SplitModel,
     TiedGroup,
     boundary,
+    cross_entropy_sum,
     layer_seed,
     refuse_running_statistics,
     tied_groups,
@@ -256,8 +258,8 @@ class HfLayers:
 
 def split_hf_model(
     model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
-) -> tuple[HfLayers, str]:
-    """The builder of a Hugging Face model's layers, and the model's objective.
+) -> SplitModel:
+    """The layers of a Hugging Face model; nothing but their shapes stays in memory.
 
     Raises:
         ConfigError: the config is wrong, or the architecture is no chain of layers.
@@ -290,7 +292,7 @@ def split_hf_model(
         weights=weights,
         seed=seed,
     )
-    return builder, objective
+    return SplitModel(builder, objective=objective, loss=cross_entropy_sum)
 
 
 def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:

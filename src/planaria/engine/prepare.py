@@ -4,22 +4,24 @@ Runs in a process of its own, so that the launcher needs no torch and every mist
 is found, and told, before anything is started.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
 import msgspec
 import torch
 
-from planaria.core.job import JobConfig
+from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.engine.data import Dataset, load_dataset, vocabulary_size
-from planaria.engine.layers import SplitModel, split_model
+from planaria.engine.layers import SplitModel
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.paced import PacedData, paced_model
 from planaria.engine.profiler import profile_model
 from planaria.engine.tracebacks import user_traceback
+from planaria.engine.user_layers import split_user_model
 from planaria.errors import ConfigError
 
 
@@ -43,6 +45,33 @@ def load_model(
     model = split("causal")
     # The tokens of a masked objective are one more: the mask.
     return split(model.objective) if model.objective == "masked" else model
+
+
+def split_model(
+    model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
+) -> SplitModel:
+    """The model of a job as layers; nothing but shapes stays in memory.
+
+    Args:
+        seed: of the first weights.
+        vocabulary_size: token ids are below it; the model's own if its config names none.
+        sequence_length: tokens in a sample.
+
+    Raises:
+        ConfigError: the model cannot be built, or cannot be trained as a chain of layers.
+    """
+    if model.kind == "python":
+        return split_user_model(model.target, seed=seed)
+    if model.kind != "hf":
+        raise ConfigError("model.kind", model.kind, 'only "hf" and "python" have layers to split')
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model.kind", model.kind, "pip install 'planaria[hf]'")
+    # Importing transformers takes seconds, and jobs with layers of their own do not need it.
+    from planaria.engine.hf_layers import split_hf_model
+
+    return split_hf_model(
+        model, seed=seed, vocabulary_size=vocabulary_size, sequence_length=sequence_length
+    )
 
 
 def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Dataset:
