@@ -46,7 +46,6 @@ from planaria.core.messages import (
     LayersSaved,
     NodeLost,
     SaveFailed,
-    Shutdown,
     StartEpoch,
     StopRequested,
     WorkerFailed,
@@ -167,7 +166,7 @@ def test_each_thing_happens_once_and_in_order(seed: int) -> None:
     assert end in (END, END - 2)
     others = [c.message if isinstance(c, Tell | Notify) else c for c in commands]
     once = [type(one) for one in others if not isinstance(one, Committed | Publish)]
-    assert once == [Starting, StartEpoch, Running, Shutdown, End]
+    assert once == [Starting, StartEpoch, Running, End]
     assert commands[-1] == End(Ending.FINISHED)
     assert [c.iteration for c in committed] == list(range(FIRST, end))
     for one in committed:
@@ -287,7 +286,7 @@ def test_a_stopped_job_ends_once_its_last_state_is_saved() -> None:
     assert state.phase is Phase.SAVING
 
     _, commands = after(state, all_saved(FIRST + 1))
-    assert commands[-2:] == [Tell(Shutdown()), End(Ending.STOPPED)]
+    assert commands[-1] == End(Ending.STOPPED)
 
 
 def test_a_stop_at_the_last_iteration_changes_nothing() -> None:
@@ -304,7 +303,7 @@ def test_a_save_may_be_complete_before_its_iteration_is_committed() -> None:
     """The fast ranks' files and the slow rank's report travel apart."""
     _, commands = after(training(), [*all_saved(FIRST + 1), *all_done(FIRST, ends=True)])
 
-    assert [type(c) for c in commands] == [Publish, type(commands[1]), Tell, End]
+    assert [type(c) for c in commands] == [Publish, type(commands[1]), End]
     assert len(of_type(commands, Committed)) == 1
 
 
@@ -334,7 +333,7 @@ def test_a_job_whose_last_save_failed_ends_unsaved(end: int, early: bool) -> Non
 
     assert len(of_type(commands, Committed)) == end - FIRST
     assert of_type(commands, Discard) == [Discard(end, EPOCH, "disk full")]
-    assert commands[-2:] == [Tell(Shutdown()), End(Ending.UNSAVED, "disk full")]
+    assert commands[-1] == End(Ending.UNSAVED, "disk full")
     assert state.phase is Phase.ENDED
 
 
@@ -384,7 +383,7 @@ def test_what_a_worker_raises_ends_the_job_once_in_every_phase(phase: Phase) -> 
 
     state, commands = after(state, [RAISED])
     end = End(Ending.FAILED, "the code in a worker raised", RAISED)
-    assert commands == [Tell(Shutdown()), end]
+    assert commands == [end]
     lost = NodeLost(node=2, reason="closed")
     for other in (*EVENTS, RAISED, lost):
         assert step(RULES, state, other, NOW_S) == (state, ())

@@ -41,7 +41,6 @@ from planaria.core.messages import (
     Abort,
     PeerUnreachable,
     SaveLayers,
-    Shutdown,
     StartEpoch,
     StopRequested,
 )
@@ -215,10 +214,7 @@ def test_the_job_ends_without_a_save_when_no_live_node_holds_a_layer() -> None:
     cluster = trained(FakeCluster(RULES, PLAN))
     cluster.lose(1, 3)
 
-    assert cluster.commands[-2:] == [
-        Tell(Shutdown()),
-        End(Ending.LOST, "no live node holds layer 5"),
-    ]
+    assert cluster.commands[-1] == End(Ending.LOST, "no live node holds layer 5")
     assert not of_type(cluster.commands, SaveLayers)
 
 
@@ -323,7 +319,6 @@ def test_a_worker_that_crashes_again_and_again_ends_the_job_with_its_stack() -> 
     assert (end.failure.node, end.failure.rank) == (1, 1)
     assert end.failure.traceback.startswith("in forward\n")
     assert "rank 1 on node 1 was killed by signal 11" in end.failure.traceback
-    assert cluster.commands[-2] == Tell(Shutdown())
 
 
 def test_crashes_with_an_iteration_between_them_are_answered() -> None:

@@ -52,7 +52,6 @@ from planaria.core.messages import (
     PeerUnreachable,
     SaveFailed,
     SaveLayers,
-    Shutdown,
     StartEpoch,
     Stopped,
     StopRequested,
@@ -338,7 +337,7 @@ def _worker_exited(state: JobState, event: WorkerExited, now_s: float) -> Step:
 
 
 def _end(state: JobState, end: End) -> Step:
-    return replace(state, phase=Phase.ENDED), (Tell(Shutdown()), end)
+    return replace(state, phase=Phase.ENDED), (end,)
 
 
 def _told(status: int) -> str:

@@ -30,11 +30,10 @@ from planaria.coordinator.state import (
     RecordMembers,
     Rules,
     Step,
-    Tell,
 )
 from planaria.core.cluster import ClusterState, Node, NodesLost
 from planaria.core.commit import decode_vector
-from planaria.core.messages import SaveLayers, Shutdown, StartEpoch, Stopped
+from planaria.core.messages import SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Decided, Decision, Members, Outcome, Recovering
 from planaria.policies.policy import best_transition, expected_samples_per_s
@@ -282,5 +281,4 @@ def _nodes_left(num_nodes: int) -> str:
 
 def _end(state: JobState, reason: str) -> Step:
     """Ends the job: what is live is not whole."""
-    end = End(Ending.LOST, reason)
-    return replace(state, phase=Phase.ENDED), (Tell(Shutdown()), end)
+    return replace(state, phase=Phase.ENDED), (End(Ending.LOST, reason),)

@@ -121,7 +121,10 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The job is over; `failure` says what ended it, `reason` in words."""
+    """The job is over: tell the launcher, then have every member leave.
+
+    `failure` says what ended it, `reason` in words.
+    """
 
     ending: Ending
     reason: str = ""

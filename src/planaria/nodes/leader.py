@@ -48,6 +48,7 @@ from planaria.core.messages import (
     Message,
     NodeLost,
     Order,
+    Shutdown,
     StopRequested,
     Welcome,
 )
@@ -109,23 +110,19 @@ class _Leader:
         reader, self._launcher = await asyncio.open_connection(
             sock=socket.socket(fileno=launcher_fd)
         )
+        self._launcher.transport.set_write_buffer_limits(high=0)  # Drained is sent.
         try:
             async with open_store(Path(self._spec.directory), now_s=time.monotonic) as store:
                 self._store = store
                 await self._lead(reader, listener_fd)
         except StoreError as error:  # To start again would end the same way.
-            self._ended = Ended(
-                ending=Ending.LOST.value,
-                reason=f"the coordinator cannot keep its records: {error}",
-                failure=None,
-                nodes=(),
-                epoch=0,
-            )
-        self._notify(self._ended)
-        await self._launcher.drain()
+            reason = f"the coordinator cannot keep its records: {error}"
+            ended = Ended(ending=Ending.LOST.value, reason=reason, failure=None, nodes=(), epoch=0)
+            await self._tell_end(ended)
         await self._close_agents()
-        self._launcher.close()
-        await self._launcher.wait_closed()
+        # Whatever the launcher still says must find a reader, or what it has not read yet is lost.
+        while await reader.read(_READ_BYTES):
+            continue
 
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
@@ -327,7 +324,7 @@ class _Leader:
                 case Discard():
                     self._publisher.discard(command)
                 case End():
-                    self._end(command)
+                    await self._end(command)
 
     def _reached(self, place: str) -> None:
         if self._state.loss is not None:
@@ -338,9 +335,8 @@ class _Leader:
         for writer in self._writers.values():
             writer.write(data)
 
-    def _notify(self, message: Message | None) -> None:
-        if message is not None:
-            self._launcher.write(frame(message))
+    def _notify(self, message: Message) -> None:
+        self._launcher.write(frame(message))
 
     async def _evict(self, nodes: tuple[int, ...]) -> None:
         for node in nodes:
@@ -349,13 +345,21 @@ class _Leader:
                 writer.close()
             await self._logbook.revoke(node)
 
-    def _end(self, end: End) -> None:
+    async def _end(self, end: End) -> None:
         if end.ending is Ending.LOST:
             self._publisher.publish_start(self._state.epoch)
-        self._ended = Ended(
+        ended = Ended(
             ending=end.ending.value,
             reason=end.reason,
             failure=end.failure,
             nodes=self._state.nodes,
             epoch=self._state.epoch,
         )
+        await self._tell_end(ended)
+
+    async def _tell_end(self, ended: Ended) -> None:
+        """The launcher knows before anybody may leave, so that none is taken for lost."""
+        self._ended = ended
+        self._notify(ended)
+        await self._launcher.drain()
+        self._tell(Shutdown())

@@ -1,0 +1,110 @@
+"""The end of a job, as its launcher hears of it; the test is the launcher, and one agent."""
+
+import select
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from jobs import NUM_LAYERS, shaped_plan, tiny_job
+from planaria.core.messages import Message, Shutdown, WorkerFailed
+from planaria.core.records import AgentEnded, Ended, ToLauncher
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.leader_spec import LeaderSpec
+from planaria.transport.frames import FrameDecoder, Role, frame, handshake, to_node_decoder
+from strategies import equal_problem
+
+TOKEN = b"the job's token"
+TIMEOUT_S = 20.0
+ROUNDS = 5
+
+
+def leader_spec(directory: Path) -> LeaderSpec:
+    """A job of ten layers on one node."""
+    problem = equal_problem(num_layers=NUM_LAYERS, num_microbatches=10)
+    plan = shaped_plan((1,), 10)
+    return LeaderSpec(
+        job=tiny_job("sequential", directory),
+        plan=plan,
+        predicted_s=1.0,
+        problem=problem,
+        templates={1: plan.pipelines[0].template},
+        plans={1: plan},
+        first_iteration=0,
+        source="",
+        fingerprint={},
+        directory=str(directory / "store"),
+        token=TOKEN,
+    )
+
+
+def greeted(address: tuple[str, int]) -> socket.socket:
+    """The connection of the agent of node 0."""
+    agent = socket.create_connection(address, timeout=TIMEOUT_S)
+    steps = handshake(TOKEN, Role.CONNECT, identity=0)
+    data, num_bytes = next(steps)
+    try:
+        while True:
+            agent.sendall(data)
+            data, num_bytes = steps.send(agent.recv(num_bytes, socket.MSG_WAITALL))
+    except StopIteration:
+        return agent
+
+
+def heard(agent: socket.socket, kind: type[Message]) -> None:
+    """Blocks until the agent is told a message of this kind."""
+    decoder = FrameDecoder()
+    while data := agent.recv(1 << 16):
+        if any(isinstance(to_node_decoder.decode(body), kind) for body in decoder.feed(data)):
+            return
+    raise AssertionError(f"the connection closed before any {kind.__name__}")
+
+
+def told(launcher: socket.socket) -> list[type]:
+    """The kinds of what has come to the launcher by now."""
+    decoder, kinds = FrameDecoder(), []
+    while select.select([launcher], [], [], 0)[0] and (data := launcher.recv(1 << 16)):
+        kinds += [type(msgspec.json.decode(b, type=ToLauncher)) for b in decoder.feed(data)]
+    return kinds
+
+
+def wait_exit(server: ForkServer, pid: int) -> int:
+    """The exit status of a child of the fork server."""
+    end_s = time.monotonic() + TIMEOUT_S
+    while (left_s := end_s - time.monotonic()) > 0:
+        statuses = [status for child, status in server.exits() if child == pid]
+        if statuses:
+            return statuses[0]
+        select.select([server], [], [], left_s)
+    raise AssertionError("the coordinator does not leave")
+
+
+def test_the_launcher_knows_the_end_before_any_agent_may_leave(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """An agent that leaves too early looks lost to whoever has not heard of the end; and what the
+    launcher still says must not break the connection before it has read of it."""
+    for index in range(ROUNDS):
+        check_end(server, tmp_path / str(index))
+
+
+def check_end(server: ForkServer, directory: Path) -> None:
+    """One coordinator, from its start to the end of its job."""
+    ours, theirs = socket.socketpair()
+    lifeline, held = socket.socketpair()
+    with closing(ours), closing(held), socket.create_server(("127.0.0.1", 0)) as listener:
+        payload = msgspec.json.encode(leader_spec(directory))
+        fds = (listener.fileno(), theirs.fileno(), lifeline.fileno())
+        pid = server.spawn("planaria.nodes.leader:main", payload, fds)
+        theirs.close()
+        lifeline.close()
+        with closing(greeted(listener.getsockname()[:2])) as agent:
+            agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
+            heard(agent, Shutdown)
+            assert Ended in told(ours)
+            assert agent.recv(1) == b""
+        ours.sendall(frame(AgentEnded(node=0, reason="its agent left")))
+        ours.shutdown(socket.SHUT_RDWR)
+        assert wait_exit(server, pid) == 0
