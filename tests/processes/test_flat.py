@@ -1,6 +1,7 @@
 """A job that loses node after node costs its survivors nothing that stays."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from planaria.observe.metrics import IterationRecord
 
 NUM_NODES, NUM_LOSSES = 24, 20
 SETTLED = 4  # Losses after which every buffer has been as large as it gets.
+NUM_LOOKS = 6
 
 
 class Used(NamedTuple):
@@ -59,8 +61,9 @@ def many_nodes(directory: Path) -> JobConfig:
 def test_twenty_losses_leave_threads_descriptors_and_memory_as_they_were(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    """Of 24 nodes four are left, whose workers recovered twenty times. The last look may come after
-    the last iteration, which starts a thread that saves."""
+    """Of 24 nodes four are left, whose workers recovered twenty times. A look may come in the midst
+    of a recovery or a save, which have threads and files of their own, so the least counts of
+    several after four losses and of several at the end."""
     config = many_nodes(tmp_path)
     specs = [f"kill:{NUM_NODES - 1 - n}@{2 * n + 1}" for n in range(NUM_LOSSES)]
     watching = _Watching(server.pid)
@@ -76,7 +79,13 @@ def test_twenty_losses_leave_threads_descriptors_and_memory_as_they_were(
     assert digests(result) == digests(calm)
     for worker in report.workers:
         if worker.node in report.final.nodes:
-            first, last = watching.used[worker.pid][2 * SETTLED], watching.used[worker.pid][-1]
-            assert last.threads <= first.threads + 1
+            looks = watching.used[worker.pid][2 * SETTLED :]
+            first, last = least(looks[:NUM_LOOKS]), least(looks[-NUM_LOOKS:])
+            assert last.threads <= first.threads
             assert last.descriptors <= first.descriptors
             assert last.resident_bytes < first.resident_bytes + 16 * 2**20
+
+
+def least(looks: Sequence[Used]) -> Used:
+    """Of each the smallest."""
+    return Used(*map(min, zip(*looks, strict=True)))

@@ -49,6 +49,7 @@ from planaria.core.messages import (
     NodeLost,
     Order,
     Shutdown,
+    Stopped,
     StopRequested,
     Welcome,
 )
@@ -291,6 +292,8 @@ class _Leader:
             self._events.put_nowait(NodeLost(node=node, reason="its lease ran out"))
 
     async def _handle(self, event: Event) -> None:
+        if isinstance(event, Stopped):  # It knows better than the reports how far the job was.
+            self._reached("detect", event.vector_iteration + 1)
         self._state, commands = step(self._rules, self._state, event, time.monotonic())
         await self._carry_out(commands)
 
@@ -306,11 +309,11 @@ class _Leader:
                 case Evict(nodes):
                     await self._evict(nodes)
                 case RecordMembers(members):
-                    self._reached("detect")
+                    self._reached("detect", self._state.next_iteration)
                     await self._logbook.record_members(members)
                     self._events.put_nowait(MembersRecorded(members.epoch))
                 case RecordDecision(outcome, decision):
-                    self._reached("decide")
+                    self._reached("decide", outcome.iteration)
                     await self._logbook.record_decision(outcome, decision)
                     self._events.put_nowait(DecisionRecorded(outcome.epoch))
                 case Notify(message):
@@ -326,9 +329,9 @@ class _Leader:
                 case End():
                     await self._end(command)
 
-    def _reached(self, place: str) -> None:
+    def _reached(self, place: str, iteration: int) -> None:
         if self._state.loss is not None:
-            self._probe.reached(place, self._state.next_iteration)
+            self._probe.reached(place, iteration)
 
     def _tell(self, message: Message) -> None:
         data = frame(message)
