@@ -64,7 +64,8 @@ from planaria.core.plan import ModelProfile
 from planaria.core.profile_json import encode_profile
 from planaria.library import Job, Silent
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.templates import Problem, smallest_num_nodes
+from planaria.planner.problem import Problem
+from planaria.planner.templates import smallest_num_nodes
 from planaria.planning import fork_server
 
 NUM_KILLS = {"planaria": 20, "torchft": 3, "torchrun": 3}

@@ -17,7 +17,8 @@ from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord
 from planaria.planner.plans import EveryPlan, bind
-from planaria.planner.templates import Problem, smallest_num_nodes
+from planaria.planner.problem import Problem
+from planaria.planner.templates import smallest_num_nodes
 from planaria.planning import given_profile, plan_job
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"

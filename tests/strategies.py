@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import LayerProfile, Link, ModelProfile, PipelineTemplate, Plan
 from planaria.planner.plans import best_plan
-from planaria.planner.templates import Problem, pipeline_templates
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_templates
 
 MEBIBYTE = 1 << 20
 

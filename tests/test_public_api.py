@@ -42,7 +42,15 @@ COMMANDS = {
         "--set",
     },
     "profile": {"job", "-o", "--output", "--set"},
-    "plan": {"profile", "--nodes", "--devices-per-node", "-f", "--microbatches", "--json"},
+    "plan": {
+        "profile",
+        "--nodes",
+        "--devices-per-node",
+        "-f",
+        "--microbatches",
+        "--objective",
+        "--json",
+    },
 }
 
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,8 @@ from planaria.errors import CheckpointError, ConfigError, InsufficientError, Tra
 from planaria.library import Job, TrainingResult
 from planaria.observe.metrics import IterationRecord
 from planaria.planner.plans import best_plan
-from planaria.planner.templates import Problem, pipeline_templates
+from planaria.planner.problem import Problem
+from planaria.planner.templates import paper_templates, ranked_templates
 from planaria.planning import Planned, check_size, read_profile
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.plots import chrome_trace
@@ -50,6 +52,15 @@ SCRIPT_NAME = "__planaria__"
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
 ]
+
+
+class Objective(StrEnum):
+    """What `planaria plan` chooses stage partitions by."""
+
+    EXACT = "exact"
+    PAPER = "paper"
+
+
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
@@ -191,6 +202,10 @@ def plan(
         int | None,
         typer.Option(help="Microbatches of the job in an iteration; 4 x devices if not given."),
     ] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="What templates minimise: simulated time, or Oobleck's T1 + T2 + T3."),
+    ] = Objective.EXACT,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
@@ -205,14 +220,14 @@ def plan(
     )
     check_size(problem, nodes)
     start_s = time.perf_counter()
-    templates = pipeline_templates(problem, nodes)
-    chosen = best_plan(problem, range(nodes), templates, epoch=0)
+    is_paper = objective is Objective.PAPER
+    templates = (paper_templates if is_paper else ranked_templates)(problem, nodes)
+    by_size = {size: ranked.template for size, ranked in templates.items()}
+    chosen = best_plan(problem, range(nodes), by_size, epoch=0)
     planning_s = time.perf_counter() - start_s
     if as_json:
-        sys.stdout.write(
-            json.dumps(plan_json(problem, templates, chosen, planning_s=planning_s), indent=2)
-            + "\n"
-        )
+        shown = plan_json(problem, templates, chosen, planning_s=planning_s, is_paper=is_paper)
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     Console().print(plan_table(problem, templates, chosen))
 

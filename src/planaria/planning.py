@@ -25,11 +25,13 @@ from planaria.estimator.memory import peak_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan, pipeline_microbatches
-from planaria.planner.templates import Problem, pipeline_templates, smallest_num_nodes
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.schedule.lower import lowered
 
 # What a rank's process would import at its start, imported once per job instead.
 PRELOAD = (
+    "scipy.optimize",
     "torch",
     "torch._dynamo",
     "torch.optim",

@@ -13,7 +13,7 @@ from planaria.core.plan import (
     plain_plan,
     scaled,
 )
-from planaria.planner.templates import Problem
+from planaria.planner.problem import Problem
 from strategies import layer_profile, model_profile, planned
 
 TWO = PipelineTemplate((Stage(0, 2, 1), Stage(2, 5, 1)), num_nodes=2)

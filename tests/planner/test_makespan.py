@@ -2,7 +2,6 @@
 
 from heapq import heappop, heappush
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,11 @@ from planaria.estimator.makespan import (
     makespans_of_each,
     makespans_up_to,
     stage_seconds,
+    stage_table,
 )
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.templates import Problem, pipeline_template
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_template
 from planaria.schedule.lower import lowered
 from strategies import equal_problem, problems
 
@@ -132,7 +133,7 @@ def test_transfer_counts_in_every_round_trip_of_two_stages() -> None:
     """
     seconds = StageSeconds((1.0, 1.0), (1.0, 1.0), (0.0,), (1.0,))
 
-    assert makespans_up_to(seconds, 2).tolist() == [6.0, 8.0]
+    assert makespans_up_to(stage_table([seconds]), 2).tolist() == [[6.0, 8.0]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -141,19 +142,18 @@ def test_makespans_up_to_are_those_of_each_number(seconds: StageSeconds, most: i
     """One pass for all numbers of microbatches equals a pass for each, bit for bit."""
     expected = [makespan_s(seconds, count) for count in range(1, most + 1)]
 
-    assert expected == makespans_up_to(seconds, most).tolist()
+    assert [expected] == makespans_up_to(stage_table([seconds]), most).tolist()
 
 
-def test_makespans_of_each_do_not_mix_columns() -> None:
-    """A slow neighbour in the same pass must not slow a fast pipeline."""
-    rng = np.random.default_rng(7)
-    pipelines = [
-        StageSeconds(*(tuple(map(float, rng.integers(1, 9, n))) for n in (3, 3, 2, 2)))
-        for _ in range(20)
-    ]
+@settings(max_examples=60, deadline=None)
+@given(st.lists(stages(), min_size=1, max_size=5), st.integers(1, 9))
+def test_pipelines_of_one_table_do_not_mix(pipelines: list[StageSeconds], most: int) -> None:
+    """Neither a slow neighbour nor a longer one changes a pipeline's makespan."""
+    table = stage_table(pipelines)
 
-    expected = [simulated_s(seconds, 6) for seconds in pipelines]
-    assert expected == makespans_of_each(pipelines, 6).tolist(), "seed 7"
+    expected = [simulated_s(seconds, most) for seconds in pipelines]
+    assert expected == makespans_of_each(table, most).tolist()
+    assert expected == makespans_up_to(table, most)[:, -1].tolist()
 
 
 def test_stage_seconds_use_the_slow_link_between_nodes_only() -> None:

@@ -1,6 +1,6 @@
 """Plans, against every multiset and every distribution there is."""
 
-from itertools import combinations_with_replacement, product
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -9,53 +9,19 @@ from hypothesis import strategies as st
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespan_s, stage_seconds
+from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import (
     best_plan,
     bind,
     distribute_microbatches,
-    instantiations,
     pipeline_microbatches,
     plan_iteration_s,
 )
-from planaria.planner.templates import Problem, pipeline_template, pipeline_templates
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_template, pipeline_templates
 from strategies import equal_problem, planned, problems
 
 Planned = tuple[Problem, dict[int, PipelineTemplate], Plan]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 9), st.sets(st.integers(1, 6)), st.integers(1, 4))
-def test_instantiations_are_all_multisets(
-    num_nodes: int, sizes: set[int], min_pipelines: int
-) -> None:
-    """Equation 5 of Oobleck finds each feasible set once."""
-    expected = sorted(
-        multiset
-        for count in range(min_pipelines, num_nodes + 1)
-        for multiset in combinations_with_replacement(sorted(sizes), count)
-        if sum(multiset) == num_nodes
-    )
-
-    found = instantiations(num_nodes, tuple(sizes), min_pipelines=min_pipelines)
-
-    assert expected == sorted(found)
-
-
-def test_instantiations_of_oobleck_figure_4() -> None:
-    """13 nodes in templates of 2, 3 and 4: the two sets that section 4.2.1 names are there."""
-    found = set(instantiations(13, (2, 3, 4), min_pipelines=2))
-
-    assert {(2, 3, 4, 4), (3, 3, 3, 4)} <= found
-
-
-def test_every_number_of_surviving_nodes_has_an_instantiation() -> None:
-    """Oobleck, appendix A: no node ever idles, for all N <= 24, f <= 3 and n0 <= 4."""
-    for n0, f in product(range(1, 5), range(4)):
-        for num_nodes in range((f + 1) * n0, 25):
-            sizes = range(n0, num_nodes - f * n0 + 1)
-            for survivors in range((f + 1) * n0, num_nodes + 1):
-                found = instantiations(survivors, sizes, min_pipelines=f + 1)
-                assert next(found, None) is not None, (n0, f, num_nodes, survivors)
 
 
 @settings(max_examples=40, deadline=None)

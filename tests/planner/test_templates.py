@@ -1,58 +1,23 @@
-"""Templates, against every partition there is."""
+"""Which templates there are, and what each must be."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exhaustive import all_shapes
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
-from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.memory import peak_bytes
+from planaria.planner.problem import Problem
 from planaria.planner.templates import (
-    Problem,
     pipeline_template,
     pipeline_templates,
     smallest_num_nodes,
     template_sizes,
 )
 from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
-
-
-def cuts(total: int, num_parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write total as a sum of num_parts positive numbers, in order."""
-    for inner in combinations(range(1, total), num_parts - 1):
-        edges = (0, *inner, total)
-        yield tuple(end - first for first, end in pairwise(edges))
-
-
-def partitions(problem: Problem, num_nodes: int) -> Iterator[PipelineTemplate]:
-    """Every template of num_nodes nodes that respects devices, layers and memory."""
-    layers = problem.profile.layers
-    per_node = problem.devices_per_node
-    node_splits = [split for n in range(1, per_node + 1) for split in cuts(per_node, n)]
-    for splits in product(node_splits, repeat=num_nodes):
-        counts = [count for split in splits for count in split]
-        for sizes in cuts(len(layers), len(counts)):
-            ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-            stages = tuple(
-                Stage(end - size, end, count)
-                for end, size, count in zip(ends, sizes, counts, strict=True)
-            )
-            template = PipelineTemplate(stages, num_nodes)
-            if supported(problem, template) and fits(problem, template):
-                yield template
-
-
-def supported(problem: Problem, template: PipelineTemplate) -> bool:
-    return all(
-        stage.num_devices in layer.forward_s
-        for stage in template.stages
-        for layer in problem.profile.layers[stage.first_layer : stage.end_layer]
-    )
 
 
 def fits(problem: Problem, template: PipelineTemplate) -> bool:
@@ -66,53 +31,12 @@ def fits(problem: Problem, template: PipelineTemplate) -> bool:
     return limit_bytes == 0 or max(peaks) <= limit_bytes
 
 
-def bottleneck_s(problem: Problem, template: PipelineTemplate) -> float:
-    layers = problem.profile.layers
-    return max(
-        sum(
-            layer.forward_s[stage.num_devices] + layer.backward_s(stage.num_devices)
-            for layer in layers[stage.first_layer : stage.end_layer]
-        )
-        for stage in template.stages
-    )
-
-
-def template_s(problem: Problem, template: PipelineTemplate) -> float:
-    return makespan_s(stage_seconds(problem.profile, template), problem.num_microbatches)
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems(max_devices_per_node=2), st.integers(1, 3))
-def test_template_is_the_fastest_of_those_with_the_best_bottleneck(
-    problem: Problem, num_nodes: int
-) -> None:
-    """Against all partitions: none reaches a lower bottleneck, none of its equals is faster."""
-    template = pipeline_template(problem, num_nodes)
-    everything = list(partitions(problem, num_nodes))
-
-    assert (template is None) == (not everything)
-    if template is not None:
-        assert template in everything
-        best_s: dict[int, float] = {}
-        for other in everything:
-            key = len(other.stages)
-            best_s[key] = min(best_s.get(key, 1e9), bottleneck_s(problem, other))
-        assert best_s[len(template.stages)] == bottleneck_s(problem, template)
-        balanced = [
-            other
-            for other in everything
-            if bottleneck_s(problem, other) == best_s[len(other.stages)]
-        ]
-        expected = min(template_s(problem, other) for other in balanced)
-        assert expected == pytest.approx(template_s(problem, template), rel=1e-12)
-
-
 @settings(max_examples=60, deadline=None)
 @given(problems(max_devices_per_node=2))
 def test_smallest_number_of_nodes_is_the_first_with_a_partition(problem: Problem) -> None:
     """n0 decides what may fail; one too many wastes nodes, one too few runs out of memory."""
     num_layers = len(problem.profile.layers)
-    feasible = (n for n in range(1, num_layers + 1) if any(partitions(problem, n)))
+    feasible = (n for n in range(1, num_layers + 1) if all_shapes(problem, n))
     expected = next(feasible, None)
 
     if expected is None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import EveryPlan, bind, every_plan
-from planaria.planner.templates import Problem
+from planaria.planner.problem import Problem
 from planaria.policies.policy import Prices, profile_prices
 from strategies import MEBIBYTE, layer_profile, model_profile
 

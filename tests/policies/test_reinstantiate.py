@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
-from planaria.planner.plans import EveryPlan, instantiations
+from planaria.planner.instantiate import instantiations
+from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from policies.losses import (

@@ -62,8 +62,9 @@ def test_twenty_losses_leave_threads_descriptors_and_memory_as_they_were(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """Of 24 nodes four are left, whose workers recovered twenty times. A look may come in the midst
-    of a recovery or a save, which have threads and files of their own, so the least counts of
-    several after four losses and of several at the end."""
+    of a recovery, which has threads and files of its own, so the least counts of several after four
+    losses and of several at the end. The launcher looks late on a busy machine: by then the thread
+    that saves, which starts with the first save, may be there."""
     config = many_nodes(tmp_path)
     specs = [f"kill:{NUM_NODES - 1 - n}@{2 * n + 1}" for n in range(NUM_LOSSES)]
     watching = _Watching(server.pid)
@@ -81,7 +82,7 @@ def test_twenty_losses_leave_threads_descriptors_and_memory_as_they_were(
         if worker.node in report.final.nodes:
             looks = watching.used[worker.pid][2 * SETTLED :]
             first, last = least(looks[:NUM_LOOKS]), least(looks[-NUM_LOOKS:])
-            assert last.threads <= first.threads
+            assert last.threads <= first.threads + 1
             assert last.descriptors <= first.descriptors
             assert last.resident_bytes < first.resident_bytes + 16 * 2**20
 

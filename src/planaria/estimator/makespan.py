@@ -18,7 +18,7 @@ the next one waits, and arrives one latency later, as in estimator/time.py. The 
 gradients and the optimizer are left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,63 +73,182 @@ def stage_seconds(profile: ModelProfile, template: PipelineTemplate) -> StageSec
 
 def makespan_s(seconds: StageSeconds, num_microbatches: int) -> float:
     """The time from the first forward to the last backward of one iteration. O(S * N_b)."""
-    return float(makespans_of_each([seconds], num_microbatches)[0])
+    return float(makespans_of_each(stage_table([seconds]), num_microbatches)[0])
 
 
-def makespans_of_each(pipelines: Sequence[StageSeconds], num_microbatches: int) -> Seconds:
-    """The makespan of each of several pipelines, all of the same number of stages.
+@dataclass(frozen=True, slots=True)
+class StageTable:
+    """`StageSeconds` of C pipelines, a column each; row -1 is the last stage of all.
+
+    Shorter pipelines are filled up in front with stages that take no time: such a stage passes a
+    microbatch on at once, and may hold one more of them than the stage below it, so it never
+    delays anything.
+
+    Attributes:
+        forward_s, backward_s: of shape [S, C], S stages of the longest pipeline.
+        transfer_s, latency_s: of shape [S + 1, C]; row i is the link above stage i, and the first
+            and last row are 0.
+    """
+
+    forward_s: Seconds
+    backward_s: Seconds
+    transfer_s: Seconds
+    latency_s: Seconds
+
+
+def stage_table(pipelines: Sequence[StageSeconds]) -> StageTable:
+    """The pipelines as one table."""
+    num_stages = max(len(seconds.forward_s) for seconds in pipelines)
+
+    def columns(values: Iterable[tuple[float, ...]], num_rows: int) -> Seconds:
+        rows = [(0.0,) * (num_rows - len(column)) + column for column in values]
+        return np.ascontiguousarray(np.array(rows).T)
+
+    links = [seconds.transfer_s for seconds in pipelines]
+    latencies = [seconds.latency_s for seconds in pipelines]
+    return StageTable(
+        columns((seconds.forward_s for seconds in pipelines), num_stages),
+        columns((seconds.backward_s for seconds in pipelines), num_stages),
+        columns(((*link, 0.0) for link in links), num_stages + 1),
+        columns(((*latency, 0.0) for latency in latencies), num_stages + 1),
+    )
+
+
+def makespans_of_each(table: StageTable, num_microbatches: int) -> Seconds:
+    """The makespan of each of several pipelines.
 
     Returns:
-        shape [len(pipelines)].
+        shape [C].
     """
-    return _makespans_s(pipelines, np.full(len(pipelines), num_microbatches))
+    assert num_microbatches >= 1
+    run = _Run(table)
+    for tick in range(2 * (num_microbatches + run.num_stages - 1)):
+        run.forward(tick, num_microbatches)
+        run.backward(tick, num_microbatches)
+    makespans_s: Seconds = run.end_s[0]
+    return makespans_s
 
 
-def makespans_up_to(seconds: StageSeconds, num_microbatches: int) -> Seconds:
-    """The makespan of one pipeline with 1, 2, .. num_microbatches; it never falls.
+def makespans_up_to(table: StageTable, num_microbatches: int) -> Seconds:
+    """The makespans of each pipeline with 1, 2, .. num_microbatches; they never fall.
+
+    With n microbatches stage i, which keeps w = S - i in flight, does what it would do with more of
+    them until its backward of microbatch n - w (or, if n < w, its forward of n - 1): there it has
+    no forwards left. So one run serves every n up to there, and what follows, backwards alone, is
+    the same triangle for all n: in wave k stage i runs the backward of microbatch n - w + k.
+    O(S * N_b) numpy operations, on S * C and on C * N_b numbers.
 
     Returns:
-        shape [num_microbatches]; entry n - 1 is the makespan of n microbatches.
+        shape [C, num_microbatches]; entry n - 1 is the makespan of n microbatches.
     """
-    makespans_s = _makespans_s([seconds], np.arange(1, num_microbatches + 1))
+    run = _Run(table)
+    num_stages = run.num_stages
+    num_ticks = 2 * (num_microbatches + num_stages - 1)
+    ends_s = np.empty((num_ticks, *run.end_s.shape))
+    ups_s = np.empty_like(ends_s)
+    for tick in range(num_ticks):
+        run.forward(tick, num_microbatches)
+        run.backward(tick, num_microbatches)
+        ends_s[tick] = run.end_s
+        ups_s[tick] = run.up_s[:-1]
+    stage = np.arange(num_stages)[:, None]
+    in_flight = num_stages - stage
+    number = np.arange(1, num_microbatches + 1)[None, :]
+    has_backward = number >= in_flight
+    last_backward = 2 * num_stages - 1 - stage + 2 * (number - in_flight)
+    last_forward = stage + 2 * (number - 1)
+    tick_there = np.where(has_backward, last_backward, last_forward)
+    # [S, N_b, C]: when the stage, and the link above it, have come there.
+    end_s, up_s = ends_s[tick_there, stage], ups_s[tick_there, stage]
+    for wave in range(1, num_stages):
+        upper, lower = slice(0, num_stages - wave), slice(1, num_stages - wave + 1)
+        runs = (wave >= in_flight - number)[upper, :, None]
+        arrival_s = up_s[lower] + table.latency_s[lower, None]
+        _act(end_s[upper], arrival_s, table.backward_s[upper, None], runs)
+        _act(up_s[upper], end_s[upper], table.transfer_s[upper, None], runs)
+    makespans_s: Seconds = np.ascontiguousarray(end_s[0].T)
     assert (np.diff(makespans_s) >= 0).all()
     return makespans_s
 
 
-def _makespans_s(pipelines: Sequence[StageSeconds], num_microbatches: NDArray[np.int64]) -> Seconds:
-    """The makespans of C pipelines, or of one with C numbers of microbatches, a column each."""
-    assert num_microbatches.min() >= 1
-    forward_s = np.array([seconds.forward_s for seconds in pipelines]).T
-    backward_s = np.array([seconds.backward_s for seconds in pipelines]).T
-    transfer_s = np.array([(0.0, *seconds.transfer_s, 0.0) for seconds in pipelines]).T
-    latency_s = np.array([(0.0, *seconds.latency_s, 0.0) for seconds in pipelines]).T
-    num_stages, num_pipelines = len(forward_s), len(num_microbatches)
-    end_s = np.zeros((num_stages, num_pipelines))
-    # Link i lies above stage i, link i + 1 below it; above the first and below the last is nobody.
-    down_s, up_s = np.zeros((2, num_stages + 1, num_pipelines))
-    stage = np.arange(num_stages)[:, None]
-    most = int(num_microbatches.max())
-    all_equal = int(num_microbatches.min()) == most
-    for tick in range(2 * (most + num_stages - 1)):
-        # Every second stage has a forward in this tick, the others a backward.
-        first = max(tick % 2, tick - 2 * (most - 1))
-        down = slice(first, min(num_stages, tick + 1), 2)
-        runs = all_equal or (tick - stage[down]) // 2 < num_microbatches
-        _act(end_s[down], down_s[:-1][down] + latency_s[:-1][down], forward_s[down], runs)
-        _act(down_s[1:][down], end_s[down], transfer_s[1:][down], runs)
+class _Run:
+    """1F1B tick by tick, for all pipelines of a table at once.
 
+    Attributes:
+        end_s: of what each stage has done so far, shape [S, C].
+        down_s, up_s: of the transfers so far, shape [S + 1, C]: link i lies above stage i.
+    """
+
+    def __init__(self, table: StageTable) -> None:
+        self.table = table
+        self.num_stages, num_pipelines = table.forward_s.shape
+        self.end_s = np.zeros((self.num_stages, num_pipelines))
+        self.down_s, self.up_s = np.zeros((2, self.num_stages + 1, num_pipelines))
+        # The same two sets of stages act in turns most of the time.
+        self._down: dict[tuple[int, int], tuple[Seconds, ...]] = {}
+        self._up: dict[tuple[int, int], tuple[Seconds, ...]] = {}
+
+    def forward(self, tick: int, num_microbatches: int) -> None:
+        """Every second stage runs a forward, and sends its output down."""
+        first = max(tick % 2, tick - 2 * (num_microbatches - 1))
+        end = min(self.num_stages, tick + 1)
+        key = (first, end)
+        if key not in self._down:
+            table, stages, below = self.table, slice(first, end, 2), slice(first + 1, end + 1, 2)
+            self._down[key] = (
+                self.end_s[stages],
+                self.down_s[stages],
+                table.latency_s[stages],
+                table.forward_s[stages],
+                self.down_s[below],
+                table.transfer_s[below],
+                np.empty_like(self.end_s[stages]),
+            )
+        _step(*self._down[key])
+
+    def backward(self, tick: int, num_microbatches: int) -> None:
+        """The other stages run a backward, and send the gradient up."""
+        num_stages = self.num_stages
         first = max(1 - tick % 2, 2 * num_stages - 1 - tick)
-        up = slice(first, min(num_stages, 2 * (most + num_stages - 1) - tick), 2)
-        runs = all_equal or (tick - 2 * num_stages + 1 + stage[up]) // 2 < num_microbatches
-        _act(end_s[up], up_s[1:][up] + latency_s[1:][up], backward_s[up], runs)
-        _act(up_s[:-1][up], end_s[up], transfer_s[:-1][up], runs)
-    makespans_s: Seconds = end_s[0]
-    return makespans_s
+        end = min(num_stages, 2 * (num_microbatches + num_stages - 1) - tick)
+        key = (first, end)
+        if key not in self._up:
+            table, stages, below = self.table, slice(first, end, 2), slice(first + 1, end + 1, 2)
+            self._up[key] = (
+                self.end_s[stages],
+                self.up_s[below],
+                table.latency_s[below],
+                table.backward_s[stages],
+                self.up_s[stages],
+                table.transfer_s[stages],
+                np.empty_like(self.end_s[stages]),
+            )
+        _step(*self._up[key])
 
 
-def _act(
-    end_s: Seconds, ready_s: Seconds, lasts_s: Seconds, runs: NDArray[np.bool_] | bool
+def _step(
+    end_s: Seconds,
+    sent_s: Seconds,
+    latency_s: Seconds,
+    lasts_s: Seconds,
+    link_s: Seconds,
+    transfer_s: Seconds,
+    arrival_s: Seconds,
 ) -> None:
+    """One action of each of these stages, and the transfer that follows it, in place.
+
+    Args:
+        sent_s: when the input has left its link; it arrives one latency later, at arrival_s.
+        link_s: when the link of the output is free.
+    """
+    np.add(sent_s, latency_s, out=arrival_s)
+    np.maximum(end_s, arrival_s, out=end_s)
+    np.add(end_s, lasts_s, out=end_s)
+    np.maximum(link_s, end_s, out=link_s)
+    np.add(link_s, transfer_s, out=link_s)
+
+
+def _act(end_s: Seconds, ready_s: Seconds, lasts_s: Seconds, runs: NDArray[np.bool_]) -> None:
     """Move end_s on to the end of what starts when it is free and the input is ready."""
     np.maximum(end_s, ready_s, out=end_s, where=runs)
     np.add(end_s, lasts_s, out=end_s, where=runs)

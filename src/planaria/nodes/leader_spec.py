@@ -10,7 +10,7 @@ from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import every_plan_of
-from planaria.planner.templates import Problem
+from planaria.planner.problem import Problem
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 

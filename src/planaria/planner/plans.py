@@ -1,11 +1,12 @@
 """Plans: how many pipelines of which template, on which nodes, with how many microbatches each.
 
-Three steps, for the nodes that there are:
-1. Instantiations: every multiset of template sizes that uses all nodes in f + 1 pipelines or more.
-2. Microbatches: for each of them the distribution with the lowest makespan of the slowest pipeline.
-   A makespan never falls as microbatches are added. So giving each next microbatch to the pipeline
-   that would end first with it is exact: it takes the makespans in ascending order.
-3. The fastest of all; of equals the one with more pipelines, which keeps more copies alive.
+In three steps, for the nodes that there are:
+1. Instantiation: the fastest multiset of template sizes that uses all nodes in f + 1 pipelines or
+   more (instantiate.py).
+2. Microbatches: the distribution with the lowest makespan of the slowest pipeline. A makespan never
+   falls as microbatches are added. So giving each next microbatch to the pipeline that would end
+   first with it is exact: it takes the makespans in ascending order.
+3. Nodes, in their order.
 
 `every_plan` takes them for every number of nodes that failures may leave.
 
@@ -14,16 +15,22 @@ Differs: equation 6 levels N_b * T, which ignores that a pipeline fills and drai
 makespan is minimised. Its constraint sums over templates where it means pipelines.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
-import numpy as np
-
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
-from planaria.estimator.makespan import Seconds, makespan_s, makespans_up_to, stage_seconds
-from planaria.planner.templates import Problem, pipeline_template
+from planaria.estimator.makespan import (
+    Seconds,
+    makespan_s,
+    makespans_up_to,
+    stage_seconds,
+    stage_table,
+)
+from planaria.planner.instantiate import fastest_sizes, numbers_of_pipelines
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,20 +66,6 @@ class EveryPlan:
         return _distribution(self.problem, [makespans_s[template] for template in templates])
 
 
-def instantiations(
-    num_nodes: int, sizes: Sequence[int], *, min_pipelines: int
-) -> Iterator[tuple[int, ...]]:
-    """Every multiset of sizes that sums to num_nodes and has min_pipelines members or more.
-
-    Equation 5 of Oobleck: with the smallest size at least once, or without it. Equation 5 counts
-    pipelines by template; these are the templates' sizes, ascending, one entry a pipeline.
-
-    Args:
-        sizes: of the templates, in nodes; each once.
-    """
-    yield from _multisets(num_nodes, tuple(sorted(sizes)), min_pipelines)
-
-
 def distribute_microbatches(
     problem: Problem, templates: Sequence[PipelineTemplate]
 ) -> tuple[int, ...]:
@@ -95,7 +88,7 @@ def best_plan(
 ) -> Plan:
     """The plan with the lowest predicted iteration time in which every node works.
 
-    It depends on the set of nodes only. O(instantiations * microbatches * log(pipelines)).
+    It depends on the set of nodes only.
 
     Args:
         templates: by number of nodes.
@@ -107,9 +100,9 @@ def best_plan(
     min_pipelines = problem.failures_tolerated + 1
     _check_microbatches(problem, min_pipelines)
     makespans_s = {size: _makespans_s(problem, template) for size, template in templates.items()}
-    best, num_fewest = _fastest_sizes(problem, len(nodes), makespans_s)
+    best = _fastest_sizes(problem, len(nodes), makespans_s)
     if best is None:
-        raise _no_plan_error(problem, len(nodes), templates, num_fewest)
+        raise _no_plan_error(problem, len(nodes), templates)
     return bind(problem, [templates[size] for size in best], sorted(nodes), epoch=epoch)
 
 
@@ -139,7 +132,7 @@ def every_plan(
     plans = {}
     for num_left, (num_working, min_pipelines) in at_work.items():
         degraded = replace(problem, failures_tolerated=min_pipelines - 1)
-        sizes, _ = _fastest_sizes(degraded, num_working, by_size)
+        sizes = _fastest_sizes(degraded, num_working, by_size)
         assert sizes is not None
         _, microbatches = _distribution(problem, [by_size[size] for size in sizes])
         pipelines = _pipelines([templates[size] for size in sizes], range(num_working))
@@ -199,21 +192,14 @@ def _nodes_at_work(
     Raises:
         ConfigError: there are fewer microbatches than pipelines.
     """
-    # Bit k of entry n: some k templates have n nodes together.
-    counts = [1]
-    for total in range(1, num_nodes + 1):
-        counts.append(0)
-        for size in sizes:
-            if size <= total:
-                counts[total] |= counts[total - size] << 1
+    counts = numbers_of_pipelines(num_nodes, sizes)
     at_work = {}
     needed: tuple[int, int] = (0, 0)
     for num_left in range(n0, num_nodes + 1):
         min_pipelines = min(problem.failures_tolerated + 1, num_left // n0)
         num_working = next(n for n in range(num_left, 0, -1) if counts[n] >> min_pipelines)
         at_work[num_left] = (num_working, min_pipelines)
-        above = counts[num_working] >> min_pipelines
-        num_fewest = min_pipelines + (above & -above).bit_length() - 1
+        num_fewest = _fewest(counts[num_working], min_pipelines)
         needed = max(needed, (num_fewest, num_left))
     num_fewest, num_left = needed
     if problem.num_microbatches < num_fewest:
@@ -227,52 +213,32 @@ def _nodes_at_work(
     return at_work
 
 
-def _multisets(
-    num_nodes: int, sizes: tuple[int, ...], min_pipelines: int
-) -> Iterator[tuple[int, ...]]:
-    if num_nodes == 0 and min_pipelines <= 0:
-        yield ()
-    # The rest is at least as large as the smallest size, and cannot be that often.
-    if not sizes or num_nodes < sizes[0] * max(1, min_pipelines):
-        return
-    for multiset in _multisets(num_nodes - sizes[0], sizes, min_pipelines - 1):
-        yield (sizes[0], *multiset)
-    yield from _multisets(num_nodes, sizes[1:], min_pipelines)
+def _fewest(numbers: int, min_pipelines: int) -> int:
+    """The fewest pipelines, of min_pipelines or more, in a set of numbers."""
+    above = numbers >> min_pipelines
+    return min_pipelines + (above & -above).bit_length() - 1
 
 
 def _fastest_sizes(
     problem: Problem, num_nodes: int, makespans_s: Mapping[int, Seconds]
-) -> tuple[tuple[int, ...] | None, int | None]:
-    """The fastest instantiation, and how many pipelines the smallest one has; None for none.
+) -> tuple[int, ...] | None:
+    """The fastest instantiation.
 
     Args:
         makespans_s: by the number of nodes of a template.
     """
-    best: tuple[float, int, tuple[int, ...]] | None = None
-    num_fewest = None
-    min_pipelines = problem.failures_tolerated + 1
-    # Microbatches that each template ends in the best time so far. What cannot end all of them in
-    # that time need not be looked at closer: 32 nodes with n0 = 1 have 8,349 instantiations.
-    capacities = dict.fromkeys(makespans_s, problem.num_microbatches)
-    for sizes in instantiations(num_nodes, tuple(makespans_s), min_pipelines=min_pipelines):
-        num_fewest = min(len(sizes), num_fewest or len(sizes))
-        if len(sizes) > problem.num_microbatches:
-            continue
-        if sum(capacities[size] for size in sizes) < problem.num_microbatches:
-            continue
-        iteration_s, _ = _distribution(problem, [makespans_s[size] for size in sizes])
-        candidate = (iteration_s, -len(sizes), sizes)
-        if best is None or candidate < best:
-            best = candidate
-            capacities = {
-                size: int(np.searchsorted(seconds, iteration_s, side="right"))
-                for size, seconds in makespans_s.items()
-            }
-    return None if best is None else best[2], num_fewest
+    return fastest_sizes(
+        num_nodes,
+        makespans_s,
+        num_microbatches=problem.num_microbatches,
+        min_pipelines=problem.failures_tolerated + 1,
+    )
 
 
 def _makespans_s(problem: Problem, template: PipelineTemplate) -> Seconds:
-    return makespans_up_to(stage_seconds(problem.profile, template), problem.num_microbatches)
+    table = stage_table([stage_seconds(problem.profile, template)])
+    makespans_s: Seconds = makespans_up_to(table, problem.num_microbatches)[0]
+    return makespans_s
 
 
 def _distribution(
@@ -312,28 +278,23 @@ def _check_microbatches(problem: Problem, num_pipelines: int) -> None:
 
 
 def _no_plan_error(
-    problem: Problem,
-    num_nodes: int,
-    templates: Mapping[int, PipelineTemplate],
-    num_fewest: int | None,
+    problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
 ) -> ConfigError:
-    """Why no instantiation will do; num_fewest is the pipelines of the smallest one, if any."""
-    if num_fewest is not None:
+    """Why no instantiation will do."""
+    min_pipelines = problem.failures_tolerated + 1
+    most = 2 * num_nodes + max(templates, default=0)
+    numbers = numbers_of_pipelines(most, sorted(templates))
+    if numbers[num_nodes] >> min_pipelines:
+        num_fewest = _fewest(numbers[num_nodes], min_pipelines)
         samples = problem.num_microbatches * problem.profile.microbatch_size
         remedy = (
             f"all {num_nodes} nodes work only in {num_fewest} pipelines or more; "
             f"{num_fewest * problem.profile.microbatch_size} is the nearest that would do"
         )
         return ConfigError("training.global_batch_size", samples, remedy)
-    min_pipelines = problem.failures_tolerated + 1
-    sizes = tuple(templates)
-    fit = [
-        count
-        for count in range(2 * num_nodes + max(sizes, default=0) + 1)
-        if any(True for _ in instantiations(count, sizes, min_pipelines=min_pipelines))
-    ]
+    fit = [count for count, there in enumerate(numbers) if there >> min_pipelines]
     remedy = (
-        f"no {min_pipelines} or more pipelines of {sorted(sizes)} nodes use all of them; "
+        f"no {min_pipelines} or more pipelines of {sorted(templates)} nodes use all of them; "
         f"cluster.nodes = {min(fit, key=lambda n: abs(n - num_nodes))} would do"
         if fit
         else "there is no template for any number of nodes"

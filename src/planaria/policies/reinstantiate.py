@@ -27,7 +27,8 @@ from enum import IntEnum
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Pipeline, Plan, Transition, plain_plan
-from planaria.planner.plans import EveryPlan, instantiations
+from planaria.planner.instantiate import instantiations
+from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Prices, downtime_s
 from planaria.restorer.assignment import Opening, assigned, transfer_rounds, transfers
 

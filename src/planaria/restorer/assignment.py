@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transfer
@@ -65,6 +64,9 @@ def assigned(
     # All nodes together move fewer steps than one byte weighs.
     costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(openings, nodes, before)
     assert costs.max() < _EXACT_MAX
+    # It takes half a second to import; the job's processes have it from their fork server.
+    from scipy.optimize import linear_sum_assignment
+
     rows, places = linear_sum_assignment(costs)
     node_at = {int(place): nodes[row].node for row, place in zip(rows, places, strict=True)}
     in_order = (node_at[place] for place in sorted(node_at))

@@ -2,7 +2,9 @@
 
 The iteration time of a template is that at the microbatches which it gets in the plan; of one that
 the plan does not use, at the job's microbatches divided among as many such pipelines as its nodes
-would hold, rounded up. The peak memory is that of the fullest device at the same microbatches.
+would hold, rounded up. The peak memory is that of the fullest device at the same microbatches. The
+gap is how much slower than the best partition of as many nodes a template can be at most, at the
+latter microbatches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,10 +20,11 @@ from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.memory import peak_bytes
 from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
-from planaria.planner.templates import Problem
+from planaria.planner.problem import Problem
+from planaria.planner.templates import RankedTemplate
 
 
-def plan_table(problem: Problem, templates: Mapping[int, PipelineTemplate], plan: Plan) -> Group:
+def plan_table(problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan) -> Group:
     """What rich prints: the templates, those in use first to the eye, then the plan."""
     return Group(
         _heading(problem, plan),
@@ -36,18 +39,21 @@ def plan_table(problem: Problem, templates: Mapping[int, PipelineTemplate], plan
 
 def plan_json(
     problem: Problem,
-    templates: Mapping[int, PipelineTemplate],
+    templates: Mapping[int, RankedTemplate],
     plan: Plan,
     *,
     planning_s: float,
+    is_paper: bool = False,
 ) -> dict[str, Any]:
     """The same as `planaria plan --json` prints it.
 
     Args:
         planning_s: what it took to make templates and plan.
+        is_paper: the templates were chosen by Oobleck's own objective, and are given with that.
     """
+    ranked_by_size = [templates[size] for size in sorted(templates)]
     iteration_s = plan_iteration_s(problem, plan)
-    costs = [_cost(problem, templates[size], plan) for size in sorted(templates)]
+    costs = [_cost(problem, templates[size].template, plan) for size in sorted(templates)]
     return {
         "templates": [
             {
@@ -60,10 +66,11 @@ def plan_json(
                     }
                     for stage in cost.template.stages
                 ],
-                "iteration_s": cost.iteration_s,
+                "iteration_s": ranked.objective_s if is_paper else cost.iteration_s,
                 "peak_bytes": cost.peak_bytes,
+                **({} if is_paper else {"gap": ranked.gap}),
             }
-            for cost in costs
+            for cost, ranked in zip(costs, ranked_by_size, strict=True)
         ],
         "plan": {
             "pipelines": [
@@ -137,21 +144,23 @@ def _heading(problem: Problem, plan: Plan) -> Text:
 
 
 def _templates_table(
-    problem: Problem, templates: Mapping[int, PipelineTemplate], plan: Plan
+    problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan
 ) -> Table:
     table = Table(title="Pipeline templates", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("nodes", justify="right")
     table.add_column("used", justify="right")
     table.add_column("stages: layers x devices")
     table.add_column("iteration", justify="right", no_wrap=True)
+    table.add_column("gap", justify="right", no_wrap=True)
     table.add_column("peak memory", justify="right", no_wrap=True)
     for size in sorted(templates):
-        cost = _cost(problem, templates[size], plan)
+        cost = _cost(problem, templates[size].template, plan)
         table.add_row(
             str(size),
             str(cost.num_used or "-"),
             _stages_text(cost.template.stages),
             _seconds_text(cost.iteration_s),
+            _gap_text(templates[size].gap),
             _bytes_text(cost.peak_bytes),
             style="bold green" if cost.num_used else "dim",
         )
@@ -196,6 +205,10 @@ def _stages_text(stages: Iterable[Stage]) -> str:
         + (f" x{stage.num_devices}" if stage.num_devices > 1 else "")
         for stage in stages
     )
+
+
+def _gap_text(gap: float) -> str:
+    return f"< {100 * gap:.1f}%" if gap >= 0.0005 else "0"
 
 
 def _ranges_text(numbers: Iterable[int]) -> str:

@@ -1,0 +1,210 @@
+"""How long the planner takes, and how good what it finds is, beside the paper's.
+
+    python benchmarks/planner.py            all parts
+    python benchmarks/planner.py times      one of: times, large, command, regret
+
+times    one template for 8 - 24 nodes of 1 - 8 devices and 24 - 96 layers, as in Table 3 of Oobleck
+         (SOSP '23), whose seconds stand beside ours, with each objective. Both of our columns are
+         the slower one of a profile of equal layers and one of random layers.
+large    1,000 layers on 64 nodes of 8 devices, with the proven distance from the best.
+command  `planaria plan` as a process, all template sizes, from its start to its end.
+regret   small problems, against all partitions there are: how much slower than the best one is what
+         the paper's objective chooses, and what ours does, by the number of microbatches.
+
+Exits 1 if a goal is missed.
+"""
+
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from exhaustive import all_shapes, makespans_s, small_problem, template_of
+from planaria.core.plan import LayerProfile, Link, ModelProfile
+from planaria.core.profile_json import encode_profile
+from planaria.estimator.makespan import makespan_s, stage_seconds
+from planaria.planner.bound import BoundSearch
+from planaria.planner.paper import paper_partition
+from planaria.planner.problem import Problem, stage_costs
+from planaria.planner.refine import fastest
+from planaria.planner.templates import pipeline_template
+
+# Oobleck, Table 3: seconds by nodes, devices per node and layers.
+PUBLISHED_S: Final = {
+    (8, 1): (0.28, 0.71, 9.65, 68.50),
+    (8, 4): (0.41, 1.15, 11.58, 74.56),
+    (8, 8): (0.54, 1.50, 20.98, 109.76),
+    (16, 1): (3.37, 7.45, 66.35, 540.36),
+    (16, 4): (4.56, 10.41, 108.10, 649.67),
+    (16, 8): (4.90, 11.78, 176.04, 1213.63),
+    (24, 1): (11.35, 30.11, 262.47, 1477.54),
+    (24, 4): (14.78, 45.80, 472.53, 2153.84),
+    (24, 8): (15.59, 49.25, 520.08, 3297.92),
+}
+LAYERS: Final = (24, 32, 64, 96)
+CELL_S_MAX: Final = 1.0
+LARGE_S_MAX: Final = 10.0
+COMMAND_S_MAX: Final = {32: 3.0, 96: 6.0}
+SEED: Final = 20_261_121
+NUM_SMALL: Final = 60
+REGRET_MAX: Final = 0.03
+
+
+def random_profile(
+    num_layers: int, devices_per_node: int, *, spread: float, seed: int = SEED
+) -> ModelProfile:
+    """Layers of 1 to 1 + spread times 10 ms, which d devices speed up d^0.9 times."""
+    rng = random.Random(seed)
+    counts = [count for count in (1, 2, 4, 8) if count <= devices_per_node]
+    layers = []
+    for index in range(num_layers):
+        forward_s = 0.01 * (1 + spread * rng.random())
+        by_count = {count: forward_s / count**0.9 for count in counts}
+        layers.append(
+            LayerProfile(
+                name=f"layer {index}",
+                forward_s=by_count,
+                backward_input_s=by_count,
+                backward_weight_s=by_count,
+                parameter_bytes=400_000_000,
+                optimizer_bytes=800_000_000,
+                activation_bytes=100_000_000,
+                output_bytes=10_000_000,
+            )
+        )
+    return ModelProfile(
+        model=f"{num_layers} layers",
+        microbatch_size=1,
+        dtype="bfloat16",
+        device="none",
+        device_memory_bytes=0,
+        layers=tuple(layers),
+        links={"intra_node": Link(1e-5, 2e11), "inter_node": Link(2e-5, 1e10)},
+    )
+
+
+def planning_problem(
+    num_layers: int, num_nodes: int, devices_per_node: int, *, spread: float
+) -> Problem:
+    return Problem(
+        profile=random_profile(num_layers, devices_per_node, spread=spread),
+        devices_per_node=devices_per_node,
+        num_microbatches=4 * num_nodes * devices_per_node,
+        failures_tolerated=0,
+    )
+
+
+def times() -> Iterator[str]:
+    """Table 3, ours beside the paper's."""
+    print("one template, seconds: ours | ours with the paper's objective | the paper's")
+    print("nodes devices " + "".join(f"{n:>10} layers       " for n in LAYERS))
+    for (nodes, devices), published_s in PUBLISHED_S.items():
+        cells = []
+        for num_layers, paper_s in zip(LAYERS, published_s, strict=True):
+            spent_s = [0.0, 0.0]
+            for spread in (0.0, 1.0):
+                problem = planning_problem(num_layers, nodes, devices, spread=spread)
+                start_s = time.perf_counter()
+                pipeline_template(problem, nodes)
+                middle_s = time.perf_counter()
+                paper_partition(stage_costs(problem), nodes)
+                end_s = time.perf_counter()
+                spent_s[0] = max(spent_s[0], middle_s - start_s)
+                spent_s[1] = max(spent_s[1], end_s - middle_s)
+            cells.append(f"{spent_s[0]:6.2f} |{spent_s[1]:6.2f} |{paper_s:8.2f}")
+            if max(spent_s) > CELL_S_MAX:
+                where = f"{nodes} nodes x {devices} devices x {num_layers} layers"
+                yield f"{where}: {max(spent_s):.2f} s"
+        print(f"{nodes:5d} {devices:7d} " + "".join(cells), flush=True)
+
+
+def large() -> Iterator[str]:
+    """A problem that no paper reports."""
+    problem = planning_problem(1000, 64, 8, spread=1.0)
+    start_s = time.perf_counter()
+    costs = stage_costs(problem)
+    found = BoundSearch(costs, max_nodes=64).lowest(64, problem.num_microbatches)
+    assert found is not None
+    seconds, shape = fastest(costs, found.shapes, problem.num_microbatches)
+    spent_s = time.perf_counter() - start_s
+    print(
+        f"1000 layers x 64 nodes x 8 devices: {spent_s:.1f} s, {len(shape)} stages, at most "
+        f"{100 * (seconds / found.bound_s - 1):.2f}% slower than the best"
+    )
+    if spent_s > LARGE_S_MAX:
+        yield f"the large problem: {spent_s:.1f} s"
+
+
+def command() -> Iterator[str]:
+    """What a user waits for."""
+    for num_layers, limit_s in COMMAND_S_MAX.items():
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "profile.json"
+            path.write_bytes(encode_profile(random_profile(num_layers, 8, spread=1.0)))
+            arguments = ("--nodes", "24", "--devices-per-node", "8", "--json")
+            line = [sys.executable, "-m", "planaria.cli", "plan", str(path), *arguments]
+            start_s = time.perf_counter()
+            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+            spent_s = time.perf_counter() - start_s
+        where = f"24 nodes x 8 devices x {num_layers} layers"
+        print(f"planaria plan, {where}: {spent_s:.2f} s", flush=True)
+        if spent_s > limit_s:
+            yield f"the command with {num_layers} layers: {spent_s:.2f} s"
+
+
+def regret() -> Iterator[str]:
+    """What a worse partition costs."""
+    print(f"slower than the best partition, mean and worst of {NUM_SMALL} problems (seed {SEED})")
+    print("microbatches   the paper's objective   ours")
+    for num_microbatches in (2, 4, 8, 16, 32, 64, 128, 512):
+        rng = random.Random(SEED)
+        paper: list[float] = []
+        ours: list[float] = []
+        while len(ours) < NUM_SMALL:
+            limited, num_nodes = small_problem(rng)
+            problem = replace(
+                limited,
+                profile=replace(limited.profile, device_memory_bytes=0),
+                num_microbatches=num_microbatches,
+            )
+            shapes = all_shapes(problem, num_nodes)
+            if not shapes:
+                continue
+            best_s = float(makespans_s(problem, shapes, num_nodes).min())
+            by_paper = paper_partition(stage_costs(problem), num_nodes)
+            template = pipeline_template(problem, num_nodes)
+            assert by_paper is not None
+            assert template is not None
+            for regrets, one in ((paper, template_of(by_paper[1], num_nodes)), (ours, template)):
+                seconds = makespan_s(stage_seconds(problem.profile, one), num_microbatches)
+                regrets.append(seconds / best_s - 1)
+        print(f"{num_microbatches:8d} {_share(paper):>25} {_share(ours):>18}", flush=True)
+        if max(ours) > REGRET_MAX:
+            yield f"{num_microbatches} microbatches: {100 * max(ours):.1f}% slower than the best"
+
+
+def _share(regrets: list[float]) -> str:
+    return f"{100 * statistics.fmean(regrets):.2f}%  {100 * max(regrets):.1f}%"
+
+
+PARTS: Final = {"times": times, "large": large, "command": command, "regret": regret}
+
+
+def main(names: list[str]) -> int:
+    """Runs the parts; the exit code."""
+    missed = [goal for name in names or PARTS for goal in PARTS[name]()]
+    for goal in missed:
+        print(f"MISSED {goal}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""What a plan has to satisfy, and what each stage that the model could have would cost.
+
+A stage is layers [u, v) on c devices of one node. `StageCosts` has its seconds, the bytes on its
+links and the microbatches that its devices can keep in flight, as tables over u and v that every
+search of this package reads.
+
+Source: Oobleck (SOSP '23), section 4.1.2 (a stage lies in one node); Odyssey, equation 14 (memory).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planaria.core.plan import LayerProfile, ModelProfile
+from planaria.errors import ConfigError
+from planaria.estimator.memory import stage_bytes
+
+Seconds = NDArray[np.float64]
+
+UNLIMITED: Final = 1 << 40  # Microbatches in flight where memory sets no limit.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a plan has to satisfy.
+
+    Attributes:
+        num_microbatches: of the whole job, in one iteration.
+        failures_tolerated: f; a plan has f + 1 pipelines or more.
+        gradient_copies: gradients kept, in multiples of the parameters' bytes: 1 in fast mode,
+            3 in deterministic mode (float64 sums beside the float32 gradients).
+    """
+
+    profile: ModelProfile
+    devices_per_node: int
+    num_microbatches: int
+    failures_tolerated: int
+    gradient_copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.devices_per_node < 1:
+            raise ConfigError("cluster.devices_per_node", self.devices_per_node, "at least 1")
+        if self.failures_tolerated < 0:
+            raise ConfigError("resilience.failures_tolerated", self.failures_tolerated, "0 or more")
+        if self.num_microbatches < 1:
+            samples = self.num_microbatches * self.profile.microbatch_size
+            remedy = f"at least one microbatch, {self.profile.microbatch_size} samples"
+            raise ConfigError("training.global_batch_size", samples, remedy)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageCosts:
+    """The costs of every stage; tables over [u, v] are of shape [L + 1, L + 1].
+
+    Attributes:
+        counts: of devices that a stage may have, ascending.
+        forward_s, backward_s: by count; of one microbatch, infinite where there is no such stage.
+        seconds: their sums.
+        most_in_flight: by count, the microbatches for which a stage has memory, 0 where for none.
+        transfer_s, latency_s: by whether the link lies between nodes; that an output, or its
+            gradient, occupies the link behind layer v - 1 (shape [L + 1]), and until it arrives.
+    """
+
+    problem: Problem
+    counts: tuple[int, ...]
+    forward_s: Mapping[int, Seconds]
+    backward_s: Mapping[int, Seconds]
+    seconds: Mapping[int, Seconds]
+    most_in_flight: Mapping[int, NDArray[np.int64]]
+    transfer_s: tuple[Seconds, Seconds]
+    latency_s: tuple[float, float]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.problem.profile.layers)
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.problem.devices_per_node
+
+    def round_trip_s(self, *, between_nodes: bool) -> Seconds:
+        """Of an output and its gradient over the link behind layer v - 1, shape [L + 1]."""
+        times: Seconds = 2 * (self.transfer_s[between_nodes] + self.latency_s[between_nodes])
+        return times
+
+    def in_flight(self, stages_left: int) -> int:
+        """Microbatches that a stage keeps: as many as stages are left, itself included.
+
+        The job's microbatches are the limit, not those of a pipeline: a template outlives plans,
+        and after failures one pipeline may get them all.
+        """
+        return min(stages_left, self.problem.num_microbatches)
+
+
+def stage_costs(problem: Problem) -> StageCosts:
+    """The tables of a problem. O(L^2) for every count of devices."""
+    layers = problem.profile.layers
+    counts = tuple(
+        sorted({c for layer in layers for c in layer.forward_s if c <= problem.devices_per_node})
+    )
+    forward_s = {c: _sums([_of(layer.forward_s, c) for layer in layers]) for c in counts}
+    backward_s = {c: _sums([_backward_s(layer, c) for layer in layers]) for c in counts}
+    links = [problem.profile.links[kind] for kind in ("intra_node", "inter_node")]
+    output_bytes = np.array([0, *(layer.output_bytes for layer in layers)])
+    return StageCosts(
+        problem=problem,
+        counts=counts,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        seconds={c: forward_s[c] + backward_s[c] for c in counts},
+        most_in_flight={c: _most_in_flight(problem, c) for c in counts},
+        transfer_s=(
+            output_bytes / links[0].bandwidth_bytes_per_s,
+            output_bytes / links[1].bandwidth_bytes_per_s,
+        ),
+        latency_s=(links[0].latency_s, links[1].latency_s),
+    )
+
+
+def _of(seconds: Mapping[int, float], count: int) -> float:
+    return seconds.get(count, float("inf"))
+
+
+def _backward_s(layer: LayerProfile, count: int) -> float:
+    return layer.backward_s(count) if count in layer.forward_s else float("inf")
+
+
+def _sums(values: Sequence[float]) -> Seconds:
+    """[u, v] -> sum(values[u:v]), infinite where u >= v."""
+    size = len(values) + 1
+    table = np.full((size, size), np.inf)
+    for first in range(size - 1):
+        # Not differences of one running sum: equal stages must get equal seconds.
+        table[first, first + 1 :] = np.cumsum(values[first:])
+    return table
+
+
+def _most_in_flight(problem: Problem, count: int) -> NDArray[np.int64]:
+    num_layers = len(problem.profile.layers)
+    limit_bytes = problem.profile.device_memory_bytes
+    if limit_bytes == 0:
+        return np.full((num_layers + 1, num_layers + 1), UNLIMITED)
+
+    def held_bytes(num_in_flight: int) -> NDArray[np.int64]:
+        return stage_bytes(
+            problem.profile,
+            num_devices=count,
+            num_in_flight=num_in_flight,
+            gradient_copies=problem.gradient_copies,
+        )
+
+    fixed_bytes = held_bytes(0)
+    each_bytes = held_bytes(1) - fixed_bytes
+    free_bytes = limit_bytes - fixed_bytes
+    most = np.where(each_bytes > 0, free_bytes // np.maximum(each_bytes, 1), UNLIMITED)
+    return np.where(free_bytes >= 0, most, 0)

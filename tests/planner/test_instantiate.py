@@ -1,0 +1,114 @@
+"""Sets of pipelines, against every set there is."""
+
+import random
+import time
+from itertools import combinations_with_replacement
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.planner.instantiate import fastest_sizes, instantiations, numbers_of_pipelines
+from planaria.planner.problem import Seconds
+
+SEED = 20_261_121
+MANY_NODES_S = 3.0  # Three times the goal.
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9), st.sets(st.integers(1, 6)), st.integers(1, 4))
+def test_instantiations_are_all_multisets(
+    num_nodes: int, sizes: set[int], min_pipelines: int
+) -> None:
+    """Equation 5 of Oobleck finds each feasible set once."""
+    expected = sorted(
+        multiset
+        for count in range(min_pipelines, num_nodes + 1)
+        for multiset in combinations_with_replacement(sorted(sizes), count)
+        if sum(multiset) == num_nodes
+    )
+
+    found = instantiations(num_nodes, tuple(sizes), min_pipelines=min_pipelines)
+
+    assert expected == sorted(found)
+
+
+def test_instantiations_of_oobleck_figure_4() -> None:
+    """13 nodes in templates of 2, 3 and 4: the two sets that section 4.2.1 names are there."""
+    found = set(instantiations(13, (2, 3, 4), min_pipelines=2))
+
+    assert {(2, 3, 4, 4), (3, 3, 3, 4)} <= found
+
+
+def test_no_node_idles_while_f_failures_are_tolerated() -> None:
+    """Oobleck, appendix A, for all N <= 64, f <= 4 and n0 <= 6: every N' from N down to (f + 1) n0
+    is a sum of f + 1 template sizes or more."""
+    for n0 in range(1, 7):
+        for f in range(5):
+            for num_nodes in range((f + 1) * n0, 65):
+                sizes = range(n0, num_nodes - f * n0 + 1)
+                numbers = numbers_of_pipelines(num_nodes, sizes)
+                for survivors in range((f + 1) * n0, num_nodes + 1):
+                    assert numbers[survivors] >> (f + 1), (n0, f, num_nodes, survivors)
+
+
+def makespans(rng: random.Random, sizes: list[int], most: int) -> dict[int, Seconds]:
+    """Times that never fall, with many equal ones: whole seconds."""
+    return {
+        size: np.cumsum([float(rng.randint(0, 3)) for _ in range(most)]) + rng.randint(1, 6)
+        for size in sizes
+    }
+
+
+def slowest_s(
+    sizes: tuple[int, ...], makespans_s: dict[int, Seconds], num_microbatches: int
+) -> float:
+    """With microbatches dealt one by one to whoever would end first with it."""
+    counts = [1] * len(sizes)
+    for _ in range(num_microbatches - len(sizes)):
+        ends = [makespans_s[size][count] for size, count in zip(sizes, counts, strict=True)]
+        counts[int(np.argmin(ends))] += 1
+    return max(float(makespans_s[s][n - 1]) for s, n in zip(sizes, counts, strict=True))
+
+
+def test_the_fastest_set_is_that_of_exhaustive_search() -> None:
+    """Also which of equals: the most pipelines, then the smallest ones first."""
+    rng = random.Random(SEED)
+    num_none = 0
+    for index in range(300):
+        num_nodes, most, min_pipelines = rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, 4)
+        sizes = sorted(rng.sample(range(1, 8), rng.randint(1, 5)))
+        makespans_s = makespans(rng, sizes, most)
+        everything = [
+            multiset
+            for multiset in instantiations(num_nodes, sizes, min_pipelines=min_pipelines)
+            if len(multiset) <= most
+        ]
+        found = fastest_sizes(
+            num_nodes, makespans_s, num_microbatches=most, min_pipelines=min_pipelines
+        )
+        where = f"seed {SEED}, case {index}"
+        if found is None:
+            num_none += 1
+            assert not everything, where
+            continue
+        key = {m: (slowest_s(m, makespans_s, most), -len(m), m) for m in everything}
+        assert found == min(everything, key=key.__getitem__), where
+    assert 0 < num_none < 200
+
+
+def test_a_thousand_nodes_are_answered_while_one_waits() -> None:
+    """More sets than could be listed; the answer uses all nodes, and deals all microbatches."""
+    sizes = range(4, 65)
+    makespans_s = {
+        size: (np.arange(1.0, 4001.0) + size - 1) * (64 / size) * (1 + 0.1 * (64 % size > 0))
+        for size in sizes
+    }
+
+    start_s = time.perf_counter()
+    found = fastest_sizes(1000, makespans_s, num_microbatches=4000, min_pipelines=5)
+
+    assert time.perf_counter() - start_s < MANY_NODES_S
+    assert found is not None
+    assert sum(found) == 1000
+    assert len(found) >= 5
