@@ -51,7 +51,7 @@ Shape = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True)
 class Found:
     """The lowest bound, the partition that has it, and others that may be faster in truth: where
-    memory binds one for each number of stages, else those for few and for many microbatches."""
+    memory binds one for each number of stages, and the one for very many microbatches."""
 
     bound_s: float
     shapes: tuple[Shape, ...]
@@ -73,14 +73,15 @@ class BoundSearch:
     def is_feasible(self, num_nodes: int) -> bool:
         """Whether a pipeline of so many nodes has a partition that fits."""
         num_devices = num_nodes * self._costs.devices_per_node
-        relaxed = self._relaxed_tails(num_devices, 1)
+        relaxed = self._relaxed_tails(num_devices, _ALL_MICROBATCHES)
         if not np.isfinite(relaxed.lowest_s(num_devices)):
             return False
         if fits(self._costs, relaxed.shape(num_devices, 0)):
             return True
         if self._fitting is None or self._fitting.num_devices < num_devices:
             most = max(num_devices, self._max_devices)
-            self._fitting = _Tails(self._costs, 1, [np.inf] * (most + 1), by_stages=True)
+            limits_s = [np.inf] * (most + 1)
+            self._fitting = _Tails(self._costs, _ALL_MICROBATCHES, limits_s, by_stages=True)
         return bool(np.isfinite(self._fitting.lowest_s(num_devices)))
 
     def lowest(self, num_nodes: int, num_microbatches: int) -> Found | None:
@@ -91,7 +92,7 @@ class BoundSearch:
         if np.isfinite(lowest_s):
             shape = relaxed.shape(num_devices, 0)
             if fits(self._costs, shape):
-                return Found(lowest_s, (shape, *self._others(num_devices)))
+                return Found(lowest_s, (shape, *self._balanced(num_devices)))
         if not self.is_feasible(num_nodes):
             return None
         limit_s = lowest_s * _CLOSE_FACTOR
@@ -101,16 +102,16 @@ class BoundSearch:
             found = tails.by_stages_left(num_devices)
             if found:
                 shapes = [tails.shape(num_devices, column) for _, column in found]
-                return Found(found[0][0], (*shapes, *self._others(num_devices)))
+                return Found(found[0][0], (*shapes, *self._balanced(num_devices)))
             limit_s *= _CLOSE_GROWTH
 
-    def _others(self, num_devices: int) -> Iterator[Shape]:
-        """The partitions for one microbatch and for very many: the fastest may lie nearer to these
-        than to the one with the lowest bound."""
-        for num_microbatches in (1, _ALL_MICROBATCHES):
-            shape = self._relaxed_tails(num_devices, num_microbatches).shape(num_devices, 0)
-            if fits(self._costs, shape):
-                yield shape
+    def _balanced(self, num_devices: int) -> Iterator[Shape]:
+        """The partition for very many microbatches, if it fits: the fastest one may lie nearer to
+        it than to the one with the lowest bound."""
+        tails = self._relaxed_tails(num_devices, _ALL_MICROBATCHES)
+        shape = tails.shape(num_devices, 0)
+        if fits(self._costs, shape):
+            yield shape
 
     def _relaxed_tails(self, num_devices: int, num_microbatches: int) -> "_Tails":
         """The tails without memory, for this number of devices and fewer."""

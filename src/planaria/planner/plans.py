@@ -15,7 +15,7 @@ Differs: equation 6 levels N_b * T, which ignores that a pipeline fills and drai
 makespan is minimised. Its constraint sums over templates where it means pipelines.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
@@ -58,10 +58,7 @@ class EveryPlan:
             ConfigError: there are fewer microbatches than pipelines.
         """
         _check_microbatches(self.problem, len(templates))
-        unknown = {
-            template: _makespans_s(self.problem, template)
-            for template in set(templates) - self.makespans_s.keys()
-        }
+        unknown = _makespans_s(self.problem, set(templates) - self.makespans_s.keys())
         makespans_s = {**self.makespans_s, **unknown}
         return _distribution(self.problem, [makespans_s[template] for template in templates])
 
@@ -75,7 +72,7 @@ def distribute_microbatches(
         ConfigError: there are fewer microbatches than pipelines.
     """
     _check_microbatches(problem, len(templates))
-    makespans_s = {template: _makespans_s(problem, template) for template in set(templates)}
+    makespans_s = _makespans_s(problem, set(templates))
     return _distribution(problem, [makespans_s[template] for template in templates])[1]
 
 
@@ -99,7 +96,8 @@ def best_plan(
     """
     min_pipelines = problem.failures_tolerated + 1
     _check_microbatches(problem, min_pipelines)
-    makespans_s = {size: _makespans_s(problem, template) for size, template in templates.items()}
+    by_template = _makespans_s(problem, templates.values())
+    makespans_s = {size: by_template[template] for size, template in templates.items()}
     best = _fastest_sizes(problem, len(nodes), makespans_s)
     if best is None:
         raise _no_plan_error(problem, len(nodes), templates)
@@ -127,7 +125,8 @@ def every_plan(
     n0 = min(templates)
     extra = {n: pipeline_template(problem, n) for n in range(max(templates) + 1, 2 * n0)}
     templates = dict(templates) | {n: template for n, template in extra.items() if template}
-    by_size = {size: _makespans_s(problem, template) for size, template in templates.items()}
+    by_template = _makespans_s(problem, templates.values())
+    by_size = {size: by_template[template] for size, template in templates.items()}
     at_work = _nodes_at_work(problem, num_nodes, n0=n0, sizes=tuple(templates))
     plans = {}
     for num_left, (num_working, min_pipelines) in at_work.items():
@@ -144,7 +143,7 @@ def every_plan_of(
     problem: Problem, templates: Mapping[int, PipelineTemplate], plans: Mapping[int, Plan]
 ) -> EveryPlan:
     """What `every_plan` found, from its parts: the makespans follow from the templates."""
-    makespans_s = {template: _makespans_s(problem, template) for template in templates.values()}
+    makespans_s = _makespans_s(problem, templates.values())
     return EveryPlan(problem=problem, templates=templates, makespans_s=makespans_s, plans=plans)
 
 
@@ -235,10 +234,15 @@ def _fastest_sizes(
     )
 
 
-def _makespans_s(problem: Problem, template: PipelineTemplate) -> Seconds:
-    table = stage_table([stage_seconds(problem.profile, template)])
-    makespans_s: Seconds = makespans_up_to(table, problem.num_microbatches)[0]
-    return makespans_s
+def _makespans_s(
+    problem: Problem, templates: Iterable[PipelineTemplate]
+) -> dict[PipelineTemplate, Seconds]:
+    """The makespans of each template: entry n - 1 is that of n microbatches."""
+    found = list(dict.fromkeys(templates))
+    if not found:
+        return {}
+    table = stage_table([stage_seconds(problem.profile, template) for template in found])
+    return dict(zip(found, makespans_up_to(table, problem.num_microbatches), strict=True))
 
 
 def _distribution(

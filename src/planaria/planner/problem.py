@@ -59,7 +59,8 @@ class StageCosts:
         counts: of devices that a stage may have, ascending.
         forward_s, backward_s: by count; of one microbatch, infinite where there is no such stage.
         seconds: their sums.
-        most_in_flight: by count, the microbatches for which a stage has memory, 0 where for none.
+        most_in_flight: by count, the microbatches for which a stage has memory; 0 where for none,
+            or where there is no such stage.
         transfer_s, latency_s: by whether the link lies between nodes; that an output, or its
             gradient, occupies the link behind layer v - 1 (shape [L + 1]), and until it arrives.
     """
@@ -111,7 +112,9 @@ def stage_costs(problem: Problem) -> StageCosts:
         forward_s=forward_s,
         backward_s=backward_s,
         seconds={c: forward_s[c] + backward_s[c] for c in counts},
-        most_in_flight={c: _most_in_flight(problem, c) for c in counts},
+        most_in_flight={
+            c: np.where(np.isfinite(forward_s[c]), _most_in_flight(problem, c), 0) for c in counts
+        },
         transfer_s=(
             output_bytes / links[0].bandwidth_bytes_per_s,
             output_bytes / links[1].bandwidth_bytes_per_s,

@@ -14,18 +14,18 @@ Source: Oobleck (SOSP '23), section 4.1.2, which takes the best by T1 + T2 + T3 
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
-from planaria.planner.bound import Shape, fits
+from planaria.planner.bound import Shape
 from planaria.planner.problem import StageCosts
 
 NUM_KEPT: Final = 5  # The best ones, near which to look.
-BUDGET: Final = 12_000_000  # Stage ticks; about 0.1 s on a core of 2020.
+BUDGET: Final = 3_000_000  # Stage ticks; some 30 ms on a core of 2020.
 _TICK_COST: Final = 1500  # Of a tick itself, in stages.
 _CHANGES_MAX: Final = 256
 _CUTS_MAX: Final = 9
@@ -70,6 +70,7 @@ class _Search:
     def time(self, shapes: Sequence[Shape]) -> None:
         """Times those that are new."""
         new = [shape for shape in shapes if shape not in self._seconds]
+        new = list(compress(new, fitting(self._costs, new).tolist())) if new else []
         if not new:
             return
         table = table_of(self._costs, new)
@@ -88,12 +89,9 @@ class _Search:
 
 
 def changed(costs: StageCosts, shape: Shape) -> list[Shape]:
-    """The partitions that differ from this one by one small change, and fit."""
-    found: dict[Shape, None] = {}
-    for other in (*_moved_cuts(shape), *_moved_devices(costs, shape), *_split(costs, shape)):
-        ends = [0, *(end for end, _ in other)]
-        if all(a < b for a, b in pairwise(ends)) and fits(costs, other):
-            found[other] = None
+    """The partitions that differ from this one by one small change, whether they fit or not."""
+    found = dict.fromkeys((*_moved_cuts(shape), *_moved_devices(costs, shape)))
+    found |= dict.fromkeys(_split(costs, shape))
     found.pop(shape, None)
     return list(found)
 
@@ -102,11 +100,16 @@ def _moved_cuts(shape: Shape) -> Iterator[Shape]:
     """A run of neighbouring cuts moved by a layer, or one by two."""
     num_cuts = len(shape) - 1
     longest = max(1, _CHANGES_MAX // (2 * max(1, num_cuts)))
+    edges = (0, *(end for end, _ in shape))
     for first in range(num_cuts):
         for last in range(first, min(num_cuts, first + longest)):
+            # Layers of the stages at either side of the run, of which one must stay.
+            before = edges[first + 1] - edges[first]
+            after = edges[last + 2] - edges[last + 1]
             for step in (-1, 1) if last > first else (-1, 1, -2, 2):
-                moved = ((end + step, count) for end, count in shape[first : last + 1])
-                yield (*shape[:first], *moved, *shape[last + 1 :])
+                if -before < step < after:
+                    moved = [(end + step, count) for end, count in shape[first : last + 1]]
+                    yield (*shape[:first], *moved, *shape[last + 1 :])
 
 
 def _moved_devices(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
@@ -146,14 +149,22 @@ def _cuts(costs: StageCosts, first: int, end: int, count: int, next_count: int) 
     return (int(cut) for cut in cuts[best] if np.isfinite(uneven_s[cut - first - 1]))
 
 
+def fitting(costs: StageCosts, shapes: Sequence[Shape]) -> NDArray[np.bool_]:
+    """Which of the partitions fit into memory."""
+    firsts, ends, counts = _rows(shapes)
+    stages_left = len(ends) - np.arange(len(ends))[:, None]
+    in_flight = np.minimum(stages_left, costs.problem.num_microbatches)
+    most: NDArray[np.int64] = np.where(counts, 0, in_flight)
+    for count in costs.counts:
+        there = counts == count
+        most[there] = costs.most_in_flight[count][firsts[there], ends[there]]
+    fits: NDArray[np.bool_] = np.all(most >= in_flight, axis=0)
+    return fits
+
+
 def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
     """The seconds of partitions, a column each."""
-    num_stages = max(map(len, shapes))
-    padded = np.zeros((len(shapes), num_stages, 2), dtype=np.int64)
-    for row, shape in zip(padded, shapes, strict=True):
-        row[num_stages - len(shape) :] = shape
-    ends, counts = padded[:, :, 0].T, padded[:, :, 1].T
-    firsts = np.vstack((np.zeros_like(ends[:1]), ends[:-1]))
+    firsts, ends, counts = _rows(shapes)
     forward_s, backward_s = np.zeros((2, *ends.shape))
     for count in costs.counts:
         there = counts == count
@@ -163,7 +174,7 @@ def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
     between_nodes = np.cumsum(counts, axis=0) % costs.devices_per_node == 0
     behind = np.where(between_nodes, costs.transfer_s[1][ends], costs.transfer_s[0][ends])
     latency_s = np.where(between_nodes, costs.latency_s[1], costs.latency_s[0])
-    is_last = np.arange(num_stages)[:, None] == num_stages - 1
+    is_last = np.arange(len(ends))[:, None] == len(ends) - 1
     nowhere = is_last | (counts == 0)
     none = np.zeros((1, len(shapes)))
     return StageTable(
@@ -172,6 +183,17 @@ def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
         transfer_s=np.vstack((none, np.where(nowhere, 0.0, behind))),
         latency_s=np.vstack((none, np.where(nowhere, 0.0, latency_s))),
     )
+
+
+def _rows(shapes: Sequence[Shape]) -> tuple[NDArray[np.int64], ...]:
+    """First layer, end layer and devices of each stage, a column a partition; 0 in front of short
+    ones."""
+    num_stages = max(map(len, shapes))
+    padded = np.zeros((len(shapes), num_stages, 2), dtype=np.int64)
+    for row, shape in zip(padded, shapes, strict=True):
+        row[num_stages - len(shape) :] = shape
+    ends, counts = padded[:, :, 0].T, padded[:, :, 1].T
+    return np.vstack((np.zeros_like(ends[:1]), ends[:-1])), ends, counts
 
 
 def steady_s(table: StageTable) -> Seconds:
