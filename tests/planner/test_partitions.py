@@ -35,9 +35,8 @@ def test_the_lowest_bound_is_that_of_exhaustive_search() -> None:
     num_limited = num_impossible = 0
     for index, (problem, num_nodes) in enumerate(instances(NUM_INSTANCES)):
         shapes = all_shapes(problem, num_nodes)
-        found = BoundSearch(stage_costs(problem), max_nodes=num_nodes).lowest(
-            num_nodes, problem.num_microbatches
-        )
+        microbatches = {num_nodes: problem.num_microbatches}
+        found = BoundSearch(stage_costs(problem), microbatches).lowest(num_nodes)
         where = f"seed {SEED}, instance {index}"
         num_limited += problem.profile.device_memory_bytes > 0
         if found is None:

@@ -26,7 +26,7 @@ Differs: its T1 + T2 + T3 at N_b = 4S (paper.py) leaves out transfers and memory
 truth as well as fall below it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,41 +58,48 @@ class Found:
 
 
 class BoundSearch:
-    """Lowest bounds for pipelines of any number of nodes.
+    """Lowest bounds for pipelines of several numbers of nodes.
 
     Args:
-        max_nodes: of the largest pipeline that will be asked for; it only saves time.
+        microbatches: by number of nodes, of the pipelines that will be asked for. Those with equal
+            numbers of microbatches share a table.
     """
 
-    def __init__(self, costs: StageCosts, *, max_nodes: int) -> None:
+    def __init__(self, costs: StageCosts, microbatches: Mapping[int, int]) -> None:
         self._costs = costs
-        self._max_devices = max_nodes * costs.devices_per_node
+        self._microbatches = microbatches
         self._relaxed: dict[int, _Tails] = {}
+        self._growths: dict[int, Iterator[float]] = {}
         self._fitting: _Tails | None = None
 
     def is_feasible(self, num_nodes: int) -> bool:
         """Whether a pipeline of so many nodes has a partition that fits."""
+        if num_nodes > self._costs.num_layers:  # Each node needs a stage.
+            return False
         num_devices = num_nodes * self._costs.devices_per_node
-        relaxed = self._relaxed_tails(num_devices, _ALL_MICROBATCHES)
+        relaxed = self._relaxed_tails(num_nodes, _ALL_MICROBATCHES)
         if not np.isfinite(relaxed.lowest_s(num_devices)):
             return False
         if fits(self._costs, relaxed.shape(num_devices, 0)):
             return True
-        if self._fitting is None or self._fitting.num_devices < num_devices:
-            most = max(num_devices, self._max_devices)
-            limits_s = [np.inf] * (most + 1)
+        if self._fitting is None:
+            most_devices = max(self._microbatches) * self._costs.devices_per_node
+            limits_s = [np.inf] * (most_devices + 1)
             self._fitting = _Tails(self._costs, _ALL_MICROBATCHES, limits_s, by_stages=True)
         return bool(np.isfinite(self._fitting.lowest_s(num_devices)))
 
-    def lowest(self, num_nodes: int, num_microbatches: int) -> Found | None:
+    def lowest(self, num_nodes: int) -> Found | None:
         """The lowest bound of a pipeline of so many nodes; None if no partition fits."""
+        if num_nodes > self._costs.num_layers:  # Each node needs a stage.
+            return None
+        num_microbatches = self._microbatches[num_nodes]
         num_devices = num_nodes * self._costs.devices_per_node
-        relaxed = self._relaxed_tails(num_devices, num_microbatches)
+        relaxed = self._relaxed_tails(num_nodes, num_microbatches)
         lowest_s = relaxed.lowest_s(num_devices)
         if np.isfinite(lowest_s):
             shape = relaxed.shape(num_devices, 0)
             if fits(self._costs, shape):
-                return Found(lowest_s, (shape, *self._balanced(num_devices)))
+                return Found(lowest_s, (shape, *self._balanced(num_nodes)))
         if not self.is_feasible(num_nodes):
             return None
         limit_s = lowest_s * _CLOSE_FACTOR
@@ -102,36 +109,41 @@ class BoundSearch:
             found = tails.by_stages_left(num_devices)
             if found:
                 shapes = [tails.shape(num_devices, column) for _, column in found]
-                return Found(found[0][0], (*shapes, *self._balanced(num_devices)))
+                return Found(found[0][0], (*shapes, *self._balanced(num_nodes)))
             limit_s *= _CLOSE_GROWTH
 
-    def _balanced(self, num_devices: int) -> Iterator[Shape]:
+    def _balanced(self, num_nodes: int) -> Iterator[Shape]:
         """The partition for very many microbatches, if it fits: the fastest one may lie nearer to
         it than to the one with the lowest bound."""
-        tails = self._relaxed_tails(num_devices, _ALL_MICROBATCHES)
-        shape = tails.shape(num_devices, 0)
+        tails = self._relaxed_tails(num_nodes, _ALL_MICROBATCHES)
+        shape = tails.shape(num_nodes * self._costs.devices_per_node, 0)
         if fits(self._costs, shape):
             yield shape
 
-    def _relaxed_tails(self, num_devices: int, num_microbatches: int) -> "_Tails":
-        """The tails without memory, for this number of devices and fewer."""
-        tails = self._relaxed.get(num_microbatches)
-        if tails is not None and tails.knows(num_devices):
-            return tails
+    def _relaxed_tails(self, num_nodes: int, num_microbatches: int) -> "_Tails":
+        """The tails without memory, which know this number of nodes."""
         per_node = self._costs.devices_per_node
-        alone_s, work_s = _layers_before_s(self._costs)[:, -1]
-        most_devices = max(num_devices, self._max_devices)
-        # By the smallest pipeline that so many devices may be the last ones of.
-        sizes = np.maximum(1, -(-np.arange(most_devices + 1) // per_node)) * per_node
-        least_s = np.maximum(alone_s, num_microbatches * work_s / sizes)
-        for growth in (*(_LIMIT_GROWTH**i for i in range(_LIMIT_TRIES)), np.inf):
-            limits_s = (_LIMIT_FACTOR * growth * least_s).tolist()
+        growths = (*(_LIMIT_GROWTH**i for i in range(_LIMIT_TRIES)), np.inf)
+        left = self._growths.setdefault(num_microbatches, iter(growths))
+        tails = self._relaxed.get(num_microbatches)
+        while tails is None or not tails.knows(num_nodes * per_node):
+            limits_s = (next(left) * self._least_s(num_microbatches)).tolist()
             tails = _Tails(self._costs, num_microbatches, limits_s, by_stages=False)
-            if tails.knows(num_devices):
-                break
-        assert tails is not None
         self._relaxed[num_microbatches] = tails
         return tails
+
+    def _least_s(self, num_microbatches: int) -> Seconds:
+        """Where a limit begins, by devices left: that of the smallest pipeline with as many."""
+        asked = sorted(
+            nodes
+            for nodes, count in self._microbatches.items()
+            if num_microbatches in (count, _ALL_MICROBATCHES)
+        )
+        devices = np.array(asked) * self._costs.devices_per_node
+        alone_s, work_s = _layers_before_s(self._costs)[:, -1]
+        smallest = devices[np.searchsorted(devices, np.arange(devices[-1] + 1))]
+        least_s: Seconds = np.maximum(alone_s, num_microbatches * work_s / smallest)
+        return _LIMIT_FACTOR * least_s
 
 
 def fits(costs: StageCosts, shape: Shape) -> bool:

@@ -51,7 +51,7 @@ def paper_s(costs: StageCosts, shape: Shape) -> float:
 def paper_partition(costs: StageCosts, num_nodes: int) -> tuple[float, Shape] | None:
     """The lowest T1 + T2 + T3 of a pipeline of so many nodes, and its partition; None if there is
     no partition."""
-    start = BoundSearch(costs, max_nodes=num_nodes).lowest(num_nodes, _MANY_MICROBATCHES)
+    start = BoundSearch(costs, {num_nodes: _MANY_MICROBATCHES}).lowest(num_nodes)
     if start is None:
         return None
     best = min((paper_s(costs, shape), shape) for shape in start.shapes)

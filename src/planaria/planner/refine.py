@@ -7,8 +7,8 @@ to look at or the budget is spent. A change moves the cuts of neighbouring stage
 devices of a node from stage to stage, splits a stage or joins two.
 
 Ranked, not proved: against exhaustive search on small instances see docs/PLANNER.md. With many
-microbatches a partition is timed for fewer, and the rest taken at the steady rate of its slowest
-cycle; what is returned has been timed in full.
+microbatches a partition is timed for fewer here, and the rest taken at the steady rate of its
+slowest cycle; the few that remain are then timed in full (templates.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, which takes the best by T1 + T2 + T3 at N_b = 4S instead.
 """
@@ -27,15 +27,14 @@ from planaria.planner.problem import StageCosts
 NUM_KEPT: Final = 5  # The best ones, near which to look.
 BUDGET: Final = 3_000_000  # Stage ticks; some 30 ms on a core of 2020.
 _TICK_COST: Final = 1500  # Of a tick itself, in stages.
+_FEWEST: Final = 16  # That are timed of any changes.
 _CHANGES_MAX: Final = 256
 _CUTS_MAX: Final = 9
 _SETTLED_STAGES: Final = 3  # Microbatches per stage after which the rate is steady.
 
 
-def fastest(
-    costs: StageCosts, shapes: Sequence[Shape], num_microbatches: int
-) -> tuple[float, Shape]:
-    """The fastest partition near these, and its makespan; of equals the first in order.
+def nearby(costs: StageCosts, shapes: Sequence[Shape], num_microbatches: int) -> list[Shape]:
+    """The few partitions near these that seem to be the fastest.
 
     Args:
         shapes: partitions that fit, the most promising first.
@@ -49,9 +48,7 @@ def fastest(
             break
         done.add(nearest)
         search.time(changed(costs, nearest))
-    best = search.best(NUM_KEPT)
-    seconds = makespans_of_each(table_of(costs, best), num_microbatches).tolist()
-    return min(zip(seconds, best, strict=True))
+    return search.best(NUM_KEPT)
 
 
 class _Search:
@@ -68,7 +65,7 @@ class _Search:
         self._seconds: dict[Shape, float] = {}
 
     def time(self, shapes: Sequence[Shape]) -> None:
-        """Times those that are new."""
+        """Times those that are new and fit: where the budget is short, the most promising."""
         new = [shape for shape in shapes if shape not in self._seconds]
         new = list(compress(new, fitting(self._costs, new).tolist())) if new else []
         if not new:
@@ -76,11 +73,19 @@ class _Search:
         table = table_of(self._costs, new)
         num_stages = len(table.forward_s)
         settled = min(self._num_microbatches, _SETTLED_STAGES * num_stages)
-        seconds = makespans_of_each(table, settled)
-        if settled < self._num_microbatches:
-            seconds = seconds + (self._num_microbatches - settled) * steady_s(table)
-        self._seconds.update(zip(new, seconds.tolist(), strict=True))
         num_ticks = 2 * (settled + num_stages)
+        rates_s = steady_s(table)
+        affordable = max(_FEWEST, (self.budget // num_ticks - _TICK_COST) // num_stages)
+        if len(new) > affordable:
+            alone_s = (table.forward_s + table.backward_s).sum(axis=0)
+            seem_s = alone_s + 2 * (table.transfer_s + table.latency_s).sum(axis=0)
+            seem_s += (self._num_microbatches - 1) * rates_s
+            kept = np.sort(np.argsort(seem_s, kind="stable")[:affordable])
+            new, rates_s = [new[index] for index in kept], rates_s[kept]
+            table = table_of(self._costs, new)
+        seconds = makespans_of_each(table, settled)
+        seconds = seconds + (self._num_microbatches - settled) * rates_s
+        self._seconds.update(zip(new, seconds.tolist(), strict=True))
         self.budget -= num_ticks * (num_stages * len(new) + _TICK_COST)
 
     def best(self, number: int) -> list[Shape]:

@@ -14,14 +14,16 @@ allows for all microbatches of the job, as a template outlives plans: after fail
 may get them all.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
+from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.bound import BoundSearch, Shape
 from planaria.planner.paper import paper_partition
 from planaria.planner.problem import Problem, StageCosts, stage_costs
-from planaria.planner.refine import fastest
+from planaria.planner.refine import nearby, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,16 @@ def pipeline_template(
         num_nodes: of the pipeline.
         num_pipelines: such pipelines that share the job's microbatches.
     """
-    costs = stage_costs(problem)
-    search = BoundSearch(costs, max_nodes=num_nodes)
-    ranked = _fastest(costs, search, num_nodes, num_pipelines=num_pipelines)
+    ranked = ranked_template(problem, num_nodes, num_pipelines=num_pipelines)
     return ranked.template if ranked is not None else None
+
+
+def ranked_template(
+    problem: Problem, num_nodes: int, *, num_pipelines: int = 1
+) -> RankedTemplate | None:
+    """As `pipeline_template`, with what is known of it."""
+    num_microbatches = -(-problem.num_microbatches // num_pipelines)
+    return _ranked(stage_costs(problem), {num_nodes: num_microbatches}).get(num_nodes)
 
 
 def pipeline_templates(problem: Problem, num_nodes: int) -> dict[int, PipelineTemplate]:
@@ -102,13 +110,11 @@ def pipeline_templates(problem: Problem, num_nodes: int) -> dict[int, PipelineTe
 
 def ranked_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplate]:
     """As `pipeline_templates`, with what is known of each."""
-    sizes = template_sizes(problem, num_nodes)
-    costs = stage_costs(problem)
-    search = BoundSearch(costs, max_nodes=sizes[-1])
-    ranked = {
-        size: _fastest(costs, search, size, num_pipelines=num_nodes // size) for size in sizes
+    microbatches = {
+        size: -(-problem.num_microbatches // (num_nodes // size))
+        for size in template_sizes(problem, num_nodes)
     }
-    return {size: one for size, one in ranked.items() if one is not None}
+    return _ranked(stage_costs(problem), microbatches)
 
 
 def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplate]:
@@ -122,15 +128,27 @@ def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplat
     }
 
 
-def _fastest(
-    costs: StageCosts, search: BoundSearch, num_nodes: int, *, num_pipelines: int
-) -> RankedTemplate | None:
-    num_microbatches = -(-costs.problem.num_microbatches // num_pipelines)
-    found = search.lowest(num_nodes, num_microbatches)
-    if found is None:
-        return None
-    makespan_s, shape = fastest(costs, found.shapes, num_microbatches)
-    return RankedTemplate(_template(shape, num_nodes), makespan_s, found.bound_s)
+def _ranked(costs: StageCosts, microbatches: Mapping[int, int]) -> dict[int, RankedTemplate]:
+    """The fastest of each number of nodes, at so many microbatches."""
+    search = BoundSearch(costs, microbatches)
+    # The last round is run for all that have as many microbatches at once.
+    bounds_s: dict[int, float] = {}
+    finalists: dict[int, list[tuple[int, Shape]]] = {}
+    for num_nodes, count in microbatches.items():
+        found = search.lowest(num_nodes)
+        if found is not None:
+            bounds_s[num_nodes] = found.bound_s
+            shapes = nearby(costs, found.shapes, count)
+            finalists.setdefault(count, []).extend((num_nodes, shape) for shape in shapes)
+    best: dict[int, tuple[float, Shape]] = {}
+    for count, pairs in finalists.items():
+        makespans_s = makespans_of_each(table_of(costs, [shape for _, shape in pairs]), count)
+        for (num_nodes, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
+            best[num_nodes] = min(best.get(num_nodes, (seconds, shape)), (seconds, shape))
+    return {
+        num_nodes: RankedTemplate(_template(shape, num_nodes), seconds, bounds_s[num_nodes])
+        for num_nodes, (seconds, shape) in sorted(best.items())
+    }
 
 
 def _template(shape: Shape, num_nodes: int) -> PipelineTemplate:
@@ -149,7 +167,7 @@ def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
     first = 1
     while first <= max_nodes:
         most = min(most, max_nodes)
-        search = BoundSearch(costs, max_nodes=most)
+        search = BoundSearch(costs, dict.fromkeys(range(first, most + 1), 1))
         for num_nodes in range(first, most + 1):
             if search.is_feasible(num_nodes):
                 return num_nodes
