@@ -226,7 +226,7 @@ def plan(
     chosen = best_plan(problem, range(nodes), by_size, epoch=0)
     planning_s = time.perf_counter() - start_s
     if as_json:
-        shown = plan_json(problem, templates, chosen, planning_s=planning_s, is_paper=is_paper)
+        shown = plan_json(problem, templates, chosen, planning_s=planning_s)
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     Console().print(plan_table(problem, templates, chosen))

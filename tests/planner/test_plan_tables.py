@@ -66,7 +66,7 @@ def test_json_with_the_papers_objective_has_its_value() -> None:
     templates = paper_templates(problem, 2)
     plan = bind(problem, [templates[2].template], (0, 1), epoch=0)
 
-    shown = plan_json(problem, templates, plan, planning_s=0.25, is_paper=True)
+    shown = plan_json(problem, templates, plan, planning_s=0.25)
 
     two = shown["templates"][1]
     assert (two["nodes"], len(two["stages"])) == (2, 2)

@@ -33,11 +33,13 @@ class RankedTemplate:
     Attributes:
         objective_s: what it was chosen by: its makespan at its microbatches, or T1 + T2 + T3.
         bound_s: no template of so many nodes has less.
+        is_paper: it is T1 + T2 + T3.
     """
 
     template: PipelineTemplate
     objective_s: float
     bound_s: float
+    is_paper: bool = False
 
     @property
     def gap(self) -> float:
@@ -123,7 +125,7 @@ def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplat
     costs = stage_costs(_without_memory(problem))
     found = {size: paper_partition(costs, size) for size in sizes}
     return {
-        size: RankedTemplate(_template(shape, size), seconds, seconds)
+        size: RankedTemplate(_template(shape, size), seconds, seconds, is_paper=True)
         for size, (seconds, shape) in ((n, one) for n, one in found.items() if one is not None)
     }
 

@@ -43,17 +43,16 @@ def plan_json(
     plan: Plan,
     *,
     planning_s: float,
-    is_paper: bool = False,
 ) -> dict[str, Any]:
-    """The same as `planaria plan --json` prints it.
+    """The same as `planaria plan --json` prints it; templates that were chosen by Oobleck's own
+    objective are given with that.
 
     Args:
         planning_s: what it took to make templates and plan.
-        is_paper: the templates were chosen by Oobleck's own objective, and are given with that.
     """
     ranked_by_size = [templates[size] for size in sorted(templates)]
     iteration_s = plan_iteration_s(problem, plan)
-    costs = [_cost(problem, templates[size].template, plan) for size in sorted(templates)]
+    costs = [_cost(problem, templates[size], plan) for size in sorted(templates)]
     return {
         "templates": [
             {
@@ -66,9 +65,9 @@ def plan_json(
                     }
                     for stage in cost.template.stages
                 ],
-                "iteration_s": ranked.objective_s if is_paper else cost.iteration_s,
+                "iteration_s": ranked.objective_s if ranked.is_paper else cost.iteration_s,
                 "peak_bytes": cost.peak_bytes,
-                **({} if is_paper else {"gap": ranked.gap}),
+                **({} if ranked.is_paper else {"gap": ranked.gap}),
             }
             for cost, ranked in zip(costs, ranked_by_size, strict=True)
         ],
@@ -99,7 +98,8 @@ class _Cost:
     peak_bytes: int
 
 
-def _cost(problem: Problem, template: PipelineTemplate, plan: Plan) -> _Cost:
+def _cost(problem: Problem, ranked: RankedTemplate, plan: Plan) -> _Cost:
+    template = ranked.template
     used = [
         count
         for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
@@ -107,10 +107,13 @@ def _cost(problem: Problem, template: PipelineTemplate, plan: Plan) -> _Cost:
     ]
     would_fit = max(1, len(plan.nodes) // template.num_nodes)
     microbatches = max(used, default=-(-problem.num_microbatches // would_fit))
+    iteration_s = ranked.objective_s
+    if used or ranked.is_paper:  # It was chosen by another number.
+        iteration_s = makespan_s(stage_seconds(problem.profile, template), microbatches)
     return _Cost(
         template=template,
         num_used=len(used),
-        iteration_s=makespan_s(stage_seconds(problem.profile, template), microbatches),
+        iteration_s=iteration_s,
         peak_bytes=_peak_bytes(problem, template, microbatches),
     )
 
@@ -154,13 +157,13 @@ def _templates_table(
     table.add_column("gap", justify="right", no_wrap=True)
     table.add_column("peak memory", justify="right", no_wrap=True)
     for size in sorted(templates):
-        cost = _cost(problem, templates[size].template, plan)
+        cost = _cost(problem, templates[size], plan)
         table.add_row(
             str(size),
             str(cost.num_used or "-"),
             _stages_text(cost.template.stages),
             _seconds_text(cost.iteration_s),
-            _gap_text(templates[size].gap),
+            "-" if templates[size].is_paper else _gap_text(templates[size].gap),
             _bytes_text(cost.peak_bytes),
             style="bold green" if cost.num_used else "dim",
         )
