@@ -3,7 +3,8 @@
 import select
 import socket
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -90,8 +91,34 @@ def test_the_launcher_knows_the_end_before_any_agent_may_leave(
         check_end(server, tmp_path / str(index))
 
 
+def test_a_coordinator_without_nodes_leaves_in_order(server: ForkServer, tmp_path: Path) -> None:
+    """The only agent is gone before it has ever connected."""
+    with coordinated(server, tmp_path) as (ours, _, pid):
+        ours.sendall(frame(AgentEnded(node=0, reason="it was killed")))
+        while Ended not in told(ours):
+            assert select.select([ours], [], [], TIMEOUT_S)[0], "no end is told"
+        ours.shutdown(socket.SHUT_RDWR)
+        assert wait_exit(server, pid) == 0
+
+
 def check_end(server: ForkServer, directory: Path) -> None:
     """One coordinator, from its start to the end of its job."""
+    with coordinated(server, directory) as (ours, address, pid):
+        with closing(greeted(address)) as agent:
+            agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
+            heard(agent, Shutdown)
+            assert Ended in told(ours)
+            assert agent.recv(1) == b""
+        ours.sendall(frame(AgentEnded(node=0, reason="its agent left")))
+        ours.shutdown(socket.SHUT_RDWR)
+        assert wait_exit(server, pid) == 0
+
+
+@contextmanager
+def coordinated(
+    server: ForkServer, directory: Path
+) -> Iterator[tuple[socket.socket, tuple[str, int], int]]:
+    """A coordinator: the launcher's end of its connection, where agents find it, and its pid."""
     ours, theirs = socket.socketpair()
     lifeline, held = socket.socketpair()
     with closing(ours), closing(held), socket.create_server(("127.0.0.1", 0)) as listener:
@@ -100,11 +127,4 @@ def check_end(server: ForkServer, directory: Path) -> None:
         pid = server.spawn("planaria.nodes.leader:main", payload, fds)
         theirs.close()
         lifeline.close()
-        with closing(greeted(listener.getsockname()[:2])) as agent:
-            agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
-            heard(agent, Shutdown)
-            assert Ended in told(ours)
-            assert agent.recv(1) == b""
-        ours.sendall(frame(AgentEnded(node=0, reason="its agent left")))
-        ours.shutdown(socket.SHUT_RDWR)
-        assert wait_exit(server, pid) == 0
+        yield ours, listener.getsockname()[:2], pid

@@ -7,17 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exhaustive import all_shapes
-from planaria.core.plan import PipelineTemplate, Stage
+from planaria.core.plan import Link, PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.memory import peak_bytes
 from planaria.planner.problem import Problem
 from planaria.planner.templates import (
     pipeline_template,
     pipeline_templates,
+    ranked_templates,
     smallest_num_nodes,
     template_sizes,
 )
 from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
+
+FREE = {"intra_node": Link(0.0, 1e30), "inter_node": Link(0.0, 1e30)}
 
 
 def fits(problem: Problem, template: PipelineTemplate) -> bool:
@@ -185,3 +188,25 @@ def test_impossible_numbers_are_refused_by_the_name_the_user_wrote(field: str, k
         Problem(profile=equal_problem().profile, **numbers)
 
     assert field == caught.value.field
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 60 * MEBIBYTE])
+def test_layers_that_take_no_time_are_planned_too(memory_bytes: int) -> None:
+    """A profile may say 0 seconds; then transfers alone count, and no limit grows from 0."""
+    layers = tuple(
+        layer_profile(f"layer {i}", 0.0, device_counts=(1, 2), activation_bytes=8 * MEBIBYTE)
+        for i in range(6)
+    )
+    problem = Problem(
+        profile=model_profile(layers, device_memory_bytes=memory_bytes),
+        devices_per_node=2,
+        num_microbatches=4,
+        failures_tolerated=0,
+    )
+
+    ranked = ranked_templates(problem, 3)
+
+    assert 3 in ranked
+    assert all(fits(problem, one.template) and one.gap >= 0 for one in ranked.values())
+    nothing = replace(problem, profile=replace(problem.profile, links=FREE))
+    assert [one.gap for one in ranked_templates(nothing, 3).values()] == [0.0] * len(ranked)

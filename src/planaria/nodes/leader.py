@@ -11,6 +11,7 @@ Source: DESIGN 4.5 and 6 (Coordination).
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -122,8 +123,9 @@ class _Leader:
             await self._tell_end(ended)
         await self._close_agents()
         # Whatever the launcher still says must find a reader, or what it has not read yet is lost.
-        while await reader.read(_READ_BYTES):
-            continue
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(_READ_BYTES):
+                continue
 
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
@@ -147,6 +149,7 @@ class _Leader:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             server.close()
 
     async def _serve(self, tasks: list[asyncio.Task[None]]) -> None:

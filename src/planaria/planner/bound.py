@@ -38,10 +38,10 @@ from planaria.planner.problem import Seconds, StageCosts
 # A limit begins as so many times what no partition can do without, and grows until there is one.
 _LIMIT_FACTOR: Final = 1.5
 _LIMIT_GROWTH: Final = 1.5
-_LIMIT_TRIES: Final = 6
+_LIMIT_TRIES: Final = 8
 # With memory it begins closer: at so many times the lowest bound without.
 _CLOSE_FACTOR: Final = 1.05
-_CLOSE_GROWTH: Final = 1.2
+_CLOSE_GROWTH: Final = 1.3
 _ALL_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the slowest stage.
 
 # The layer behind each stage, and its devices: one pair a stage.
@@ -69,7 +69,7 @@ class BoundSearch:
         self._costs = costs
         self._microbatches = microbatches
         self._relaxed: dict[int, _Tails] = {}
-        self._growths: dict[int, Iterator[float]] = {}
+        self._factors: dict[int, Iterator[float]] = {}
         self._fitting: _Tails | None = None
 
     def is_feasible(self, num_nodes: int) -> bool:
@@ -102,15 +102,15 @@ class BoundSearch:
                 return Found(lowest_s, (shape, *self._balanced(num_nodes)))
         if not self.is_feasible(num_nodes):
             return None
-        limit_s = lowest_s * _CLOSE_FACTOR
-        while True:
+        found: list[tuple[float, int]] = []
+        for limit_s in _growing(_CLOSE_FACTOR * lowest_s, _CLOSE_GROWTH):
             limits_s = [limit_s] * (num_devices + 1)
             tails = _Tails(self._costs, num_microbatches, limits_s, by_stages=True, below=relaxed)
             found = tails.by_stages_left(num_devices)
             if found:
-                shapes = [tails.shape(num_devices, column) for _, column in found]
-                return Found(found[0][0], (*shapes, *self._balanced(num_nodes)))
-            limit_s *= _CLOSE_GROWTH
+                break
+        shapes = [tails.shape(num_devices, column) for _, column in found]
+        return Found(found[0][0], (*shapes, *self._balanced(num_nodes)))
 
     def _balanced(self, num_nodes: int) -> Iterator[Shape]:
         """The partition for very many microbatches, if it fits: the fastest one may lie nearer to
@@ -123,12 +123,12 @@ class BoundSearch:
     def _relaxed_tails(self, num_nodes: int, num_microbatches: int) -> "_Tails":
         """The tails without memory, which know this number of nodes."""
         per_node = self._costs.devices_per_node
-        growths = (*(_LIMIT_GROWTH**i for i in range(_LIMIT_TRIES)), np.inf)
-        left = self._growths.setdefault(num_microbatches, iter(growths))
+        factors = self._factors.setdefault(num_microbatches, _growing(_LIMIT_FACTOR, _LIMIT_GROWTH))
         tails = self._relaxed.get(num_microbatches)
         while tails is None or not tails.knows(num_nodes * per_node):
-            limits_s = (next(left) * self._least_s(num_microbatches)).tolist()
-            tails = _Tails(self._costs, num_microbatches, limits_s, by_stages=False)
+            factor, least_s = next(factors), self._least_s(num_microbatches)
+            limits_s = factor * least_s if np.isfinite(factor) else np.full_like(least_s, np.inf)
+            tails = _Tails(self._costs, num_microbatches, limits_s.tolist(), by_stages=False)
         self._relaxed[num_microbatches] = tails
         return tails
 
@@ -143,7 +143,14 @@ class BoundSearch:
         alone_s, work_s = _layers_before_s(self._costs)[:, -1]
         smallest = devices[np.searchsorted(devices, np.arange(devices[-1] + 1))]
         least_s: Seconds = np.maximum(alone_s, num_microbatches * work_s / smallest)
-        return _LIMIT_FACTOR * least_s
+        return least_s
+
+
+def _growing(first: float, growth: float) -> Iterator[float]:
+    """A limit and ever larger ones, the last of which is none: what is 0 does not grow."""
+    for index in range(_LIMIT_TRIES):
+        yield first * growth**index
+    yield np.inf
 
 
 def fits(costs: StageCosts, shape: Shape) -> bool:

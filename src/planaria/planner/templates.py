@@ -44,7 +44,7 @@ class RankedTemplate:
     @property
     def gap(self) -> float:
         """By how much it can exceed the best at most, as a share of that."""
-        return self.objective_s / self.bound_s - 1
+        return self.objective_s / self.bound_s - 1 if self.bound_s else 0.0
 
 
 def smallest_num_nodes(problem: Problem) -> int:
