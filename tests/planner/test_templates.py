@@ -1,5 +1,6 @@
 """Which templates there are, and what each must be."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from planaria.planner.templates import (
 )
 from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 
+REFUSED_S = 20.0
 FREE = {"intra_node": Link(0.0, 1e30), "inter_node": Link(0.0, 1e30)}
 
 
@@ -210,3 +212,23 @@ def test_layers_that_take_no_time_are_planned_too(memory_bytes: int) -> None:
     assert all(fits(problem, one.template) and one.gap >= 0 for one in ranked.values())
     nothing = replace(problem, profile=replace(problem.profile, links=FREE))
     assert [one.gap for one in ranked_templates(nothing, 3).values()] == [0.0] * len(ranked)
+
+
+def test_too_little_memory_is_refused_while_one_waits() -> None:
+    """96 layers on nodes of eight devices; the memory that would do is searched for, too."""
+    layers = tuple(
+        layer_profile(f"layer {i}", 0.01 + i % 7 / 1000, device_counts=(1, 2, 4, 8))
+        for i in range(96)
+    )
+    problem = Problem(
+        profile=model_profile(layers, device_memory_bytes=MEBIBYTE),
+        devices_per_node=8,
+        num_microbatches=768,
+        failures_tolerated=1,
+    )
+
+    start_s = time.perf_counter()
+    with pytest.raises(ConfigError, match="bytes or more would do"):
+        template_sizes(problem, 24)
+
+    assert time.perf_counter() - start_s < REFUSED_S

@@ -33,6 +33,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from planaria.planner.fitting import Fitting
 from planaria.planner.problem import Seconds, StageCosts
 
 # A limit begins as so many times what no partition can do without, and grows until there is one.
@@ -42,7 +43,7 @@ _LIMIT_TRIES: Final = 8
 # With memory it begins closer: at so many times the lowest bound without.
 _CLOSE_FACTOR: Final = 1.05
 _CLOSE_GROWTH: Final = 1.3
-_ALL_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the slowest stage.
+MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the slowest stage.
 
 # The layer behind each stage, and its devices: one pair a stage.
 Shape = tuple[tuple[int, int], ...]
@@ -70,23 +71,7 @@ class BoundSearch:
         self._microbatches = microbatches
         self._relaxed: dict[int, _Tails] = {}
         self._factors: dict[int, Iterator[float]] = {}
-        self._fitting: _Tails | None = None
-
-    def is_feasible(self, num_nodes: int) -> bool:
-        """Whether a pipeline of so many nodes has a partition that fits."""
-        if num_nodes > self._costs.num_layers:  # Each node needs a stage.
-            return False
-        num_devices = num_nodes * self._costs.devices_per_node
-        relaxed = self._relaxed_tails(num_nodes, _ALL_MICROBATCHES)
-        if not np.isfinite(relaxed.lowest_s(num_devices)):
-            return False
-        if fits(self._costs, relaxed.shape(num_devices, 0)):
-            return True
-        if self._fitting is None:
-            most_devices = max(self._microbatches) * self._costs.devices_per_node
-            limits_s = [np.inf] * (most_devices + 1)
-            self._fitting = _Tails(self._costs, _ALL_MICROBATCHES, limits_s, by_stages=True)
-        return bool(np.isfinite(self._fitting.lowest_s(num_devices)))
+        self._fitting = Fitting(costs)
 
     def lowest(self, num_nodes: int) -> Found | None:
         """The lowest bound of a pipeline of so many nodes; None if no partition fits."""
@@ -100,7 +85,7 @@ class BoundSearch:
             shape = relaxed.shape(num_devices, 0)
             if fits(self._costs, shape):
                 return Found(lowest_s, (shape, *self._balanced(num_nodes)))
-        if not self.is_feasible(num_nodes):
+        if not self._fitting.is_feasible(num_nodes):
             return None
         found: list[tuple[float, int]] = []
         for limit_s in _growing(_CLOSE_FACTOR * lowest_s, _CLOSE_GROWTH):
@@ -115,7 +100,7 @@ class BoundSearch:
     def _balanced(self, num_nodes: int) -> Iterator[Shape]:
         """The partition for very many microbatches, if it fits: the fastest one may lie nearer to
         it than to the one with the lowest bound."""
-        tails = self._relaxed_tails(num_nodes, _ALL_MICROBATCHES)
+        tails = self._relaxed_tails(num_nodes, MANY_MICROBATCHES)
         shape = tails.shape(num_nodes * self._costs.devices_per_node, 0)
         if fits(self._costs, shape):
             yield shape
@@ -137,7 +122,7 @@ class BoundSearch:
         asked = sorted(
             nodes
             for nodes, count in self._microbatches.items()
-            if num_microbatches in (count, _ALL_MICROBATCHES)
+            if num_microbatches in (count, MANY_MICROBATCHES)
         )
         devices = np.array(asked) * self._costs.devices_per_node
         alone_s, work_s = _layers_before_s(self._costs)[:, -1]
@@ -229,7 +214,7 @@ class _Tails:
         while devices_left:
             stages_left = self._stages_left(devices_left)[column : column + 1]
             options = []
-            for count in self._counts(devices_left):
+            for count in self._costs.counts_left(devices_left):
                 bounds_s, stage_s = self._through(
                     devices_left, count, np.array([first]), stages_left
                 )
@@ -242,11 +227,6 @@ class _Tails:
             devices_left -= count
             column = self._column(devices_left, int(stages_left[0]) - 1)
         return tuple(shape)
-
-    def _counts(self, devices_left: int) -> Iterator[int]:
-        """Devices that the next stage may have: those of its node that are still free."""
-        free = (devices_left - 1) % self._costs.devices_per_node + 1
-        return (count for count in self._costs.counts if count <= free)
 
     def _stages_left(self, devices_left: int) -> NDArray[np.int64]:
         fewest = self._fewest_stages(devices_left)
@@ -281,7 +261,7 @@ class _Tails:
     def _bounds(self, devices_left: int, first_layers: NDArray[np.int64]) -> Seconds:
         stages_left = self._stages_left(devices_left)
         bounds_s = np.full((len(first_layers) + 1, len(stages_left)), np.inf)
-        for count in self._counts(devices_left):
+        for count in self._costs.counts_left(devices_left):
             options_s, _ = self._through(devices_left, count, first_layers, stages_left)
             if options_s.shape[1]:
                 np.minimum(bounds_s[:-1], options_s.min(axis=1), out=bounds_s[:-1])

@@ -28,11 +28,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.bound import BoundSearch, Shape
+from planaria.planner.bound import MANY_MICROBATCHES, BoundSearch, Shape
 from planaria.planner.problem import Seconds, StageCosts
 
 _INTERVALS: Final = 32  # That one run of the program treats.
-_MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the slowest stage.
 
 
 def paper_s(costs: StageCosts, shape: Shape) -> float:
@@ -51,7 +50,7 @@ def paper_s(costs: StageCosts, shape: Shape) -> float:
 def paper_partition(costs: StageCosts, num_nodes: int) -> tuple[float, Shape] | None:
     """The lowest T1 + T2 + T3 of a pipeline of so many nodes, and its partition; None if there is
     no partition."""
-    start = BoundSearch(costs, {num_nodes: _MANY_MICROBATCHES}).lowest(num_nodes)
+    start = BoundSearch(costs, {num_nodes: MANY_MICROBATCHES}).lowest(num_nodes)
     if start is None:
         return None
     best = min((paper_s(costs, shape), shape) for shape in start.shapes)
@@ -121,7 +120,7 @@ class _Run:
         first, devices_left, is_behind = 0, self._num_devices, False
         while devices_left:
             options = []
-            for count in self._counts(devices_left):
+            for count in self._costs.counts_left(devices_left):
                 for after, options_s in self._options(devices_left, count, is_behind=is_behind):
                     there = options_s[interval, first]
                     if len(there):
@@ -151,10 +150,6 @@ class _Run:
         after_s = np.where(is_faster, 2 * stage_s + 3 * least_s, np.inf)
         return before_s, slowest_s, after_s, ends
 
-    def _counts(self, devices_left: int) -> list[int]:
-        free = (devices_left - 1) % self._costs.devices_per_node + 1
-        return [count for count in self._costs.counts if count <= free]
-
     def _options(
         self, devices_left: int, count: int, *, is_behind: bool
     ) -> list[tuple[bool, Seconds]]:
@@ -168,7 +163,7 @@ class _Run:
 
     def _fill(self, devices_left: int) -> None:
         num_layers = self._costs.num_layers
-        for count in self._counts(devices_left):
+        for count in self._costs.counts_left(devices_left):
             for target, is_behind in ((self._behind_s, True), (self._with_s, False)):
                 found_s = target[devices_left, :, :num_layers]
                 for _, options_s in self._options(devices_left, count, is_behind=is_behind):

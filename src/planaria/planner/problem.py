@@ -82,6 +82,11 @@ class StageCosts:
     def devices_per_node(self) -> int:
         return self.problem.devices_per_node
 
+    def counts_left(self, devices_left: int) -> tuple[int, ...]:
+        """Devices that the next stage may have: those of its node that are still free."""
+        free = (devices_left - 1) % self.devices_per_node + 1
+        return tuple(count for count in self.counts if count <= free)
+
     def round_trip_s(self, *, between_nodes: bool) -> Seconds:
         """Of an output and its gradient over the link behind layer v - 1, shape [L + 1]."""
         times: Seconds = 2 * (self.transfer_s[between_nodes] + self.latency_s[between_nodes])

@@ -21,6 +21,7 @@ from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.bound import BoundSearch, Shape
+from planaria.planner.fitting import Fitting
 from planaria.planner.paper import paper_partition
 from planaria.planner.problem import Problem, StageCosts, stage_costs
 from planaria.planner.refine import nearby, table_of
@@ -165,16 +166,8 @@ def _without_memory(problem: Problem) -> Problem:
 
 def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
     """The fewest nodes, of at most max_nodes, for which there is a partition."""
-    most = 1
-    first = 1
-    while first <= max_nodes:
-        most = min(most, max_nodes)
-        search = BoundSearch(costs, dict.fromkeys(range(first, most + 1), 1))
-        for num_nodes in range(first, most + 1):
-            if search.is_feasible(num_nodes):
-                return num_nodes
-        first, most = most + 1, 2 * most
-    return None
+    fitting = Fitting(costs)
+    return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible(n)), None)
 
 
 def _no_partition_error(problem: Problem) -> ConfigError:

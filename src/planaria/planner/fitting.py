@@ -1,0 +1,60 @@
+"""For how many nodes there is a partition that fits into memory, fast or slow.
+
+Layers [u, L) fit on the last d devices in r stages if some first stage fits with r stages left, and
+the layers behind it fit on the devices that remain in r - 1 stages. A table of truths over (u, r),
+one for every number of devices, answers it exactly; it grows as more devices are asked for.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planaria.planner.problem import StageCosts
+
+
+class Fitting:
+    """Whether pipelines of 1, 2, .. nodes have a partition that fits."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self._costs = costs
+        num_layers = costs.num_layers
+        # By devices: [u, r], whether layers [u, L) fit in r stages; from L + 1 on there are none.
+        nothing = np.zeros((2 * num_layers + 1, num_layers + 1), dtype=bool)
+        nothing[num_layers, 0] = True
+        self._fits = [nothing]
+        self._stages_left = {count: self._most_stages_left(count) for count in costs.counts}
+
+    def is_feasible(self, num_nodes: int) -> bool:
+        """Whether a pipeline of so many nodes has a partition that fits."""
+        if num_nodes > self._costs.num_layers:  # Each node needs a stage.
+            return False
+        num_devices = num_nodes * self._costs.devices_per_node
+        while len(self._fits) <= num_devices:
+            self._fits.append(self._next())
+        return bool(self._fits[num_devices][0].any())
+
+    def _most_stages_left(self, count: int) -> NDArray[np.int64]:
+        """[w, u]: with how many stages left a stage of layers [u, u + w + 1) fits, 0 for none."""
+        costs = self._costs
+        num_layers, most = costs.num_layers, costs.most_in_flight[count]
+        widest = max((v - u for u, v in np.argwhere(most > 0).tolist() if v > u), default=0)
+        stages_left = np.zeros((widest, num_layers), dtype=np.int64)
+        for width in range(widest):
+            there = np.diagonal(most, width + 1)
+            enough = there >= costs.problem.num_microbatches
+            stages_left[width, : len(there)] = np.where(enough, num_layers, there)
+        return stages_left
+
+    def _next(self) -> NDArray[np.bool_]:
+        costs = self._costs
+        devices_left = len(self._fits)
+        num_layers = costs.num_layers
+        found = np.zeros_like(self._fits[0])
+        left = np.arange(1, num_layers + 1)
+        for count in costs.counts_left(devices_left):
+            rest = self._fits[devices_left - count]
+            if not rest.any():
+                continue
+            for width, most in enumerate(self._stages_left[count]):
+                behind = rest[width + 1 : width + 1 + num_layers, :-1]
+                found[:num_layers, 1:] |= behind & (left <= most[:, None])
+        return found
