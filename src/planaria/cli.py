@@ -52,6 +52,10 @@ SCRIPT_NAME = "__planaria__"
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
+]
 
 
 class Objective(StrEnum):
@@ -59,12 +63,6 @@ class Objective(StrEnum):
 
     EXACT = "exact"
     PAPER = "paper"
-
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
-]
 
 
 def main() -> None:

@@ -192,38 +192,36 @@ class _Run:
         """Every second stage runs a forward, and sends its output down."""
         first = max(tick % 2, tick - 2 * (num_microbatches - 1))
         end = min(self.num_stages, tick + 1)
-        key = (first, end)
-        if key not in self._down:
-            table, stages, below = self.table, slice(first, end, 2), slice(first + 1, end + 1, 2)
-            self._down[key] = (
-                self.end_s[stages],
-                self.down_s[stages],
-                table.latency_s[stages],
-                table.forward_s[stages],
-                self.down_s[below],
-                table.transfer_s[below],
-                np.empty_like(self.end_s[stages]),
-            )
-        _step(*self._down[key])
+        if (first, end) not in self._down:
+            stages, below = slice(first, end, 2), slice(first + 1, end + 1, 2)
+            lasts_s = self.table.forward_s[stages]
+            self._down[first, end] = self._acting(stages, lasts_s, self.down_s, stages, below)
+        _step(*self._down[first, end])
 
     def backward(self, tick: int, num_microbatches: int) -> None:
         """The other stages run a backward, and send the gradient up."""
         num_stages = self.num_stages
         first = max(1 - tick % 2, 2 * num_stages - 1 - tick)
         end = min(num_stages, 2 * (num_microbatches + num_stages - 1) - tick)
-        key = (first, end)
-        if key not in self._up:
-            table, stages, below = self.table, slice(first, end, 2), slice(first + 1, end + 1, 2)
-            self._up[key] = (
-                self.end_s[stages],
-                self.up_s[below],
-                table.latency_s[below],
-                table.backward_s[stages],
-                self.up_s[stages],
-                table.transfer_s[stages],
-                np.empty_like(self.end_s[stages]),
-            )
-        _step(*self._up[key])
+        if (first, end) not in self._up:
+            stages, below = slice(first, end, 2), slice(first + 1, end + 1, 2)
+            lasts_s = self.table.backward_s[stages]
+            self._up[first, end] = self._acting(stages, lasts_s, self.up_s, below, stages)
+        _step(*self._up[first, end])
+
+    def _acting(
+        self, stages: slice, lasts_s: Seconds, links_s: Seconds, into: slice, onward: slice
+    ) -> tuple[Seconds, ...]:
+        """What `_step` reads and writes of these stages and of the links into and out of them."""
+        return (
+            self.end_s[stages],
+            links_s[into],
+            self.table.latency_s[into],
+            lasts_s,
+            links_s[onward],
+            self.table.transfer_s[onward],
+            np.empty_like(self.end_s[stages]),
+        )
 
 
 def _step(

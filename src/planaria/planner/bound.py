@@ -33,8 +33,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.fitting import Fitting
-from planaria.planner.problem import Seconds, StageCosts
+from planaria.planner.fitting import Fitting, fitting
+from planaria.planner.problem import Seconds, Shape, StageCosts
 
 # A limit begins as so many times what no partition can do without, and grows until there is one.
 _LIMIT_FACTOR: Final = 1.5
@@ -44,9 +44,6 @@ _LIMIT_TRIES: Final = 8
 _CLOSE_FACTOR: Final = 1.05
 _CLOSE_GROWTH: Final = 1.3
 MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the slowest stage.
-
-# The layer behind each stage, and its devices: one pair a stage.
-Shape = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class BoundSearch:
         lowest_s = relaxed.lowest_s(num_devices)
         if np.isfinite(lowest_s):
             shape = relaxed.shape(num_devices, 0)
-            if fits(self._costs, shape):
+            if fitting(self._costs, [shape])[0]:
                 return Found(lowest_s, (shape, *self._balanced(num_nodes)))
         if not self._fitting.is_feasible(num_nodes):
             return None
@@ -102,7 +99,7 @@ class BoundSearch:
         it than to the one with the lowest bound."""
         tails = self._relaxed_tails(num_nodes, MANY_MICROBATCHES)
         shape = tails.shape(num_nodes * self._costs.devices_per_node, 0)
-        if fits(self._costs, shape):
+        if fitting(self._costs, [shape])[0]:
             yield shape
 
     def _relaxed_tails(self, num_nodes: int, num_microbatches: int) -> "_Tails":
@@ -136,16 +133,6 @@ def _growing(first: float, growth: float) -> Iterator[float]:
     for index in range(_LIMIT_TRIES):
         yield first * growth**index
     yield np.inf
-
-
-def fits(costs: StageCosts, shape: Shape) -> bool:
-    """Whether every stage has memory for what it keeps in flight."""
-    first = 0
-    for index, (end, count) in enumerate(shape):
-        if costs.most_in_flight[count][first, end] < costs.in_flight(len(shape) - index):
-            return False
-        first = end
-    return True
 
 
 class _Tails:

@@ -1,14 +1,16 @@
-"""For how many nodes there is a partition that fits into memory, fast or slow.
+"""Which partitions fit into memory, and for how many nodes there is one, fast or slow.
 
 Layers [u, L) fit on the last d devices in r stages if some first stage fits with r stages left, and
 the layers behind it fit on the devices that remain in r - 1 stages. A table of truths over (u, r),
 one for every number of devices, answers it exactly; it grows as more devices are asked for.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.problem import StageCosts
+from planaria.planner.problem import Shape, StageCosts
 
 
 class Fitting:
@@ -58,3 +60,27 @@ class Fitting:
                 behind = rest[width + 1 : width + 1 + num_layers, :-1]
                 found[:num_layers, 1:] |= behind & (left <= most[:, None])
         return found
+
+
+def fitting(costs: StageCosts, shapes: Sequence[Shape]) -> NDArray[np.bool_]:
+    """Which of the partitions fit into memory."""
+    firsts, ends, counts = rows_of(shapes)
+    stages_left = len(ends) - np.arange(len(ends))[:, None]
+    in_flight = np.minimum(stages_left, costs.problem.num_microbatches)
+    most: NDArray[np.int64] = np.where(counts, 0, in_flight)
+    for count in costs.counts:
+        there = counts == count
+        most[there] = costs.most_in_flight[count][firsts[there], ends[there]]
+    fits: NDArray[np.bool_] = np.all(most >= in_flight, axis=0)
+    return fits
+
+
+def rows_of(shapes: Sequence[Shape]) -> tuple[NDArray[np.int64], ...]:
+    """First layer, end layer and devices of each stage, a column a partition; 0 in front of short
+    ones."""
+    num_stages = max(map(len, shapes))
+    padded = np.zeros((len(shapes), num_stages, 2), dtype=np.int64)
+    for row, shape in zip(padded, shapes, strict=True):
+        row[num_stages - len(shape) :] = shape
+    ends, counts = padded[:, :, 0].T, padded[:, :, 1].T
+    return np.vstack((np.zeros_like(ends[:1]), ends[:-1])), ends, counts

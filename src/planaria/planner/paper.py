@@ -28,8 +28,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.bound import MANY_MICROBATCHES, BoundSearch, Shape
-from planaria.planner.problem import Seconds, StageCosts
+from planaria.planner.bound import MANY_MICROBATCHES, BoundSearch
+from planaria.planner.problem import Seconds, Shape, StageCosts
 
 _INTERVALS: Final = 32  # That one run of the program treats.
 

@@ -19,6 +19,8 @@ from planaria.errors import ConfigError
 from planaria.estimator.memory import stage_bytes
 
 Seconds = NDArray[np.float64]
+# The layer behind each stage, and its devices: one pair a stage.
+Shape = tuple[tuple[int, int], ...]
 
 UNLIMITED: Final = 1 << 40  # Microbatches in flight where memory sets no limit.
 
@@ -60,7 +62,9 @@ class StageCosts:
         forward_s, backward_s: by count; of one microbatch, infinite where there is no such stage.
         seconds: their sums.
         most_in_flight: by count, the microbatches for which a stage has memory; 0 where for none,
-            or where there is no such stage.
+            or where there is no such stage. A stage keeps as many as stages are left, itself
+            included, and at most the job's: a template outlives plans, and after failures one
+            pipeline may get them all.
         transfer_s, latency_s: by whether the link lies between nodes; that an output, or its
             gradient, occupies the link behind layer v - 1 (shape [L + 1]), and until it arrives.
     """
@@ -91,14 +95,6 @@ class StageCosts:
         """Of an output and its gradient over the link behind layer v - 1, shape [L + 1]."""
         times: Seconds = 2 * (self.transfer_s[between_nodes] + self.latency_s[between_nodes])
         return times
-
-    def in_flight(self, stages_left: int) -> int:
-        """Microbatches that a stage keeps: as many as stages are left, itself included.
-
-        The job's microbatches are the limit, not those of a pipeline: a template outlives plans,
-        and after failures one pipeline may get them all.
-        """
-        return min(stages_left, self.problem.num_microbatches)
 
 
 def stage_costs(problem: Problem) -> StageCosts:

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
-from planaria.planner.bound import Shape
-from planaria.planner.problem import StageCosts
+from planaria.planner.fitting import fitting, rows_of
+from planaria.planner.problem import Shape, StageCosts
 
 NUM_KEPT: Final = 5  # The best ones, near which to look.
 BUDGET: Final = 3_000_000  # Stage ticks; some 30 ms on a core of 2020.
@@ -154,22 +154,9 @@ def _cuts(costs: StageCosts, first: int, end: int, count: int, next_count: int) 
     return (int(cut) for cut in cuts[best] if np.isfinite(uneven_s[cut - first - 1]))
 
 
-def fitting(costs: StageCosts, shapes: Sequence[Shape]) -> NDArray[np.bool_]:
-    """Which of the partitions fit into memory."""
-    firsts, ends, counts = _rows(shapes)
-    stages_left = len(ends) - np.arange(len(ends))[:, None]
-    in_flight = np.minimum(stages_left, costs.problem.num_microbatches)
-    most: NDArray[np.int64] = np.where(counts, 0, in_flight)
-    for count in costs.counts:
-        there = counts == count
-        most[there] = costs.most_in_flight[count][firsts[there], ends[there]]
-    fits: NDArray[np.bool_] = np.all(most >= in_flight, axis=0)
-    return fits
-
-
 def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
     """The seconds of partitions, a column each."""
-    firsts, ends, counts = _rows(shapes)
+    firsts, ends, counts = rows_of(shapes)
     forward_s, backward_s = np.zeros((2, *ends.shape))
     for count in costs.counts:
         there = counts == count
@@ -188,17 +175,6 @@ def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
         transfer_s=np.vstack((none, np.where(nowhere, 0.0, behind))),
         latency_s=np.vstack((none, np.where(nowhere, 0.0, latency_s))),
     )
-
-
-def _rows(shapes: Sequence[Shape]) -> tuple[NDArray[np.int64], ...]:
-    """First layer, end layer and devices of each stage, a column a partition; 0 in front of short
-    ones."""
-    num_stages = max(map(len, shapes))
-    padded = np.zeros((len(shapes), num_stages, 2), dtype=np.int64)
-    for row, shape in zip(padded, shapes, strict=True):
-        row[num_stages - len(shape) :] = shape
-    ends, counts = padded[:, :, 0].T, padded[:, :, 1].T
-    return np.vstack((np.zeros_like(ends[:1]), ends[:-1])), ends, counts
 
 
 def steady_s(table: StageTable) -> Seconds:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each
-from planaria.planner.bound import BoundSearch, Shape
+from planaria.planner.bound import BoundSearch
 from planaria.planner.fitting import Fitting
 from planaria.planner.paper import paper_partition
-from planaria.planner.problem import Problem, StageCosts, stage_costs
+from planaria.planner.problem import Problem, Shape, StageCosts, stage_costs
 from planaria.planner.refine import nearby, table_of
 
 
