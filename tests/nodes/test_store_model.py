@@ -78,6 +78,8 @@ class Watch:
 class StoreMachine(RuleBasedStateMachine):
     """Operations, time, crashes; the model is asked before, the store compared after each."""
 
+    num_crashes = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -193,6 +195,7 @@ class StoreMachine(RuleBasedStateMachine):
         A watcher has seen the last write here, so only one that nobody has seen may be cut:
         what watches saw of it is forgotten, as if the crash had come before they were told.
         """
+        StoreMachine.num_crashes += 1
         content = self.journal.read_bytes()
         if not is_acknowledged and self.last_record_starts < len(content):
             rest = len(content) - self.last_record_starts
@@ -261,3 +264,5 @@ def test_the_store_is_what_the_model_says_through_crashes(monkeypatch: pytest.Mo
         max_examples=40, stateful_step_count=40, deadline=None
     )
     StoreMachine.TestCase("runTest").runTest()
+
+    assert StoreMachine.num_crashes > 40
