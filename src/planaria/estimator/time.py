@@ -3,24 +3,21 @@
 Three lanes a rank. On the compute lane forwards and backwards follow each other; a receive waits
 until its message has arrived. A message occupies its link (source, target) for bytes / bandwidth,
 first come first served, and arrives one latency later; the sender goes on at once. On the reduce
-lane reductions run in bucket order: one among k ranks starts when all of them have handed it over
-and their lanes are free, and lasts 2 * latency + 2 (k - 1) / k * bytes / bandwidth: a
-reduce-scatter and an all-gather. The iteration ends with the commit vector, which goes up and
-down a binary tree: 2 * ceil(log2(ranks)) latencies after everything else.
+lane reductions run in bucket order, and the iteration ends with the commit vector (reductions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2 for what an iteration consists of.
 Differs: Oobleck sums three closed terms, which is exact for equal stages without communication
 only; Odyssey's equation 13 adds up stages that in truth overlap. This runs the schedule itself.
-Not modelled: links that share a wire, and messages that slow reductions down.
+Not modelled: links that share a wire.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, log2
 from typing import NamedTuple, overload
 
 from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route
+from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.schedule.action import (
     BACKWARD,
     FORWARD,
@@ -30,7 +27,6 @@ from planaria.schedule.action import (
     SEND_BACKWARD,
     SEND_FORWARD,
     Action,
-    Bucket,
     Kind,
     Schedule,
     slots_of,
@@ -99,19 +95,16 @@ def predicted_timeline(
 
     Args:
         plan: says how many devices a rank's stage has and which ranks share a node.
-        reduce_bytes_factor: bytes that a reduction moves per byte of parameters. 1.5 where
-            float32 gradients are summed in float64: 8 bytes per parameter are scattered, 4
-            gathered.
+        reduce_bytes_factor: bytes that a reduction moves per byte of parameters, see `Reductions`.
 
     Raises:
         DeadlockError: the schedule cannot finish.
     """
     cluster = _Cluster(profile, plan)
-    run = _run(
-        schedule, cluster, [cluster.reduce_s(b, reduce_bytes_factor) for b in schedule.buckets]
-    )
-    commit_s = cluster.commit_s(schedule.actions.keys())
-    return Timeline(_LazySpans(lambda: _spans(schedule, run)), run.end_s + commit_s)
+    reductions = Reductions(profile, plan, bytes_factor=reduce_bytes_factor)
+    run = _run(schedule, cluster, [reductions.seconds(bucket) for bucket in schedule.buckets])
+    end_s = run.end_s + reductions.commit_s()
+    return Timeline(_LazySpans(lambda: _spans(schedule, run)), end_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,22 +161,9 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
                 forward_arrivals_s[slot + 1] = end_s + way.latency_s
             else:
                 backward_arrivals_s[slot - 1] = end_s + way.latency_s
-    starts_s[REDUCE] = _reduction_starts_s(schedule, handed_over_s, reduce_s)
+    starts_s[REDUCE] = reduction_starts_s(schedule.buckets, handed_over_s, reduce_s)
     ends_s = map(sum, zip(starts_s[REDUCE], reduce_s, strict=True))
     return _Run(starts_s, lasts_s, max((*clocks_s.values(), *ends_s)))
-
-
-def _reduction_starts_s(
-    schedule: Schedule, handed_over_s: Sequence[float], reduce_s: Sequence[float]
-) -> list[float]:
-    """When every bucket's reduction starts: its ranks are there and their lanes are free."""
-    lanes_s = dict.fromkeys(schedule.actions, 0.0)
-    starts_s = []
-    for index, bucket in enumerate(schedule.buckets):
-        start_s = max(handed_over_s[index], *(lanes_s[rank] for rank in bucket.ranks))
-        starts_s.append(start_s)
-        lanes_s.update(dict.fromkeys(bucket.ranks, start_s + reduce_s[index]))
-    return starts_s
 
 
 def _spans(schedule: Schedule, run: _Run) -> Iterator[Span]:
@@ -254,7 +234,7 @@ _NO_WAY = _Way(-1, 0.0, 0.0)
 
 
 class _Cluster:
-    """Seconds of hops, messages and reductions, each worked out once."""
+    """Seconds of hops and messages, each worked out once."""
 
     def __init__(self, profile: ModelProfile, plan: Plan) -> None:
         self._profile = profile
@@ -296,30 +276,6 @@ class _Cluster:
         num_bytes = self._profile.layers[upstream.end_layer - 1].output_bytes
         transfer_s = num_bytes / link.bandwidth_bytes_per_s
         return _Way(self._links.setdefault(ranks, len(self._links)), transfer_s, link.latency_s)
-
-    def reduce_s(self, bucket: Bucket, bytes_factor: float) -> float:
-        """Seconds of a reduction from the moment when all its ranks are there."""
-        link = self._link(bucket.ranks)
-        k = len(bucket.ranks)
-        num_bytes = bytes_factor * self._reduced_bytes(bucket)
-        return 2 * link.latency_s + 2 * (k - 1) / k * num_bytes / link.bandwidth_bytes_per_s
-
-    def _reduced_bytes(self, bucket: Bucket) -> int:
-        """The parameters that a bucket sums; a layer's own are those that it shares with none."""
-        tied = self._profile.tied
-        if bucket.tied >= 0:
-            return tied[bucket.tied].parameter_bytes
-        own = sum(self._profile.layers[layer].parameter_bytes for layer in bucket.layers)
-        shared = sum(
-            parameter.parameter_bytes
-            for parameter in tied
-            for layer in set(parameter.layers) & set(bucket.layers)
-        )
-        return max(0, own - shared)
-
-    def commit_s(self, ranks: Collection[int]) -> float:
-        """Seconds in which the commit vector goes up and down a binary tree over the ranks."""
-        return 2 * ceil(log2(len(ranks))) * self._link(ranks).latency_s
 
     def _link(self, ranks: Collection[int]) -> Link:
         nodes = {rank // self._devices_per_node for rank in ranks}

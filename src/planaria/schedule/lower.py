@@ -94,7 +94,7 @@ def place_reductions(
     one rank holds: that rank has every gradient and adds them up by itself. A rank that holds
     layers of a bucket but computes none of them reduces first of all: it adds nothing.
     """
-    buckets = _coloured(*_buckets(plan, tied))
+    buckets = buckets_of(plan, tied=tied)
     by_rank: dict[int, list[int]] = {rank: [] for rank in schedule.actions}
     for index, bucket in enumerate(buckets):
         for rank in bucket.ranks:
@@ -104,6 +104,11 @@ def place_reductions(
         for rank, rank_actions in schedule.actions.items()
     }
     return Schedule(schedule.routes, actions, buckets)
+
+
+def buckets_of(plan: Plan, *, tied: Sequence[TiedParameters] = ()) -> tuple[Bucket, ...]:
+    """What the plan's ranks sum, in the order in which it is summed."""
+    return _coloured(*_buckets(plan, tied))
 
 
 def _buckets(plan: Plan, tied: Sequence[TiedParameters]) -> tuple[list[Bucket], list[Bucket]]:

@@ -1,0 +1,137 @@
+"""The seconds of summing gradients, and of the commit vector that ends an iteration.
+
+A reduction among k stages is a reduce-scatter and an all-gather: it lasts 2 * latency +
+2 (k - 1) / k * bytes / bandwidth. A stage of several devices shards its gradients, and each device
+sums its share with those of the other stages; the stage with the fewest devices sets the pace.
+Reductions run in the order of their buckets: one starts when all its ranks have handed it over and
+are through with the buckets before. The commit vector goes up and down a binary tree:
+2 * ceil(log2(ranks)) latencies.
+
+Source: Oobleck (SOSP '23), section 6.1; Odyssey, section IV-B, for rounds.
+Not modelled: links that share a wire, and messages that slow reductions down. What a stage's own
+devices tell each other is part of its layers' seconds.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from math import ceil, log2
+
+from planaria.core.plan import Link, ModelProfile, PipelineTemplate, Plan
+from planaria.schedule.action import Bucket
+
+
+class Reductions:
+    """What reductions of a model cost among the pipelines of a plan.
+
+    Args:
+        bytes_factor: bytes that move per byte of parameters. 1.5 where float32 gradients are summed
+            in float64: 8 bytes per parameter are scattered, 4 gathered.
+    """
+
+    def __init__(self, profile: ModelProfile, plan: Plan, *, bytes_factor: float) -> None:
+        self._profile = profile
+        self._bytes_factor = bytes_factor
+        self._devices_per_node = plan.pipelines[0].template.devices_per_node
+        self._own_bytes = _own_bytes(profile)
+        self._num_devices = {
+            rank: stage.num_devices
+            for pipeline in plan.pipelines
+            for index, stage in enumerate(pipeline.template.stages)
+            for rank in pipeline.stage_ranks(index)
+        }
+
+    def seconds(self, bucket: Bucket) -> float:
+        """Of a bucket's reduction, from the moment when all its ranks are there."""
+        if bucket.tied >= 0:
+            num_bytes = self._profile.tied[bucket.tied].parameter_bytes
+        else:
+            num_bytes = sum(self._own_bytes[layer] for layer in bucket.layers)
+        devices = [self._num_devices[rank] for rank in bucket.ranks]
+        return _seconds(
+            _link(self._profile, bucket.ranks, self._devices_per_node),
+            num_stages=round(sum(1 / count for count in devices)),
+            num_bytes=self._bytes_factor * num_bytes / min(devices),
+        )
+
+    def commit_s(self) -> float:
+        """Of the commit vector among all ranks."""
+        link = _link(self._profile, self._num_devices.keys(), self._devices_per_node)
+        return 2 * ceil(log2(len(self._num_devices))) * link.latency_s
+
+
+def reduction_starts_s(
+    buckets: Sequence[Bucket], handed_over_s: Sequence[float], reduce_s: Sequence[float]
+) -> list[float]:
+    """When every bucket's reduction starts: its ranks are there and through with those before.
+
+    Args:
+        handed_over_s: by bucket, when the last of its ranks has the gradients.
+        reduce_s: by bucket, how long its reduction lasts.
+    """
+    lanes_s: dict[int, float] = {}
+    starts_s = []
+    for bucket, there_s, lasts_s in zip(buckets, handed_over_s, reduce_s, strict=True):
+        start_s = max(there_s, *(lanes_s.get(rank, 0.0) for rank in bucket.ranks))
+        starts_s.append(start_s)
+        lanes_s.update(dict.fromkeys(bucket.ranks, start_s + lasts_s))
+    return starts_s
+
+
+def equal_reduce_s(
+    profile: ModelProfile, template: PipelineTemplate, *, num_pipelines: int, bytes_factor: float
+) -> tuple[float, ...]:
+    """By stage, the seconds of its reductions where all pipelines are of this template.
+
+    Other templates cannot make them faster, but for those of tied parameters, which have fewer
+    stages to sum where one stage of a pipeline holds all their layers.
+    """
+    own_bytes = _own_bytes(profile)
+    per_node = template.devices_per_node
+    firsts = list(accumulate((stage.num_devices for stage in template.stages), initial=0))
+
+    def sum_s(stages: Sequence[int], num_bytes: float) -> float:
+        nodes = {firsts[index] // per_node for index in stages}
+        kind = "intra_node" if num_pipelines == len(nodes) == 1 else "inter_node"
+        num_devices = min(template.stages[index].num_devices for index in stages)
+        return _seconds(
+            profile.links[kind],
+            num_stages=num_pipelines * len(stages),
+            num_bytes=bytes_factor * num_bytes / num_devices,
+        )
+
+    seconds = [
+        sum_s([index], sum(own_bytes[stage.first_layer : stage.end_layer]))
+        for index, stage in enumerate(template.stages)
+    ]
+    for tied in profile.tied:
+        holding = [
+            index
+            for index, stage in enumerate(template.stages)
+            if any(stage.first_layer <= layer < stage.end_layer for layer in tied.layers)
+        ]
+        lasts_s = sum_s(holding, tied.parameter_bytes)
+        for index in holding:
+            seconds[index] += lasts_s
+    return tuple(seconds)
+
+
+def _seconds(link: Link, *, num_stages: int, num_bytes: float) -> float:
+    """A reduction among stages, none if there is one only."""
+    if num_stages == 1:
+        return 0.0
+    share = (num_stages - 1) / num_stages
+    return 2 * link.latency_s + 2 * share * num_bytes / link.bandwidth_bytes_per_s
+
+
+def _own_bytes(profile: ModelProfile) -> list[int]:
+    """Parameters by layer without those that it shares with another layer."""
+    own_bytes = [layer.parameter_bytes for layer in profile.layers]
+    for tied in profile.tied:
+        for layer in set(tied.layers):
+            own_bytes[layer] = max(0, own_bytes[layer] - tied.parameter_bytes)
+    return own_bytes
+
+
+def _link(profile: ModelProfile, ranks: Collection[int], devices_per_node: int) -> Link:
+    nodes = {rank // devices_per_node for rank in ranks}
+    return profile.links["intra_node" if len(nodes) == 1 else "inter_node"]
