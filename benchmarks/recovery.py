@@ -173,7 +173,7 @@ def _n0(profile: ModelProfile, config: JobConfig, memory_bytes: int) -> int:
         devices_per_node=1,
         num_microbatches=config.num_microbatches,
         failures_tolerated=1,
-        gradient_copies=3,
+        is_deterministic=True,
     )
     return smallest_num_nodes(problem)
 

@@ -55,7 +55,7 @@ def measured(family: str, server: ForkServer, directory: Path) -> tuple[ModelPro
             devices_per_node=1,
             num_microbatches=config.num_microbatches,
             failures_tolerated=1,
-            gradient_copies=3,
+            is_deterministic=True,
         )
         if smallest_num_nodes(problem) == N0:
             return profile, memory_bytes

@@ -95,7 +95,7 @@ def problems(draw: st.DrawFn, *, max_layers: int = 6, max_devices_per_node: int 
         devices_per_node=devices_per_node,
         num_microbatches=draw(st.integers(1, 12)),
         failures_tolerated=draw(st.integers(0, 2)),
-        gradient_copies=draw(st.sampled_from((1, 3))),
+        is_deterministic=draw(st.booleans()),
     )
 
 

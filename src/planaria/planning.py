@@ -227,7 +227,7 @@ def plan_job(
         devices_per_node=config.cluster.devices_per_node,
         num_microbatches=config.num_microbatches,
         failures_tolerated=config.resilience.failures_tolerated,
-        gradient_copies=3 if config.training.deterministic else 1,
+        is_deterministic=config.training.deterministic,
     )
     epoch = manifest.epoch + 1 if manifest else 0
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
@@ -243,7 +243,7 @@ def plan_job(
         lowered(plan, tied=prepared.profile.tied),
         prepared.profile,
         plan=plan,
-        reduce_bytes_factor=1.5 if config.training.deterministic else 1.0,
+        reduce_bytes_factor=problem.reduce_bytes_factor,
     )
     return Planned(
         config=config,

@@ -94,8 +94,8 @@ def test_distribution_is_that_of_the_planner_also_for_templates_not_planned_with
 
     iteration_s, microbatches = every.distribution(templates)
 
-    assert distribute_microbatches(problem, templates) == microbatches
+    assert distribute_microbatches(problem, templates, times=every.times) == microbatches
     two = every.plans[2]
     of_two = every.distribution([pipeline.template for pipeline in two.pipelines])
-    assert (plan_iteration_s(problem, two), pipeline_microbatches(two)) == of_two
+    assert (plan_iteration_s(two, every.times), pipeline_microbatches(two)) == of_two
     assert iteration_s < of_two[0]

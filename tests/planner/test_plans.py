@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.errors import ConfigError
-from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import (
     best_plan,
@@ -19,6 +18,7 @@ from planaria.planner.plans import (
 )
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template, pipeline_templates
+from planaria.planner.times import PlainTimes
 from strategies import equal_problem, planned, problems
 
 Planned = tuple[Problem, dict[int, PipelineTemplate], Plan]
@@ -31,19 +31,21 @@ def test_distribution_has_the_lowest_makespan_of_all(problem: Problem, sizes: li
     found = [pipeline_template(problem, size) for size in sizes]
     templates = [template for template in found if template is not None]
     total = problem.num_microbatches
+    times = PlainTimes(problem)
     if not templates or total < len(templates):
         return
 
     def slowest_s(counts: tuple[int, ...]) -> float:
         pairs = zip(templates, counts, strict=True)
-        return max(makespan_s(stage_seconds(problem.profile, t), n) for t, n in pairs)
+        ends = [times.of_each_number(t, num_pipelines=len(templates))[n - 1] for t, n in pairs]
+        return float(max(ends))
 
     everything = [
         counts
         for counts in product(range(1, total + 1), repeat=len(templates))
         if sum(counts) == total
     ]
-    counts = distribute_microbatches(problem, templates)
+    counts = distribute_microbatches(problem, templates, times=times)
 
     assert counts in everything
     assert min(map(slowest_s, everything)) == slowest_s(counts)
@@ -55,18 +57,20 @@ def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
     template = PipelineTemplate((Stage(0, 6, 1),), 1)
 
     with pytest.raises(ConfigError) as caught:
-        distribute_microbatches(problem, [template] * 3)
+        distribute_microbatches(problem, [template] * 3, times=PlainTimes(problem))
 
     assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
     assert "6 is the nearest" in caught.value.remedy
     enough = equal_problem(num_microbatches=3)
-    assert distribute_microbatches(enough, [template] * 3) == (1, 1, 1)
+    counts = distribute_microbatches(enough, [template] * 3, times=PlainTimes(enough))
+    assert counts == (1, 1, 1)
 
 
 @settings(max_examples=40, deadline=None)
 @given(planned())
 def test_best_plan_uses_every_node_and_no_instantiation_is_faster(planned: Planned) -> None:
-    """Each node once, f + 1 pipelines, all microbatches; and each alternative is priced."""
+    """Each node once, f + 1 pipelines, all microbatches; and each alternative is priced, with its
+    reductions."""
     problem, templates, plan = planned
     num_nodes = len(plan.nodes)
     sizes = tuple(templates)
@@ -75,15 +79,16 @@ def test_best_plan_uses_every_node_and_no_instantiation_is_faster(planned: Plann
     assert len(plan.pipelines) >= problem.failures_tolerated + 1
     assert len(plan.routes) == problem.num_microbatches == sum(pipeline_microbatches(plan))
     assert min(pipeline_microbatches(plan)) >= 1
+    times = PlainTimes(problem)
     others = instantiations(num_nodes, sizes, min_pipelines=problem.failures_tolerated + 1)
     times_s = [
         plan_iteration_s(
-            problem, bind(problem, [templates[n] for n in other], range(num_nodes), epoch=0)
+            bind(problem, [templates[n] for n in other], range(num_nodes), epoch=0), times
         )
         for other in others
         if len(other) <= problem.num_microbatches
     ]
-    assert min(times_s) == plan_iteration_s(problem, plan)
+    assert plan_iteration_s(plan, times) == min(times_s)
 
 
 def test_best_plan_depends_on_the_set_of_nodes_only() -> None:
@@ -114,7 +119,8 @@ def test_larger_pipelines_get_more_microbatches() -> None:
     problem = equal_problem()
     templates = pipeline_templates(problem, 5)
 
-    small, large = distribute_microbatches(problem, [templates[1], templates[3]])
+    pair = [templates[1], templates[3]]
+    small, large = distribute_microbatches(problem, pair, times=PlainTimes(problem))
 
     assert small < large
 

@@ -183,11 +183,15 @@ def test_more_devices_than_layers_in_a_node_is_the_devices_fault() -> None:
 )
 def test_impossible_numbers_are_refused_by_the_name_the_user_wrote(field: str, key: str) -> None:
     """What a search would meet as an odd shape is said before it starts."""
-    numbers = {"devices_per_node": 1, "num_microbatches": 1, "failures_tolerated": 0}
-    numbers[key] = -1
+    numbers = {"devices_per_node": 1, "num_microbatches": 1, "failures_tolerated": 0, key: -1}
 
     with pytest.raises(ConfigError) as caught:
-        Problem(profile=equal_problem().profile, **numbers)
+        Problem(
+            profile=equal_problem().profile,
+            devices_per_node=numbers["devices_per_node"],
+            num_microbatches=numbers["num_microbatches"],
+            failures_tolerated=numbers["failures_tolerated"],
+        )
 
     assert field == caught.value.field
 

@@ -20,7 +20,7 @@ NUM_SAMPLES = 2 * NUM_MICROBATCHES
 def every(num_nodes: int, *, n0: int, f: int, devices_per_node: int = 1) -> EveryPlan:
     """All plans of a model of 16 unequal layers, with templates of n0 .. N - f * n0 nodes."""
     layers = tuple(
-        layer_profile(f"layer {i}", 0.01, parameter_bytes=(1 + i % 3) * MEBIBYTE)
+        layer_profile(f"layer {i}", 0.01, parameter_bytes=(1 + i % 3) * MEBIBYTE // 16)
         for i in range(NUM_LAYERS)
     )
     problem = Problem(

@@ -8,7 +8,7 @@ a backward. Both are of earlier ticks, so one pass over the ticks finds every en
 and for many pipelines at once.
 
 Dropping the last microbatch leaves all other actions in the same order, so the makespan never
-falls with the number of microbatches.
+falls with the number of microbatches; ends.py has it for every number.
 
 Source: Oobleck (SOSP '23), section 4.1.2, figure 5.
 Differs: the paper adds T1 + T2 + T3, which is exact for equal stages without transfers, and falls
@@ -121,7 +121,7 @@ def makespans_of_each(table: StageTable, num_microbatches: int) -> Seconds:
         shape [C].
     """
     assert num_microbatches >= 1
-    run = _Run(table)
+    run = Run(table)
     for tick in range(2 * (num_microbatches + run.num_stages - 1)):
         run.forward(tick, num_microbatches)
         run.backward(tick, num_microbatches)
@@ -129,49 +129,7 @@ def makespans_of_each(table: StageTable, num_microbatches: int) -> Seconds:
     return makespans_s
 
 
-def makespans_up_to(table: StageTable, num_microbatches: int) -> Seconds:
-    """The makespans of each pipeline with 1, 2, .. num_microbatches; they never fall.
-
-    With n microbatches stage i, which keeps w = S - i in flight, does what it would do with more of
-    them until its backward of microbatch n - w (or, if n < w, its forward of n - 1): there it has
-    no forwards left. So one run serves every n up to there, and what follows, backwards alone, is
-    the same triangle for all n: in wave k stage i runs the backward of microbatch n - w + k.
-    O(S * N_b) numpy operations, on S * C and on C * N_b numbers.
-
-    Returns:
-        shape [C, num_microbatches]; entry n - 1 is the makespan of n microbatches.
-    """
-    run = _Run(table)
-    num_stages = run.num_stages
-    num_ticks = 2 * (num_microbatches + num_stages - 1)
-    ends_s = np.empty((num_ticks, *run.end_s.shape))
-    ups_s = np.empty_like(ends_s)
-    for tick in range(num_ticks):
-        run.forward(tick, num_microbatches)
-        run.backward(tick, num_microbatches)
-        ends_s[tick] = run.end_s
-        ups_s[tick] = run.up_s[:-1]
-    stage = np.arange(num_stages)[:, None]
-    in_flight = num_stages - stage
-    number = np.arange(1, num_microbatches + 1)[None, :]
-    has_backward = number >= in_flight
-    last_backward = 2 * num_stages - 1 - stage + 2 * (number - in_flight)
-    last_forward = stage + 2 * (number - 1)
-    tick_there = np.where(has_backward, last_backward, last_forward)
-    # [S, N_b, C]: when the stage, and the link above it, have come there.
-    end_s, up_s = ends_s[tick_there, stage], ups_s[tick_there, stage]
-    for wave in range(1, num_stages):
-        upper, lower = slice(0, num_stages - wave), slice(1, num_stages - wave + 1)
-        runs = (wave >= in_flight - number)[upper, :, None]
-        arrival_s = up_s[lower] + table.latency_s[lower, None]
-        _act(end_s[upper], arrival_s, table.backward_s[upper, None], runs)
-        _act(up_s[upper], end_s[upper], table.transfer_s[upper, None], runs)
-    makespans_s: Seconds = np.ascontiguousarray(end_s[0].T)
-    assert (np.diff(makespans_s) >= 0).all()
-    return makespans_s
-
-
-class _Run:
+class Run:
     """1F1B tick by tick, for all pipelines of a table at once.
 
     Attributes:
@@ -244,12 +202,6 @@ def _step(
     np.add(end_s, lasts_s, out=end_s)
     np.maximum(link_s, end_s, out=link_s)
     np.add(link_s, transfer_s, out=link_s)
-
-
-def _act(end_s: Seconds, ready_s: Seconds, lasts_s: Seconds, runs: NDArray[np.bool_]) -> None:
-    """Move end_s on to the end of what starts when it is free and the input is ready."""
-    np.maximum(end_s, ready_s, out=end_s, where=runs)
-    np.add(end_s, lasts_s, out=end_s, where=runs)
 
 
 def _links(profile: ModelProfile, template: PipelineTemplate) -> tuple[Link, ...]:

@@ -4,14 +4,15 @@ In a time T a pipeline of each template ends so many microbatches, its capacity.
 is fast enough if their capacities add up to the job's microbatches. The most that n nodes can end
 is found for all n at once by a dynamic program over nodes (Oobleck's coin change, with the largest
 sum in place of a list of all sets), and the smallest T for which that suffices by bisection over
-the makespans there are. So hundreds of nodes, with more sets than could ever be listed, are
-answered exactly.
+the times there are. So hundreds of nodes, with more sets than could ever be listed, are answered
+exactly.
 
 Source: Oobleck (SOSP '23), section 4.2.1, equation 5 and its two requirements.
 Differs: equation 5 lists all sets, and 4.2.2 prices each; here none but the fastest is looked at.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,18 @@ from numpy.typing import NDArray
 
 from planaria.planner.problem import Seconds
 
-_NEVER: Final = -(1 << 60)
+Numbers = NDArray[np.int64]
+
+_NEVER: Final = -(1 << 40)
+_LOW_STEPS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """How many pipelines a set may have; `most` is None where there is no limit."""
+
+    fewest: int
+    most: int | None
 
 
 def instantiations(
@@ -49,53 +61,124 @@ def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
 
 def fastest_sizes(
     num_nodes: int,
-    makespans_s: Mapping[int, Seconds],
+    times_s: Mapping[int, Seconds],
     *,
     num_microbatches: int,
-    min_pipelines: int,
-) -> tuple[int, ...] | None:
-    """The multiset of sizes whose slowest pipeline ends first, ascending; None if there is none.
+    pipelines: Range,
+    below_s: float = np.inf,
+) -> tuple[float, tuple[int, ...]] | None:
+    """When the slowest pipeline ends in the fastest multiset of sizes, and that, ascending.
 
-    Of equals the one with more pipelines, which keeps more copies alive, then the first in order.
-    O(nodes * sizes) for each of some 40 times that are tried.
+    Of equals the first in order. O(nodes * sizes * pipelines.fewest) for each of some 20 times that
+    are tried.
 
     Args:
-        makespans_s: by size; entry n - 1 is that of n microbatches, and they never fall.
+        times_s: by size; entry n - 1 is when a pipeline with n microbatches ends; they never fall.
+        pipelines: how many the set may have; `most` must keep them from outnumbering microbatches.
+        below_s: there is none unless it is faster than that.
     """
-    sizes = sorted(makespans_s)
-    numbers = numbers_of_pipelines(num_nodes, sizes)[num_nodes]
-    if not numbers >> min_pipelines & ((1 << max(0, num_microbatches + 1 - min_pipelines)) - 1):
+    sizes = sorted(size for size in times_s if size <= num_nodes)
+    if not sizes:
         return None
-    tables = [makespans_s[size] for size in sizes]
-    most = num_microbatches
-    rows = min_pipelines if num_nodes // sizes[0] <= most else most + 1
+    tables = [times_s[size] for size in sizes]
+    sums = _Sums(num_nodes, sizes, pipelines)
 
     def suffices(time_s: float) -> bool:
-        best = _most_microbatches(num_nodes, sizes, _capacities(tables, time_s), rows)
-        return bool(best[min_pipelines : most + 1, num_nodes].max() >= most)
+        return sums.most(_capacities(tables, time_s)) >= num_microbatches
 
-    fast_enough_s = max(float(table[most - 1]) for table in tables)
-    too_fast_s = 0.0
-    while (below_s := _largest_below(tables, fast_enough_s)) > too_fast_s:
-        middle_s = (too_fast_s + below_s) / 2
+    fast_enough_s = _largest_below(tables, below_s)
+    if not suffices(fast_enough_s):
+        return None
+    too_fast_s = _too_fast_s(num_nodes, sizes, tables, num_microbatches)
+    while (next_s := _largest_below(tables, fast_enough_s)) > too_fast_s:
+        middle_s = (too_fast_s + next_s) / 2
         if middle_s <= too_fast_s:  # There is no number between them.
-            middle_s = below_s
+            middle_s = next_s
         time_s = _largest_below(tables, np.nextafter(middle_s, np.inf))
         if time_s > too_fast_s and suffices(time_s):
             fast_enough_s = time_s
         else:
             too_fast_s = middle_s
-    return _sizes_within(num_nodes, sizes, _capacities(tables, fast_enough_s), most, min_pipelines)
+    return fast_enough_s, sums.first(_capacities(tables, fast_enough_s), num_microbatches)
 
 
-def _capacities(tables: Sequence[Seconds], time_s: float) -> NDArray[np.int64]:
+class _Sums:
+    """What sets of pipelines end together, for capacities that change."""
+
+    def __init__(self, num_nodes: int, sizes: Sequence[int], pipelines: Range) -> None:
+        self._num_nodes = num_nodes
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._pipelines = pipelines
+        # [n, i]: where n nodes less size i stand in a row that has as many nodes in front.
+        self._less = np.arange(num_nodes + 1)[:, None] - self._sizes + num_nodes
+
+    def most(self, capacities: Numbers) -> int:
+        """The most that a set ends."""
+        return int(self._rest(self._rows(capacities), capacities, 0)[-1])
+
+    def first(self, capacities: Numbers, num_microbatches: int) -> tuple[int, ...]:
+        """Of the sets that end so many the first in order: the smallest sizes first."""
+        rows = self._rows(capacities)
+        rests: dict[int, Numbers] = {}
+        chosen: list[int] = []
+        left, ended = self._num_nodes, 0
+        while left:
+            # More than the fewest needed make no difference where there is no limit.
+            used = len(chosen) + 1
+            if self._pipelines.most is None:
+                used = min(used, self._pipelines.fewest)
+            if used not in rests:
+                rests[used] = self._rest(rows, capacities, used)
+            there = np.flatnonzero(self._sizes <= left)
+            ends = ended + capacities[there] + rests[used][left - self._sizes[there]]
+            index = int(there[np.flatnonzero(ends >= num_microbatches)[0]])
+            chosen.append(int(self._sizes[index]))
+            left, ended = left - chosen[-1], ended + int(capacities[index])
+        return tuple(chosen)
+
+    def _rows(self, capacities: Numbers) -> list[Numbers]:
+        """[k][n]: the most that k pipelines of n nodes together end."""
+        row = np.full(self._num_nodes + 1, _NEVER)
+        row[0] = 0
+        rows = [row]
+        padding = np.full(self._num_nodes, _NEVER)
+        number = self._pipelines.most
+        for _ in range(self._pipelines.fewest if number is None else number):
+            sums = np.concatenate((padding, rows[-1]))[self._less] + capacities
+            rows.append(np.maximum(sums.max(axis=1), _NEVER))
+        return rows
+
+    def _rest(self, rows: Sequence[Numbers], capacities: Numbers, used: int) -> Numbers:
+        """[n]: the most that n nodes end, with as many pipelines as may follow so many."""
+        fewest = max(0, self._pipelines.fewest - used)
+        if self._pipelines.most is None:
+            return self._any_more(rows[fewest], capacities)
+        rest: Numbers = np.max(rows[fewest : max(1, self._pipelines.most - used + 1)], axis=0)
+        return rest
+
+    def _any_more(self, row: Numbers, capacities: Numbers) -> Numbers:
+        """The most where any number of pipelines may be added."""
+        for size, capacity in zip(self._sizes.tolist(), capacities.tolist(), strict=True):
+            if capacity == _NEVER:
+                continue
+            num_rows = -(-len(row) // size)
+            padded = np.full(num_rows * size, _NEVER)
+            padded[: len(row)] = row
+            # Row q of this table less q capacities: what q more pipelines make of the one above.
+            added = capacity * np.arange(num_rows)[:, None]
+            table = np.maximum.accumulate(padded.reshape(num_rows, size) - added, axis=0) + added
+            row = np.maximum(table.ravel()[: len(row)], _NEVER)
+        return row
+
+
+def _capacities(tables: Sequence[Seconds], time_s: float) -> Numbers:
     """Microbatches that a pipeline of each template ends in a time; _NEVER for none."""
     ended = np.array([np.searchsorted(table, time_s, side="right") for table in tables])
     return np.where(ended > 0, ended, _NEVER)
 
 
 def _largest_below(tables: Sequence[Seconds], time_s: float) -> float:
-    """The largest makespan below a time, 0 if there is none."""
+    """The largest time below another, 0 if there is none."""
     found = 0.0
     for table in tables:
         index = int(np.searchsorted(table, time_s, side="left"))
@@ -104,43 +187,19 @@ def _largest_below(tables: Sequence[Seconds], time_s: float) -> float:
     return found
 
 
-def _most_microbatches(
-    num_nodes: int, sizes: Sequence[int], capacities: NDArray[np.int64], rows: int
-) -> NDArray[np.int64]:
-    """[k, n]: the most that k pipelines of n nodes together end; the last row is k or more."""
-    best = np.full((rows + 1, num_nodes + 1), _NEVER)
-    best[0, 0] = 0
+def _too_fast_s(
+    num_nodes: int, sizes: Sequence[int], tables: Sequence[Seconds], num_microbatches: int
+) -> float:
+    """A time in which no set ends all microbatches: not if each node were worth as many as one of
+    the best template."""
     of_size = np.array(sizes)
-    for total in range(sizes[0], num_nodes + 1):
-        there = int(np.searchsorted(of_size, total, side="right"))
-        sums = best[:, total - of_size[:there]] + capacities[:there]
-        best[1:, total] = sums[:-1].max(axis=1)
-        best[-1, total] = max(best[-1, total], sums[-1].max(), _NEVER)
-    best[best < 0] = _NEVER
-    return best
-
-
-def _sizes_within(
-    num_nodes: int,
-    sizes: Sequence[int],
-    capacities: NDArray[np.int64],
-    num_microbatches: int,
-    min_pipelines: int,
-) -> tuple[int, ...]:
-    """The most pipelines that suffice, and of those the smallest ones first."""
-    rows = min(num_microbatches, num_nodes // sizes[0])
-    best = _most_microbatches(num_nodes, sizes, capacities, rows + 1)
-    enough = np.flatnonzero(best[min_pipelines : rows + 1, num_nodes] >= num_microbatches)
-    left, chosen, ended = num_nodes, [], 0
-    for number in range(min_pipelines + int(enough[-1]), 0, -1):
-        size, capacity = next(
-            (size, int(capacity))
-            for size, capacity in zip(sizes, capacities, strict=True)
-            if size <= left and ended + capacity + best[number - 1, left - size] >= num_microbatches
-        )
-        chosen.append(size)
-        left, ended = left - size, ended + capacity
-    return tuple(chosen)
+    low_s, high_s = 0.0, max(float(table[-1]) for table in tables)
+    for _ in range(_LOW_STEPS):
+        middle_s = (low_s + high_s) / 2
+        worth = np.maximum(_capacities(tables, middle_s), 0) / of_size
+        is_enough = num_nodes * float(worth.max()) >= num_microbatches
+        low_s, high_s = (low_s, middle_s) if is_enough else (middle_s, high_s)
+    return low_s
 
 
 def _multisets(

@@ -3,34 +3,45 @@
 In three steps, for the nodes that there are:
 1. Instantiation: the fastest multiset of template sizes that uses all nodes in f + 1 pipelines or
    more (instantiate.py).
-2. Microbatches: the distribution with the lowest makespan of the slowest pipeline. A makespan never
-   falls as microbatches are added. So giving each next microbatch to the pipeline that would end
-   first with it is exact: it takes the makespans in ascending order.
+2. Microbatches: the distribution with which the slowest pipeline ends earliest (batches.py).
 3. Nodes, in their order.
+
+What reductions take after a pipeline's last backward depends on the number of pipelines. So the
+fastest set is found for each number of them, with reductions as among pipelines of one template,
+and of these sets the one with the lowest iteration time is taken, which is exact (times.py). It is
+ranked, not proved, in two points: pipelines of several templates wait for each other in reductions
+that they share, and more than NUMBERS_APART pipelines are priced as one more than these. Where
+there are no more than LISTED_MAX sets, each of them is priced.
 
 `every_plan` takes them for every number of nodes that failures may leave.
 
 Source: Oobleck (SOSP '23), section 4.2.
-Differs: equation 6 levels N_b * T, which ignores that a pipeline fills and drains; here the largest
-makespan is minimised. Its constraint sums over templates where it means pipelines.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
 
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan, plain_plan
+import numpy as np
+
+from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
-from planaria.estimator.makespan import (
-    Seconds,
-    makespan_s,
-    makespans_up_to,
-    stage_seconds,
-    stage_table,
+from planaria.estimator.makespan import Seconds
+from planaria.planner.batches import check_microbatches, fastest_distribution
+from planaria.planner.instantiate import (
+    Range,
+    fastest_sizes,
+    instantiations,
+    numbers_of_pipelines,
 )
-from planaria.planner.instantiate import fastest_sizes, numbers_of_pipelines
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
+from planaria.planner.times import PlainTimes, pipelines_of
+
+LISTED_MAX: Final = 24
+NUMBERS_APART: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,41 +50,43 @@ class EveryPlan:
 
     Attributes:
         templates: by number of nodes.
-        makespans_s: of each template; entry n - 1 is that of n microbatches.
         plans: by the number of nodes that are left, on nodes 0, 1, ..; without it a job is
             re-formed by Oobleck's three steps only.
+        times: of the templates.
     """
 
     problem: Problem
     templates: Mapping[int, PipelineTemplate]
-    makespans_s: Mapping[PipelineTemplate, Seconds]
     plans: Mapping[int, Plan]
+    times: PlainTimes
 
     def distribution(self, templates: Sequence[PipelineTemplate]) -> tuple[float, tuple[int, ...]]:
         """The iteration time of these pipelines, and how many microbatches each of them gets.
 
-        As `distribute_microbatches`, in well under a millisecond for templates that are known here.
+        As `distribute_microbatches`; fast for templates that are known here.
 
         Raises:
             ConfigError: there are fewer microbatches than pipelines.
         """
-        _check_microbatches(self.problem, len(templates))
-        unknown = _makespans_s(self.problem, set(templates) - self.makespans_s.keys())
-        makespans_s = {**self.makespans_s, **unknown}
-        return _distribution(self.problem, [makespans_s[template] for template in templates])
+        microbatches = distribute_microbatches(self.problem, templates, times=self.times)
+        return self.times.iteration_s(templates, microbatches), microbatches
 
 
 def distribute_microbatches(
-    problem: Problem, templates: Sequence[PipelineTemplate]
+    problem: Problem, templates: Sequence[PipelineTemplate], *, times: PlainTimes
 ) -> tuple[int, ...]:
     """How many microbatches each pipeline gets, at least one, so that the last ends earliest.
 
     Raises:
         ConfigError: there are fewer microbatches than pipelines.
     """
-    _check_microbatches(problem, len(templates))
-    makespans_s = _makespans_s(problem, set(templates))
-    return _distribution(problem, [makespans_s[template] for template in templates])[1]
+    check_microbatches(problem, len(templates))
+    tables = {
+        template: times.of_each_number(template, num_pipelines=len(templates))
+        for template in set(templates)
+    }
+    by_pipeline = [tables[template] for template in templates]
+    return fastest_distribution(by_pipeline, problem.num_microbatches)
 
 
 def best_plan(
@@ -95,13 +108,13 @@ def best_plan(
             microbatches than pipelines.
     """
     min_pipelines = problem.failures_tolerated + 1
-    _check_microbatches(problem, min_pipelines)
-    by_template = _makespans_s(problem, templates.values())
-    makespans_s = {size: by_template[template] for size, template in templates.items()}
-    best = _fastest_sizes(problem, len(nodes), makespans_s)
+    check_microbatches(problem, min_pipelines)
+    search = _Search(problem, templates, PlainTimes(problem, templates.values()))
+    best = search.fastest(len(nodes), min_pipelines)
     if best is None:
         raise _no_plan_error(problem, len(nodes), templates)
-    return bind(problem, [templates[size] for size in best], sorted(nodes), epoch=epoch)
+    pipelines = pipelines_of([templates[size] for size in best.sizes], sorted(nodes))
+    return plain_plan(epoch, pipelines, best.microbatches)
 
 
 def every_plan(
@@ -125,26 +138,24 @@ def every_plan(
     n0 = min(templates)
     extra = {n: pipeline_template(problem, n) for n in range(max(templates) + 1, 2 * n0)}
     templates = dict(templates) | {n: template for n, template in extra.items() if template}
-    by_template = _makespans_s(problem, templates.values())
-    by_size = {size: by_template[template] for size, template in templates.items()}
     at_work = _nodes_at_work(problem, num_nodes, n0=n0, sizes=tuple(templates))
+    times = PlainTimes(problem, templates.values())
+    search = _Search(problem, templates, times)
     plans = {}
     for num_left, (num_working, min_pipelines) in at_work.items():
-        degraded = replace(problem, failures_tolerated=min_pipelines - 1)
-        sizes = _fastest_sizes(degraded, num_working, by_size)
-        assert sizes is not None
-        _, microbatches = _distribution(problem, [by_size[size] for size in sizes])
-        pipelines = _pipelines([templates[size] for size in sizes], range(num_working))
-        plans[num_left] = plain_plan(0, pipelines, microbatches)
-    return every_plan_of(problem, templates, plans)
+        best = search.fastest(num_working, min_pipelines)
+        assert best is not None
+        pipelines = pipelines_of([templates[size] for size in best.sizes], range(num_working))
+        plans[num_left] = plain_plan(0, pipelines, best.microbatches)
+    return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
 
 
 def every_plan_of(
     problem: Problem, templates: Mapping[int, PipelineTemplate], plans: Mapping[int, Plan]
 ) -> EveryPlan:
-    """What `every_plan` found, from its parts: the makespans follow from the templates."""
-    makespans_s = _makespans_s(problem, templates.values())
-    return EveryPlan(problem=problem, templates=templates, makespans_s=makespans_s, plans=plans)
+    """What `every_plan` found, from its parts: the times follow from the templates."""
+    times = PlainTimes(problem, templates.values())
+    return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
 
 
 def bind(
@@ -155,32 +166,96 @@ def bind(
     Raises:
         ConfigError: there are fewer microbatches than pipelines.
     """
-    pipelines = _pipelines(templates, nodes)
-    return plain_plan(epoch, pipelines, distribute_microbatches(problem, templates))
+    times = PlainTimes(problem, templates)
+    microbatches = distribute_microbatches(problem, templates, times=times)
+    return plain_plan(epoch, pipelines_of(templates, nodes), microbatches)
 
 
 def pipeline_microbatches(plan: Plan) -> tuple[int, ...]:
     """How many microbatches take each pipeline's own route."""
-    return tuple(plan.routes.count(pipeline.route()) for pipeline in plan.pipelines)
+    counts = Counter(plan.routes)
+    return tuple(counts[pipeline.route()] for pipeline in plan.pipelines)
 
 
-def plan_iteration_s(problem: Problem, plan: Plan) -> float:
-    """The predicted makespan of the slowest pipeline; microbatches must take plain routes."""
+def plan_iteration_s(plan: Plan, times: PlainTimes) -> float:
+    """The predicted iteration of a plan whose microbatches take plain routes."""
     microbatches = pipeline_microbatches(plan)
     assert sum(microbatches) == len(plan.routes)
-    return max(
-        makespan_s(stage_seconds(problem.profile, pipeline.template), count)
-        for pipeline, count in zip(plan.pipelines, microbatches, strict=True)
-    )
+    return times.iteration_s([pipeline.template for pipeline in plan.pipelines], microbatches)
 
 
-def _pipelines(templates: Sequence[PipelineTemplate], nodes: Sequence[int]) -> tuple[Pipeline, ...]:
-    assert sum(template.num_nodes for template in templates) == len(nodes)
-    unused = iter(nodes)
-    return tuple(
-        Pipeline(template, tuple(next(unused) for _ in range(template.num_nodes)))
-        for template in templates
-    )
+@dataclass(frozen=True, slots=True, order=True)
+class _Instantiated:
+    """A set of pipelines. Of equally fast ones the least has more pipelines, which keeps more of
+    them alive, and is the first in order."""
+
+    iteration_s: float
+    num_fewer: int
+    sizes: tuple[int, ...]
+    microbatches: tuple[int, ...]
+
+
+class _Search:
+    """The fastest sets of pipelines of some templates, for any number of nodes."""
+
+    def __init__(
+        self, problem: Problem, templates: Mapping[int, PipelineTemplate], times: PlainTimes
+    ) -> None:
+        self._problem = problem
+        self._templates = templates
+        self._times = times
+        self._tables: dict[int, dict[int, Seconds]] = {}
+
+    def fastest(self, num_nodes: int, min_pipelines: int) -> _Instantiated | None:
+        """The fastest set that uses all of so many nodes; None if there is none."""
+        sizes = tuple(size for size in self._templates if size <= num_nodes)
+        every = instantiations(num_nodes, sizes, min_pipelines=min_pipelines)
+        listed = list(islice(every, LISTED_MAX + 1))
+        if len(listed) <= LISTED_MAX:
+            few = [one for one in listed if len(one) <= self._problem.num_microbatches]
+            return min(map(self._instantiated, few), default=None)
+        return self._fastest_of_many(num_nodes, min_pipelines)
+
+    def _fastest_of_many(self, num_nodes: int, min_pipelines: int) -> _Instantiated | None:
+        best: _Instantiated | None = None
+        for pipelines in self._ranges(num_nodes, min_pipelines):
+            found = fastest_sizes(
+                num_nodes,
+                self._of_each_number(pipelines.fewest),
+                num_microbatches=self._problem.num_microbatches,
+                pipelines=pipelines,
+                # Also what is as fast, and has more pipelines.
+                below_s=np.nextafter(best.iteration_s, np.inf) if best else np.inf,
+            )
+            if found is not None:
+                one = self._instantiated(found[1])
+                best = min(best, one) if best else one
+        return best
+
+    def _ranges(self, num_nodes: int, fewest: int) -> Iterator[Range]:
+        """The numbers of pipelines: one by one, then all others."""
+        would_fit = num_nodes // min(self._templates)
+        most = min(would_fit, self._problem.num_microbatches)
+        for number in range(fewest, min(most, NUMBERS_APART) + 1):
+            yield Range(number, number)
+        fewest = max(fewest, NUMBERS_APART + 1)
+        if fewest <= most:
+            yield Range(fewest, None if most == would_fit else most)
+
+    def _of_each_number(self, num_pipelines: int) -> dict[int, Seconds]:
+        """By size, when one of so many pipelines ends."""
+        if num_pipelines not in self._tables:
+            self._tables[num_pipelines] = {
+                size: self._times.of_each_number(template, num_pipelines=num_pipelines)
+                for size, template in self._templates.items()
+            }
+        return self._tables[num_pipelines]
+
+    def _instantiated(self, sizes: tuple[int, ...]) -> _Instantiated:
+        templates = [self._templates[size] for size in sizes]
+        microbatches = distribute_microbatches(self._problem, templates, times=self._times)
+        iteration_s = self._times.iteration_s(templates, microbatches)
+        return _Instantiated(iteration_s, -len(sizes), sizes, microbatches)
 
 
 def _nodes_at_work(
@@ -216,69 +291,6 @@ def _fewest(numbers: int, min_pipelines: int) -> int:
     """The fewest pipelines, of min_pipelines or more, in a set of numbers."""
     above = numbers >> min_pipelines
     return min_pipelines + (above & -above).bit_length() - 1
-
-
-def _fastest_sizes(
-    problem: Problem, num_nodes: int, makespans_s: Mapping[int, Seconds]
-) -> tuple[int, ...] | None:
-    """The fastest instantiation.
-
-    Args:
-        makespans_s: by the number of nodes of a template.
-    """
-    return fastest_sizes(
-        num_nodes,
-        makespans_s,
-        num_microbatches=problem.num_microbatches,
-        min_pipelines=problem.failures_tolerated + 1,
-    )
-
-
-def _makespans_s(
-    problem: Problem, templates: Iterable[PipelineTemplate]
-) -> dict[PipelineTemplate, Seconds]:
-    """The makespans of each template: entry n - 1 is that of n microbatches."""
-    found = list(dict.fromkeys(templates))
-    if not found:
-        return {}
-    table = stage_table([stage_seconds(problem.profile, template) for template in found])
-    return dict(zip(found, makespans_up_to(table, problem.num_microbatches), strict=True))
-
-
-def _distribution(
-    problem: Problem, makespans_s: Sequence[Seconds]
-) -> tuple[float, tuple[int, ...]]:
-    """The iteration time, and the microbatches of each pipeline.
-
-    Args:
-        makespans_s: by pipeline, entry n - 1 that of n microbatches.
-    """
-    counts = [1] * len(makespans_s)
-    iteration_s = max(float(makespans[0]) for makespans in makespans_s)
-    spare = problem.num_microbatches - len(counts)
-    if spare == 0:
-        return iteration_s, tuple(counts)
-    ends_s = [(float(makespans[1]), index) for index, makespans in enumerate(makespans_s)]
-    heapify(ends_s)
-    for _ in range(spare):
-        end_s, index = ends_s[0]
-        iteration_s = max(iteration_s, end_s)
-        counts[index] += 1
-        # The last entry stands in for one more than all microbatches, which nobody is given.
-        next_count = min(counts[index] + 1, problem.num_microbatches)
-        heapreplace(ends_s, (float(makespans_s[index][next_count - 1]), index))
-    return iteration_s, tuple(counts)
-
-
-def _check_microbatches(problem: Problem, num_pipelines: int) -> None:
-    if problem.num_microbatches < num_pipelines:
-        samples = problem.num_microbatches * problem.profile.microbatch_size
-        needed = num_pipelines * problem.profile.microbatch_size
-        remedy = (
-            f"{num_pipelines} pipelines need a microbatch of {problem.profile.microbatch_size} "
-            f"samples each; {needed} is the nearest that would do"
-        )
-        raise ConfigError("training.global_batch_size", samples, remedy)
 
 
 def _no_plan_error(

@@ -32,15 +32,14 @@ class Problem:
     Attributes:
         num_microbatches: of the whole job, in one iteration.
         failures_tolerated: f; a plan has f + 1 pipelines or more.
-        gradient_copies: gradients kept, in multiples of the parameters' bytes: 1 in fast mode,
-            3 in deterministic mode (float64 sums beside the float32 gradients).
+        is_deterministic: gradients are summed in float64.
     """
 
     profile: ModelProfile
     devices_per_node: int
     num_microbatches: int
     failures_tolerated: int
-    gradient_copies: int = 1
+    is_deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:
@@ -51,6 +50,17 @@ class Problem:
             samples = self.num_microbatches * self.profile.microbatch_size
             remedy = f"at least one microbatch, {self.profile.microbatch_size} samples"
             raise ConfigError("training.global_batch_size", samples, remedy)
+
+    @property
+    def gradient_copies(self) -> int:
+        """Gradients kept, in multiples of the parameters' bytes: float64 sums stand beside those
+        in float32."""
+        return 3 if self.is_deterministic else 1
+
+    @property
+    def reduce_bytes_factor(self) -> float:
+        """Bytes that a reduction moves per byte of parameters, see `Reductions`."""
+        return 1.5 if self.is_deterministic else 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

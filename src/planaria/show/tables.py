@@ -22,6 +22,7 @@ from planaria.estimator.memory import peak_bytes
 from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate
+from planaria.planner.times import PlainTimes
 
 
 def plan_table(problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan) -> Group:
@@ -51,7 +52,7 @@ def plan_json(
         planning_s: what it took to make templates and plan.
     """
     ranked_by_size = [templates[size] for size in sorted(templates)]
-    iteration_s = plan_iteration_s(problem, plan)
+    iteration_s = plan_iteration_s(plan, PlainTimes(problem))
     costs = [_cost(problem, templates[size], plan) for size in sorted(templates)]
     return {
         "templates": [
@@ -193,7 +194,7 @@ def _pipelines_table(problem: Problem, plan: Plan) -> Table:
 
 
 def _summary(problem: Problem, plan: Plan) -> Text:
-    iteration_s = plan_iteration_s(problem, plan)
+    iteration_s = plan_iteration_s(plan, PlainTimes(problem))
     return Text.assemble(
         "iteration ",
         (_seconds_text(iteration_s), "bold"),

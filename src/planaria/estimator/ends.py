@@ -1,0 +1,168 @@
+"""When each stage of a pipeline has done its last backward, for every number of microbatches.
+
+With n microbatches stage i, which keeps w = S - i in flight, does what it would do with more of
+them until its backward of microbatch n - w (or, if n < w, its forward of n - 1): there it has no
+forwards left. So one run of 1F1B serves every n, and what follows, backwards alone, is the same
+triangle for all n: in wave k stage i runs the backward of microbatch n - w + k.
+
+The run itself need not be long. Its state (when each stage and link is free) decides all that
+follows, and what is added to all of it stays added. So once the state is that of p microbatches
+ago but for a constant, it repeats for ever, and n microbatches take that constant more than n - p.
+Pipelines settle after a few times S microbatches; p is the number of microbatches that go around
+in the slowest cycle of stages.
+
+Source: Baccelli et al., "Synchronization and Linearity" (1992), section 3.7, for why it settles.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planaria.estimator.makespan import Run, Seconds, StageSeconds, StageTable, stage_table
+
+# By how much a state may differ from the repeated one, as a share of the constant: an error of so
+# much of the makespan at most, far below what any profile knows.
+_TOLERANCE: Final = 1e-9
+_FIRST_CHECK: Final = 3  # Times the number of stages, in microbatches; then so many times that.
+_CHECK_GROWTH: Final = 1.3
+_ENDLESS: Final = 1 << 60
+_CHUNK_BYTES: Final = 1 << 26  # Of the states of one run, as far as the number of columns can help.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageEnds:
+    """When each stage of a pipeline ends; S stages.
+
+    Attributes:
+        ends_s: of shape [n, S]; row n - 1 is that of n microbatches.
+        period: further rows repeat those of so many microbatches less; 0 if there are none.
+        period_s: that much later.
+    """
+
+    ends_s: Seconds
+    period: int
+    period_s: float
+
+    def of(self, num_microbatches: int) -> Seconds:
+        """When each stage ends, shape [S]."""
+        row, periods = self._row(np.array([num_microbatches]))
+        ends_s: Seconds = self.ends_s[row[0]] + periods[0] * self.period_s
+        return ends_s
+
+    def latest_s(self, after_s: Sequence[float], num_microbatches: int) -> Seconds:
+        """When all is over if each stage goes on for so long after its end.
+
+        Args:
+            after_s: by stage.
+
+        Returns:
+            shape [num_microbatches]; entry n - 1 is that of n microbatches; they never fall.
+        """
+        rows, periods = self._row(np.arange(1, num_microbatches + 1))
+        latest_s = (self.ends_s + np.array(after_s)).max(axis=1)[rows] + periods * self.period_s
+        never_fall_s: Seconds = np.maximum.accumulate(latest_s)  # But for rounding.
+        return never_fall_s
+
+    def _row(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The row that each number of microbatches repeats, and by how many periods."""
+        beyond = np.maximum(numbers - len(self.ends_s), 0)
+        assert self.period or not beyond.any()
+        periods = -(-beyond // max(1, self.period))
+        return numbers - periods * self.period - 1, periods
+
+
+def stage_ends(pipelines: Sequence[StageSeconds], num_microbatches: int) -> list[StageEnds]:
+    """The ends of each pipeline's stages with up to so many microbatches."""
+    found: dict[int, StageEnds] = {}
+    # Those of one run are filled up to the deepest: neighbours in depth share one.
+    by_depth = sorted(range(len(pipelines)), key=lambda i: len(pipelines[i].forward_s))
+    while by_depth:
+        depth = len(pipelines[by_depth[-1]].forward_s)
+        num_ticks = min(2 * num_microbatches, 4 * _FIRST_CHECK * depth) + depth
+        most = max(1, _CHUNK_BYTES // (3 * 8 * num_ticks * depth))
+        together, by_depth = by_depth[-most:], by_depth[:-most]
+        ends = _ends(stage_table([pipelines[i] for i in together]), num_microbatches)
+        for index, of_one in zip(together, ends, strict=True):
+            num_stages = len(pipelines[index].forward_s)
+            own_s = np.ascontiguousarray(of_one.ends_s[:, -num_stages:])
+            found[index] = StageEnds(own_s, of_one.period, of_one.period_s)
+    return [found[index] for index in range(len(pipelines))]
+
+
+def _ends(table: StageTable, num_microbatches: int) -> list[StageEnds]:
+    """The ends of the pipelines of a table, filled up in front."""
+    states, periods, periods_s = _states(table, num_microbatches)
+    num_stages = len(table.forward_s)
+    most = min(num_microbatches, (len(states) - num_stages) // 2)
+    stage = np.arange(num_stages)[:, None]
+    in_flight = num_stages - stage
+    number = np.arange(1, most + 1)[None, :]
+    has_backward = number >= in_flight
+    last_backward = 2 * num_stages - 1 - stage + 2 * (number - in_flight)
+    last_forward = stage + 2 * (number - 1)
+    tick_there = np.where(has_backward, last_backward, last_forward)
+    # [S, N_b, C]: when the stage, and the link above it, have come there.
+    end_s, up_s = states[tick_there, 0, stage], states[tick_there, 1, stage]
+    for wave in range(1, num_stages):
+        upper, lower = slice(0, num_stages - wave), slice(1, num_stages - wave + 1)
+        runs = (wave >= in_flight - number)[upper, :, None]
+        arrival_s = up_s[lower] + table.latency_s[lower, None]
+        _act(end_s[upper], arrival_s, table.backward_s[upper, None], runs)
+        _act(up_s[upper], end_s[upper], table.transfer_s[upper, None], runs)
+    return [
+        StageEnds(end_s[:, :, column].T, int(periods[column]), float(periods_s[column]))
+        for column in range(end_s.shape[2])
+    ]
+
+
+def _states(table: StageTable, num_microbatches: int) -> tuple[Seconds, NDArray[np.int64], Seconds]:
+    """A run until it repeats, or to the last of the microbatches.
+
+    Returns:
+        the state after each tick, of shape [ticks, 3, S, C]: when each stage, the link above it and
+        the one below it are free; and of each pipeline the period in microbatches, 0 if it did not
+        come to repeat, and in seconds.
+    """
+    run = Run(table)
+    num_stages, num_pipelines = table.forward_s.shape
+    states: list[Seconds] = []
+    end = 2 * num_microbatches + num_stages
+    check = 2 * _FIRST_CHECK * num_stages
+    periods = np.zeros(num_pipelines, dtype=np.int64)
+    periods_s = np.zeros(num_pipelines)
+    while len(states) < end:
+        run.forward(len(states), _ENDLESS)
+        run.backward(len(states), _ENDLESS)
+        states.append(np.stack((run.end_s, run.up_s[:-1], run.down_s[1:])))
+        if len(states) == check + 1 < end:
+            periods, periods_s = _repeats(states)
+            if periods.all():
+                end = check + num_stages
+            check = 2 * int(_CHECK_GROWTH * check / 2)
+    return np.stack(states), periods, periods_s
+
+
+def _repeats(states: list[Seconds]) -> tuple[NDArray[np.int64], Seconds]:
+    """Of each pipeline the fewest microbatches that repeat the last state, 0 for none, and how much
+    later they end."""
+    *_, num_stages, num_pipelines = states[-1].shape
+    periods = np.zeros(num_pipelines, dtype=np.int64)
+    periods_s = np.zeros(num_pipelines)
+    for period in range(1, num_stages + 1):
+        later_s = (states[-1] - states[-1 - 2 * period]).reshape(-1, num_pipelines)
+        most_s = later_s.max(axis=0)
+        is_new = (most_s - later_s.min(axis=0) <= _TOLERANCE * most_s) & (periods == 0)
+        periods[is_new] = period
+        periods_s[is_new] = most_s[is_new]
+        if periods.all():
+            break
+    return periods, periods_s
+
+
+def _act(end_s: Seconds, ready_s: Seconds, lasts_s: Seconds, runs: NDArray[np.bool_]) -> None:
+    """Move end_s on to the end of what starts when it is free and the input is ready."""
+    np.maximum(end_s, ready_s, out=end_s, where=runs)
+    np.add(end_s, lasts_s, out=end_s, where=runs)

@@ -1,0 +1,119 @@
+"""How many microbatches each pipeline gets.
+
+`fastest_distribution` gives the next one to the pipeline that would end first with it. A pipeline
+never ends earlier with one more, so it takes the ends in ascending order, and the last one is as
+early as can be: exact for the time of the slowest pipeline, fill and drain included.
+
+`levelled_distribution` is Oobleck's, exact as well: it minimises the sum of (N_i * T_i - M)^2,
+where M is their mean. For a given M each pipeline has a term of its own, convex in N_i, so the best
+are the microbatches that add least, T_i^2 * (2 n + 1) - 2 * M * T_i for one more than n. As M grows
+slower pipelines become cheaper, and microbatches move to them one by one. The mean is the M with
+the lowest sum, so the answer is among the distributions that are passed on the way.
+
+Source: Oobleck (SOSP '23), section 4.2.2, equation 6.
+Differs: N_b * T ignores that a pipeline fills and drains; plans are made with the first. The
+constraint of equation 6 sums over templates where it means pipelines.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from math import sqrt
+
+from planaria.errors import ConfigError
+from planaria.planner.problem import Problem, Seconds
+
+
+def fastest_distribution(times_s: Sequence[Seconds], num_microbatches: int) -> tuple[int, ...]:
+    """The microbatches of each pipeline, at least one, with which the last one ends earliest.
+
+    Args:
+        times_s: by pipeline; entry n - 1 is when it ends with n microbatches: they never fall.
+        num_microbatches: as many as pipelines or more.
+    """
+    counts = [1] * len(times_s)
+    if num_microbatches == len(counts):
+        return tuple(counts)
+    ends_s = [(float(times[1]), index) for index, times in enumerate(times_s)]
+    heapify(ends_s)
+    for _ in range(num_microbatches - len(counts)):
+        _, index = ends_s[0]
+        counts[index] += 1
+        # The last entry stands in for one more than all microbatches, which nobody is given.
+        next_count = min(counts[index] + 1, num_microbatches)
+        heapreplace(ends_s, (float(times_s[index][next_count - 1]), index))
+    return tuple(counts)
+
+
+def levelled_distribution(seconds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
+    """The microbatches of each pipeline, at least one, that level their products with seconds.
+
+    Args:
+        seconds: T by pipeline, of one microbatch; above 0.
+        num_microbatches: as many as pipelines or more.
+    """
+    middle_s = num_microbatches / sum(1 / one_s for one_s in seconds)
+    best = _cheapest(seconds, num_microbatches, middle_s)
+    # No product of the answer is further from its mean than this, and so neither is the mean from
+    # where it would be without rounding.
+    spread_s = sqrt(_unevenness(seconds, best))
+    counts = list(_cheapest(seconds, num_microbatches, middle_s - spread_s))
+    while True:
+        best = min(best, tuple(counts), key=lambda found: _unevenness(seconds, found))
+        moves = [
+            (_turn_s(seconds, counts, source, target), source, target)
+            for source in range(len(counts))
+            for target in range(len(counts))
+            if counts[source] > 1 and seconds[source] < seconds[target]
+        ]
+        if not moves or min(moves)[0] > middle_s + spread_s:
+            return best
+        _, source, target = min(moves)
+        counts[source] -= 1
+        counts[target] += 1
+
+
+def check_microbatches(problem: Problem, num_pipelines: int) -> None:
+    """Refuses fewer microbatches than pipelines.
+
+    Raises:
+        ConfigError: there are; it names the nearest global batch that works.
+    """
+    if problem.num_microbatches < num_pipelines:
+        samples = problem.num_microbatches * problem.profile.microbatch_size
+        needed = num_pipelines * problem.profile.microbatch_size
+        remedy = (
+            f"{num_pipelines} pipelines need a microbatch of {problem.profile.microbatch_size} "
+            f"samples each; {needed} is the nearest that would do"
+        )
+        raise ConfigError("training.global_batch_size", samples, remedy)
+
+
+def _cheapest(seconds: Sequence[float], num_microbatches: int, mean_s: float) -> tuple[int, ...]:
+    """The distribution with the lowest sum of (N_i * T_i - mean_s)^2."""
+    counts = [1] * len(seconds)
+    costs = [(_cost(one_s, 1, mean_s), index) for index, one_s in enumerate(seconds)]
+    heapify(costs)
+    for _ in range(num_microbatches - len(counts)):
+        _, index = costs[0]
+        counts[index] += 1
+        heapreplace(costs, (_cost(seconds[index], counts[index], mean_s), index))
+    return tuple(counts)
+
+
+def _cost(one_s: float, count: int, mean_s: float) -> float:
+    """What one microbatch more than so many adds to a pipeline's term."""
+    return one_s * one_s * (2 * count + 1) - 2 * mean_s * one_s
+
+
+def _turn_s(seconds: Sequence[float], counts: Sequence[int], source: int, target: int) -> float:
+    """The mean from which on a microbatch of source is cheaper in target, the slower one."""
+    taken_s = seconds[source] ** 2 * (2 * counts[source] - 1)
+    given_s = seconds[target] ** 2 * (2 * counts[target] + 1)
+    return (given_s - taken_s) / (2 * (seconds[target] - seconds[source]))
+
+
+def _unevenness(seconds: Sequence[float], counts: Sequence[int]) -> float:
+    """Equation 6: the sum of squared distances from the mean."""
+    products_s = [one_s * count for one_s, count in zip(seconds, counts, strict=True)]
+    mean_s = sum(products_s) / len(products_s)
+    return sum((product_s - mean_s) ** 2 for product_s in products_s)

@@ -1,0 +1,91 @@
+"""When a plan ends in which every microbatch keeps to a pipeline's own stages.
+
+Exactly what the estimator finds for its schedule, without building that: the stages' ends under
+1F1B are looked up, and reductions follow them in the order of their buckets.
+
+Source: Oobleck (SOSP '23), section 4.2.2, which takes the slowest pipeline for the whole.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan
+from planaria.estimator.ends import StageEnds, stage_ends
+from planaria.estimator.makespan import Seconds, stage_seconds
+from planaria.estimator.reductions import Reductions, equal_reduce_s, reduction_starts_s
+from planaria.planner.problem import Problem
+from planaria.schedule.lower import buckets_of
+
+
+class PlainTimes:
+    """The times of a job's pipelines, alone and together.
+
+    Args:
+        templates: that will be asked for; others may be.
+    """
+
+    def __init__(self, problem: Problem, templates: Iterable[PipelineTemplate] = ()) -> None:
+        self._problem = problem
+        self._ends: dict[PipelineTemplate, StageEnds] = {}
+        self._add(templates)
+
+    def ends(self, template: PipelineTemplate) -> StageEnds:
+        """When the template's stages end."""
+        if template not in self._ends:
+            self._add([template])
+        return self._ends[template]
+
+    def makespan_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
+        """When a pipeline has done its last backward."""
+        return float(self.ends(template).of(num_microbatches)[0])
+
+    def of_each_number(self, template: PipelineTemplate, *, num_pipelines: int) -> Seconds:
+        """When a pipeline is through with its reductions, if all pipelines were of its template.
+
+        Returns:
+            entry n - 1 is that of n microbatches; they never fall.
+        """
+        reduce_s = equal_reduce_s(
+            self._problem.profile,
+            template,
+            num_pipelines=num_pipelines,
+            bytes_factor=self._problem.reduce_bytes_factor,
+        )
+        return self.ends(template).latest_s(reduce_s, self._problem.num_microbatches)
+
+    def iteration_s(
+        self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
+    ) -> float:
+        """The iteration of pipelines of these templates, with so many microbatches each."""
+        profile = self._problem.profile
+        plan = Plan(0, pipelines_of(templates, range(sum(t.num_nodes for t in templates))), ())
+        ends_s: dict[int, float] = {}
+        for pipeline, count in zip(plan.pipelines, microbatches, strict=True):
+            for index, end_s in enumerate(self.ends(pipeline.template).of(count).tolist()):
+                ends_s[pipeline.stage_ranks(index)[0]] = end_s
+        buckets = buckets_of(plan, tied=profile.tied)
+        # A stage's other devices hand over at once: they add nothing to its first one's.
+        handed_over_s = [max(ends_s.get(rank, 0.0) for rank in b.ranks) for b in buckets]
+        factor = self._problem.reduce_bytes_factor
+        reductions = Reductions(profile, plan, bytes_factor=factor)
+        reduce_s = [reductions.seconds(bucket) for bucket in buckets]
+        starts_s = reduction_starts_s(buckets, handed_over_s, reduce_s)
+        reduced_s = (start_s + lasts_s for start_s, lasts_s in zip(starts_s, reduce_s, strict=True))
+        return max((*ends_s.values(), *reduced_s)) + reductions.commit_s()
+
+    def _add(self, templates: Iterable[PipelineTemplate]) -> None:
+        new = [template for template in dict.fromkeys(templates) if template not in self._ends]
+        seconds = [stage_seconds(self._problem.profile, template) for template in new]
+        ends = stage_ends(seconds, self._problem.num_microbatches)
+        self._ends.update(zip(new, ends, strict=True))
+
+
+def pipelines_of(
+    templates: Sequence[PipelineTemplate], nodes: Sequence[int]
+) -> tuple[Pipeline, ...]:
+    """One pipeline of each of these templates, on the nodes in their order."""
+    assert sum(template.num_nodes for template in templates) == len(nodes)
+    unused = iter(nodes)
+    return tuple(
+        Pipeline(template, tuple(next(unused) for _ in range(template.num_nodes)))
+        for template in templates
+    )

@@ -1,0 +1,87 @@
+"""The time of a plan as the planner looks it up, against the estimator's run of its schedule."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from exhaustive import all_shapes, small_problem, template_of
+from planaria.core.plan import PipelineTemplate, TiedParameters, plain_plan
+from planaria.estimator.reductions import Reductions, equal_reduce_s
+from planaria.estimator.time import predicted_timeline
+from planaria.planner.problem import Problem
+from planaria.planner.times import PlainTimes, pipelines_of
+from planaria.schedule.lower import buckets_of, lowered
+
+SEED = 20_261_121
+
+
+def random_problem(rng: random.Random) -> Problem:
+    """Some share a parameter between the first and the last layer."""
+    problem, _ = small_problem(rng)
+    layers = problem.profile.layers
+    num_bytes = min(layers[0].parameter_bytes, layers[-1].parameter_bytes)
+    tied = (TiedParameters((0, len(layers) - 1), num_bytes),) if rng.random() < 0.5 else ()
+    profile = replace(problem.profile, device_memory_bytes=0, tied=tied)
+    return replace(problem, profile=profile, is_deterministic=rng.random() < 0.5)
+
+
+def random_templates(rng: random.Random, problem: Problem) -> list[PipelineTemplate]:
+    found = []
+    for num_nodes in (1, 2, 3):
+        shapes = all_shapes(problem, num_nodes)
+        found += [template_of(rng.choice(shapes), num_nodes) for _ in range(2) if shapes]
+    return found
+
+
+def test_the_time_of_a_plan_is_that_of_its_schedule() -> None:
+    """Pipelines of any depth, stages of several devices, tied parameters, float64 sums."""
+    rng = random.Random(SEED)
+    num_cases = 0
+    while num_cases < 100:
+        problem = random_problem(rng)
+        templates = random_templates(rng, problem)
+        if not templates:
+            continue
+        num_cases += 1
+        chosen = [rng.choice(templates) for _ in range(rng.randint(1, 4))]
+        microbatches = tuple(rng.randint(1, 9) for _ in chosen)
+        nodes = range(sum(template.num_nodes for template in chosen))
+        plan = plain_plan(0, pipelines_of(chosen, nodes), microbatches)
+
+        times = PlainTimes(replace(problem, num_microbatches=sum(microbatches)), templates)
+
+        expected = predicted_timeline(
+            lowered(plan, tied=problem.profile.tied),
+            problem.profile,
+            plan=plan,
+            reduce_bytes_factor=problem.reduce_bytes_factor,
+        )
+        found_s = times.iteration_s(chosen, microbatches)
+        where = f"seed {SEED}, case {num_cases}"
+        assert found_s == pytest.approx(expected.iteration_s, rel=1e-9), where
+
+
+def test_reductions_among_equal_pipelines_are_those_of_their_buckets() -> None:
+    """By stage, the sum of the buckets that its ranks take part in."""
+    rng = random.Random(SEED)
+    for case in range(50):
+        problem = random_problem(rng)
+        for template in random_templates(rng, problem):
+            num_pipelines = rng.randint(1, 4)
+            nodes = range(num_pipelines * template.num_nodes)
+            plan = plain_plan(
+                0, pipelines_of([template] * num_pipelines, nodes), (1,) * num_pipelines
+            )
+            reductions = Reductions(problem.profile, plan, bytes_factor=1.5)
+            expected = [0.0] * len(template.stages)
+            for bucket in buckets_of(plan, tied=problem.profile.tied):
+                for index in range(len(template.stages)):
+                    if plan.pipelines[0].stage_ranks(index)[0] in bucket.ranks:
+                        expected[index] += reductions.seconds(bucket)
+
+            found = equal_reduce_s(
+                problem.profile, template, num_pipelines=num_pipelines, bytes_factor=1.5
+            )
+
+            assert found == pytest.approx(expected), f"seed {SEED}, case {case}"
