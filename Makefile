@@ -17,17 +17,18 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test sweep chaos check docs bench clean
+.PHONY: help demo test sweep chaos check docs profiles bench clean
 
 help:
-	@echo 'make demo    train on six nodes, kill two, compare the bits with a run in peace'
-	@echo 'make test    check the code, then run all tests'
-	@echo 'make sweep   the long tests: every pipeline shape for every model family'
-	@echo 'make chaos   every loss: each node, each step, twice, with and without a coordinator'
-	@echo 'make check   formatting, lint and types'
-	@echo 'make docs    write the generated pages in docs/'
-	@echo 'make bench   run every script in benchmarks/'
-	@echo 'make clean   remove the environment, caches and reports'
+	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
+	@echo 'make test     check the code, then run all tests'
+	@echo 'make sweep    the long tests: every pipeline shape for every model family'
+	@echo 'make chaos    every loss: each node, each step, twice, with and without a coordinator'
+	@echo 'make check    formatting, lint and types'
+	@echo 'make docs     write the generated pages in docs/'
+	@echo 'make profiles write the shipped profiles, print what they cost'
+	@echo 'make bench    run every script in benchmarks/'
+	@echo 'make clean    remove the environment, caches and reports'
 
 demo: $(READY)
 	$(BIN)/python examples/survive.py reports/demo
@@ -49,6 +50,9 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m planaria.config > docs/JOB.md
+
+profiles: $(READY)
+	$(BIN)/python -m planaria.profiles src/planaria/profiles
 
 # A script ends with 2, and a line that says so, if it needs an extra that is not installed.
 bench: $(READY)

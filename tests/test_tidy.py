@@ -29,7 +29,7 @@ LEVELS = (
     {"transport"},
     {"checkpoint"},
     {"engine", "nodes", "simulator"},
-    {"show", "simulator.compare"},
+    {"show", "simulator.compare", "profiles"},
     {"planaria", "cli", "config", "library", "planning"},
 )
 WALL = 8  # The levels below it decide, the others act.

@@ -1,0 +1,328 @@
+"""What a transformer costs on devices that nobody has measured: a profile from its shape.
+
+The layers are the embedding, one for each block, and the head (final norm, logits and loss). Each
+has three parts of work: the forward, the gradient of its input, and that of its weights. On d
+devices of a node a part takes
+
+    max(FLOPs / (attained share * peak), bytes moved / memory bandwidth) / d + all-reduces
+
+FLOPs: a product of an m x k with a k x n matrix has 2 m n k, and each of its two gradients as
+many. Attention multiplies queries with keys, and scores with values: 4 s h for each token of a
+sequence of s, half of it where a token sees only those before it. It has no weights, so all of its
+backward is the gradient of the input: five products instead of two, as flash attention makes the
+scores again. Norms, activation functions and the loss have none; they are in the attained share.
+
+Bytes moved: the parameters once, and what is kept for the backward twice (written and read), in
+each part. The embedding reads and writes the rows that it needs, not its table.
+
+All-reduces: tensor parallelism sums the hidden states twice in a block's forward and twice in its
+backward, once behind the embedding and once in the head's backward; each takes two latencies and
+2 (d - 1) / d * bytes / bandwidth. The three sums of a few bytes a token in the loss are left out.
+
+Memory: parameters, their gradients and activations in bfloat16; the optimizer keeps a float32
+copy, m and v, 12 bytes a parameter. A block keeps the input of every matrix, norm and activation
+function, queries, keys and values, and a byte for each value that dropout may drop: for a GPT
+34 s b h bytes. Scores are not kept (flash attention), nor its 4 bytes for each head and token. The
+head keeps float32 logits of all tokens, also for an encoder.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys
+'23), section 4: activations; Shoeybi et al., Megatron-LM (2019), section 3: where tensor
+parallelism sums; Dao, FlashAttention-2 (2023), section 4.1: five products for two.
+Differs: a term 5 a s / h of the first is left out with the scores; activations are those of one
+device, whole, also where several share a layer, as estimator/memory.py counts them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
+
+DEVICE_COUNTS: Final = (1, 2, 4, 8)
+VALUE_BYTES: Final = 2  # bfloat16: a parameter, a gradient, an activation.
+OPTIMIZER_BYTES: Final = 12  # Of a parameter: float32 copy, m and v.
+LOGIT_BYTES: Final = 4
+MASK_BYTES: Final = 1
+TOKEN_BYTES: Final = 8
+NUM_SEGMENTS: Final = 2  # An encoder's embedding tells two sentences apart.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    """The sizes of a transformer; the defaults are what GPT-2 does.
+
+    Attributes:
+        num_kv_heads: heads of keys and values, fewer than num_heads where these are grouped.
+        feed_forward_size: values between the matrices of the feed-forward part.
+        sequence_length: tokens in a sample.
+        is_encoder: every token sees all others, norms come last, and the head has a matrix of its
+            own before the logits (BERT); else a token sees those before it.
+        is_gated: a third matrix gates the feed-forward part (SwiGLU).
+        has_biases: in matrices and norms.
+        has_learned_positions: a table of them, else they are computed (rotary).
+        has_tied_embedding: the head's matrix is the embedding's table.
+        has_dropout: behind attention, feed-forward part and embedding.
+    """
+
+    name: str
+    num_blocks: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    feed_forward_size: int
+    vocabulary_size: int
+    sequence_length: int
+    is_encoder: bool = False
+    is_gated: bool = False
+    has_biases: bool = True
+    has_learned_positions: bool = True
+    has_tied_embedding: bool = True
+    has_dropout: bool = True
+
+    @property
+    def kv_size(self) -> int:
+        """Values of a token's keys, and of its values."""
+        return self.hidden_size // self.num_heads * self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A cluster in the figures of its data sheets.
+
+    Attributes:
+        flops_per_s_peak: of a device, in bfloat16 without sparsity.
+        attained_share: of that peak, 0 to 1, in a layer's own work.
+        bandwidth_bytes_per_s: of a device's memory.
+        memory_bytes: that a job may use of a device.
+        intra_node: from device to device in a node; inter_node: between nodes; device_to_host:
+            to the node's own memory. One direction.
+    """
+
+    name: str
+    flops_per_s_peak: float
+    attained_share: float
+    bandwidth_bytes_per_s: float
+    memory_bytes: int
+    intra_node: Link
+    inter_node: Link
+    device_to_host: Link
+
+    def seconds(self, num_flops: int, moved_bytes: int) -> float:
+        """The time of so much work on one device."""
+        return max(
+            num_flops / (self.flops_per_s_peak * self.attained_share),
+            moved_bytes / self.bandwidth_bytes_per_s,
+        )
+
+    def all_reduce_s(self, num_bytes: int, num_devices: int) -> float:
+        """The time in which devices of a node sum num_bytes; the formula of estimator/time.py."""
+        if num_devices == 1:
+            return 0.0
+        share = 2 * (num_devices - 1) / num_devices
+        return 2 * self.intra_node.latency_s + share * (
+            num_bytes / self.intra_node.bandwidth_bytes_per_s
+        )
+
+
+def analytic_profile(
+    shape: TransformerShape, machine: Machine, *, microbatch_size: int
+) -> ModelProfile:
+    """The profile of a transformer on a machine, seconds to four digits.
+
+    Device counts are those of 1, 2, 4 and 8 that share the heads evenly.
+    """
+    num_tokens = microbatch_size * shape.sequence_length
+    hidden_bytes = VALUE_BYTES * num_tokens * shape.hidden_size
+    counts = [
+        count
+        for count in DEVICE_COUNTS
+        if shape.num_heads % count == 0 and shape.num_kv_heads % count == 0
+    ]
+
+    def profiled(work: _Work) -> LayerProfile:
+        return _layer_profile(work, machine, counts=counts, reduced_bytes=hidden_bytes)
+
+    block = profiled(_block(shape, num_tokens))
+    layers = (
+        profiled(_embedding(shape, num_tokens)),
+        *(replace(block, name=f"block.{index}") for index in range(shape.num_blocks)),
+        replace(profiled(_head(shape, num_tokens)), output_bytes=0),
+    )
+    return ModelProfile(
+        model=shape.name,
+        microbatch_size=microbatch_size,
+        dtype="bfloat16",
+        device=machine.name,
+        device_memory_bytes=machine.memory_bytes,
+        layers=layers,
+        links={
+            "intra_node": machine.intra_node,
+            "inter_node": machine.inter_node,
+            "device_to_host": machine.device_to_host,
+        },
+        tied=_tied(shape),
+    )
+
+
+def num_parameters(shape: TransformerShape) -> int:
+    """Of the whole model, a shared table counted once."""
+    counted = sum(
+        count * work.num_parameters for count, work in _works(shape, shape.sequence_length)
+    )
+    return counted - shape.has_tied_embedding * shape.vocabulary_size * shape.hidden_size
+
+
+def sample_flops(shape: TransformerShape) -> int:
+    """Forward and backward of one sample, with the scores that attention makes again."""
+    return sum(
+        count * sum(part.num_flops for part in (work.forward, work.to_input, work.to_weight))
+        for count, work in _works(shape, shape.sequence_length)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a layer's work on one microbatch.
+
+    Attributes:
+        num_reductions: all-reduces of hidden states where several devices share it.
+    """
+
+    num_flops: int
+    moved_bytes: int
+    num_reductions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What one layer does with one microbatch, and holds.
+
+    Attributes:
+        to_input, to_weight: the gradients.
+    """
+
+    name: str
+    num_parameters: int
+    activation_bytes: int
+    forward: _Part
+    to_input: _Part
+    to_weight: _Part
+
+
+def _works(shape: TransformerShape, num_tokens: int) -> tuple[tuple[int, _Work], ...]:
+    """How many of each kind of layer, and its work."""
+    return (
+        (1, _embedding(shape, num_tokens)),
+        (shape.num_blocks, _block(shape, num_tokens)),
+        (1, _head(shape, num_tokens)),
+    )
+
+
+def _embedding(shape: TransformerShape, num_tokens: int) -> _Work:
+    h = shape.hidden_size
+    num_rows = shape.vocabulary_size
+    if shape.has_learned_positions:
+        num_rows += shape.sequence_length
+    norm = 0
+    if shape.is_encoder:
+        num_rows += NUM_SEGMENTS
+        norm = _norm_parameters(shape)
+    kept = TOKEN_BYTES + shape.has_dropout * MASK_BYTES * h + shape.is_encoder * VALUE_BYTES * h
+    moved_bytes = 2 * num_tokens * (VALUE_BYTES * h + kept)
+    return _Work(
+        name="embedding",
+        num_parameters=num_rows * h + norm,
+        activation_bytes=num_tokens * kept,
+        forward=_Part(0, moved_bytes, num_reductions=1),
+        to_input=_Part(0, 0),
+        to_weight=_Part(0, moved_bytes),
+    )
+
+
+def _block(shape: TransformerShape, num_tokens: int) -> _Work:
+    h, kv, f = shape.hidden_size, shape.kv_size, shape.feed_forward_size
+    num_wide = 2 if shape.is_gated else 1  # Matrices from h to f; one leads back.
+    weights = h * (h + 2 * kv) + h * h + (num_wide + 1) * h * f
+    biases = shape.has_biases * (h + 2 * kv + h + num_wide * f + h)
+    # In the order of their use: a norm's input, the input of query, key and value, these three,
+    # the input of the projection; a norm's input, that of the wide matrices, what these put out,
+    # the input of the last matrix. An activation function's output is that, or is made again.
+    values = 2 * h + (h + 2 * kv) + h + 2 * h + num_wide * f + f
+    kept = VALUE_BYTES * values + shape.has_dropout * MASK_BYTES * 2 * h
+    activation_bytes = num_tokens * kept
+    parameters = weights + biases + 2 * _norm_parameters(shape)
+    moved_bytes = VALUE_BYTES * parameters + 2 * activation_bytes
+    product_flops = 2 * num_tokens * weights
+    seen = shape.sequence_length if shape.is_encoder else shape.sequence_length // 2
+    score_flops = 4 * num_tokens * seen * h
+    return _Work(
+        name="block",
+        num_parameters=parameters,
+        activation_bytes=activation_bytes,
+        forward=_Part(product_flops + score_flops, moved_bytes, num_reductions=2),
+        to_input=_Part(product_flops + 5 * score_flops // 2, moved_bytes, num_reductions=2),
+        to_weight=_Part(product_flops, moved_bytes),
+    )
+
+
+def _head(shape: TransformerShape, num_tokens: int) -> _Work:
+    h, vocabulary = shape.hidden_size, shape.vocabulary_size
+    weights = vocabulary * h
+    biases = 0
+    values = 2 * h  # The norm's input, and that of the last matrix.
+    if shape.is_encoder:
+        weights += h * h
+        biases = h + vocabulary
+        values += 2 * h  # The input of the matrix before, and of its activation function.
+    activation_bytes = num_tokens * (VALUE_BYTES * values + LOGIT_BYTES * vocabulary)
+    parameters = weights + biases + _norm_parameters(shape)
+    moved_bytes = VALUE_BYTES * parameters + 2 * activation_bytes
+    num_flops = 2 * num_tokens * weights
+    return _Work(
+        name="head",
+        num_parameters=parameters,
+        activation_bytes=activation_bytes,
+        forward=_Part(num_flops, moved_bytes),
+        to_input=_Part(num_flops, moved_bytes, num_reductions=1),
+        to_weight=_Part(num_flops, moved_bytes),
+    )
+
+
+def _norm_parameters(shape: TransformerShape) -> int:
+    return (1 + shape.has_biases) * shape.hidden_size
+
+
+def _tied(shape: TransformerShape) -> tuple[TiedParameters, ...]:
+    if not shape.has_tied_embedding:
+        return ()
+    table_bytes = VALUE_BYTES * shape.vocabulary_size * shape.hidden_size
+    return (TiedParameters((0, shape.num_blocks + 1), table_bytes),)
+
+
+def _layer_profile(
+    work: _Work, machine: Machine, *, counts: Sequence[int], reduced_bytes: int
+) -> LayerProfile:
+    def seconds(part: _Part) -> dict[int, float]:
+        alone_s = machine.seconds(part.num_flops, part.moved_bytes)
+        return {
+            count: _rounded(
+                alone_s / count + part.num_reductions * machine.all_reduce_s(reduced_bytes, count)
+            )
+            for count in counts
+        }
+
+    return LayerProfile(
+        name=work.name,
+        forward_s=seconds(work.forward),
+        backward_input_s=seconds(work.to_input),
+        backward_weight_s=seconds(work.to_weight),
+        parameter_bytes=VALUE_BYTES * work.num_parameters,
+        optimizer_bytes=OPTIMIZER_BYTES * work.num_parameters,
+        activation_bytes=work.activation_bytes,
+        output_bytes=reduced_bytes,
+    )
+
+
+def _rounded(seconds: float) -> float:
+    """To four digits; the model has not as many that are right."""
+    return float(f"{seconds:.4g}")

@@ -1,0 +1,113 @@
+"""The profiles that come with planaria: made by planner/analytic.py, not measured.
+
+The shapes are those that their papers give, GPT-3 with dense attention in every block. The machine
+is nodes of NVIDIA A100 SXM 80 GB:
+
+- 312e12 FLOP/s in bfloat16, 2.039e12 bytes/s of memory, NVLink of 300e9 bytes/s in one direction
+  (data sheet of the A100);
+- one 200 Gb/s port of HDR InfiniBand for each device (DGX A100): 25e9 bytes/s;
+- PCIe 4.0 x16 to the node's memory: 31.5e9 bytes/s, of which 25e9 are counted on;
+- half of the peak: Megatron-LM trains at 44% to 52% of it from end to end (Narayanan et al., SC
+  '21, table 1), bubbles and messages included;
+- 80e9 of its 85.9e9 bytes of memory, for the runtime and the messages in flight need the rest;
+- latencies of 5 us in a node, 10 us between nodes and to the host: assumed.
+
+Samples in a microbatch are those of Oobleck's table 1 for its five models, 1 for the others.
+`python -m planaria.profiles` prints what they cost, and writes them (`make profiles`).
+"""
+
+from pathlib import Path
+from typing import Final
+
+from planaria.core.plan import Link, ModelProfile
+from planaria.planner.analytic import Machine, TransformerShape, analytic_profile
+
+A100: Final = Machine(
+    name="A100 SXM 80 GB",
+    flops_per_s_peak=312e12,
+    attained_share=0.5,
+    bandwidth_bytes_per_s=2.039e12,
+    memory_bytes=80_000_000_000,
+    intra_node=Link(5e-6, 300e9),
+    inter_node=Link(10e-6, 25e9),
+    device_to_host=Link(10e-6, 25e9),
+)
+BERT_LARGE: Final = TransformerShape(
+    name="bert-large",
+    num_blocks=24,
+    hidden_size=1024,
+    num_heads=16,
+    num_kv_heads=16,
+    feed_forward_size=4096,
+    vocabulary_size=30_522,
+    sequence_length=512,
+    is_encoder=True,
+)
+LLAMA2_7B: Final = TransformerShape(
+    name="llama2-7b",
+    num_blocks=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    feed_forward_size=11_008,
+    vocabulary_size=32_000,
+    sequence_length=4096,
+    is_gated=True,
+    has_biases=False,
+    has_learned_positions=False,
+    has_tied_embedding=False,
+    has_dropout=False,
+)
+
+
+def _gpt(
+    name: str, *, num_blocks: int, hidden_size: int, num_heads: int, sequence_length: int = 2048
+) -> TransformerShape:
+    return TransformerShape(
+        name=name,
+        num_blocks=num_blocks,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        feed_forward_size=4 * hidden_size,
+        vocabulary_size=50_257,
+        sequence_length=sequence_length,
+    )
+
+
+# Each shape with the samples of a microbatch. Oobleck's GPT-2 is the medium one of the four.
+SHIPPED: Final = (
+    (BERT_LARGE, 32),
+    (_gpt("gpt2", num_blocks=24, hidden_size=1024, num_heads=16, sequence_length=1024), 32),
+    (_gpt("gpt3-350m", num_blocks=24, hidden_size=1024, num_heads=16), 16),
+    (_gpt("gpt3-2.7b", num_blocks=32, hidden_size=2560, num_heads=32), 2),
+    (_gpt("gpt3-6.7b", num_blocks=32, hidden_size=4096, num_heads=32), 2),
+    (_gpt("gpt3-175b", num_blocks=96, hidden_size=12_288, num_heads=96), 1),
+    (LLAMA2_7B, 1),
+)
+NAMES: Final = tuple(shape.name for shape, _ in SHIPPED)
+NOT_FOUND: Final = f"no such file, and no shipped profile of that name: {', '.join(NAMES)}"
+
+
+def shipped_profiles() -> tuple[ModelProfile, ...]:
+    """What the analytic model gives; the files of this folder hold the same."""
+    return tuple(
+        analytic_profile(shape, A100, microbatch_size=microbatch_size)
+        for shape, microbatch_size in SHIPPED
+    )
+
+
+def shipped_path(name: str) -> Path:
+    """The file of a shipped profile."""
+    assert name in NAMES
+    return Path(__file__).with_name(f"{name}.json")
+
+
+def profile_path(directory: Path, name: str) -> Path:
+    """The file that a user's word for a profile means.
+
+    Args:
+        name: a path, relative to directory; or a shipped profile's name if there is no such file.
+    """
+    path = Path(directory, name)
+    return path if path.is_file() or name not in NAMES else shipped_path(name)
