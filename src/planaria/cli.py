@@ -34,6 +34,7 @@ from planaria.planner.plans import best_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import paper_templates, ranked_templates
 from planaria.planning import Planned, check_size, read_profile
+from planaria.profiles.shipped import NAMES
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.plots import chrome_trace
 from planaria.show.tables import plan_json, plan_table
@@ -192,7 +193,13 @@ def profile(
 @app.command()
 @_exit_codes()
 def plan(
-    profile: Annotated[Path, typer.Argument(metavar="PROFILE.json", help="A profile.")],
+    profile: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROFILE.json|NAME",
+            help=f"A profile, or the name of one that is shipped: {', '.join(NAMES)}.",
+        ),
+    ],
     nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
     devices_per_node: Annotated[int, typer.Option(help="Devices in each node.")] = 1,
     failures: Annotated[int, typer.Option("-f", help="Failures to tolerate at once.")] = 1,

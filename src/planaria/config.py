@@ -7,7 +7,6 @@ checked strictly against the type of its field. Then come the checks that need s
 A path in the file is relative to the file's directory, a path in an override to the current
 directory; checkpoint.directory, where output goes, is always relative to the current directory.
 All of them leave here absolute, because workers need not share a current directory.
-
 The keys' page, docs/JOB.md, is what `python -m planaria.config` prints (`make docs`).
 
 Not checked here: what only torch and transformers know (keys of model.config, of the optimizer and
@@ -33,8 +32,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from planaria.core.job import DataConfig, JobConfig, ModelConfig, TrainingConfig
 from planaria.errors import ConfigError
+from planaria.profiles.shipped import NOT_FOUND, profile_path
 
-_INPUT_PATHS = (("model", "path"), ("model", "profile"), ("data", "path"))
+_INPUT_PATHS = (("model", "path", Path), ("model", "profile", profile_path), ("data", "path", Path))
 
 _MINIMUM = {
     "data.sequence_length": 1,
@@ -183,10 +183,10 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _anchored(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
     """A copy whose input paths are absolute; what is not a path is left for the type check."""
     copy = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
-    for table, key in _INPUT_PATHS:
+    for table, key, path in _INPUT_PATHS:
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
         if isinstance(value, str) and value:
-            copy[table][key] = str(Path(directory, value).absolute())
+            copy[table][key] = str(path(directory, value).absolute())
     return copy
 
 
@@ -345,8 +345,8 @@ def _check_paths(job: JobConfig) -> None:
     """Refuses inputs that are not there and an output directory that is a file."""
     if job.model.path and not Path(job.model.path, "config.json").is_file():
         raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
-    if job.model.profile and not Path(job.model.profile).is_file():
-        remedy = "no such file; planaria profile JOB -o FILE writes one"
+    if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
+        remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
         raise ConfigError("model.profile", job.model.profile, remedy)
     exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
     if job.data.path and not exists(Path(job.data.path)):

@@ -27,6 +27,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
+from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.lower import lowered
 
 # What a rank's process would import at its start, imported once per job instead.
@@ -178,7 +179,8 @@ def mistake_error(mistake: tuple[str, str, str]) -> ConfigError:
 def given_profile(config: JobConfig) -> ModelProfile | None:
     """The profile that the job names, in the job's own seconds; None if it is to be measured.
 
-    Only its figures for one device remain: the engine runs a stage on one device.
+    Only its figures for one device remain: the engine runs a stage on one device. Paced layers
+    share no parameters.
 
     Raises:
         ConfigError: it cannot be read, or a layer of it does not run on one device.
@@ -186,22 +188,25 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
     if not config.model.profile:
         return None
     profile = read_profile(Path(config.model.profile))
-    scale = config.model.time_scale if config.model.kind == "paced" else 1.0
+    if config.model.kind == "paced":
+        profile = replace(scaled(profile, config.model.time_scale), tied=())
     memory_bytes = config.cluster.device_memory_bytes or profile.device_memory_bytes
     if any(1 not in layer.forward_s for layer in profile.layers):
         remedy = 'every layer needs its time on one device: a key "1" in forward_s'
         raise ConfigError("model.profile", config.model.profile, remedy)
-    return replace(on_one_device(scaled(profile, scale)), device_memory_bytes=memory_bytes)
+    return replace(on_one_device(profile), device_memory_bytes=memory_bytes)
 
 
 def read_profile(path: Path) -> ModelProfile:
-    """The profile in a file.
+    """The profile in a file, or the shipped one of that name.
 
     Raises:
         ConfigError: it is missing or is no profile.
     """
     try:
-        data = path.read_bytes()
+        data = profile_path(Path(), str(path)).read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError("profile", str(path), NOT_FOUND) from error
     except OSError as error:
         raise ConfigError("profile", str(path), f"cannot be read: {error.strerror}") from error
     return decode_profile(data, source=str(path))

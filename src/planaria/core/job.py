@@ -32,7 +32,8 @@ class ModelConfig:
     )
     profile: str = _key(
         "",
-        "a profile (planaria profile -o FILE) to plan with instead of measuring; paced: required",
+        "a profile (planaria profile -o FILE), or the name of a shipped one, to plan with instead "
+        "of measuring; paced: required",
     )
     time_scale: float = _key(1.0, "paced: factor on the profile's seconds")
 
