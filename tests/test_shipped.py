@@ -12,6 +12,7 @@ from planaria.core.plan import ModelProfile
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.planning import given_profile, read_profile
+from planaria.profiles.__main__ import profiles_table
 from planaria.profiles.shipped import NAMES, shipped_path, shipped_profiles
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +45,11 @@ def test_the_wheel_takes_what_lies_in_the_package() -> None:
         "targets": {"wheel": {"packages": ["src/planaria"]}},
     }
     assert shipped_path(NAMES[0]).is_relative_to(ROOT / "src" / "planaria")
+
+
+def test_the_page_shows_the_table_as_it_is_printed() -> None:
+    """Run `make profiles` and copy it there."""
+    assert profiles_table() in (ROOT / "docs" / "PROFILES.md").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
