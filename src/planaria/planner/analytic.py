@@ -115,7 +115,7 @@ class Machine:
         )
 
     def all_reduce_s(self, num_bytes: int, num_devices: int) -> float:
-        """The time in which devices of a node sum num_bytes; the formula of estimator/reductions.py."""
+        """The time in which devices of a node sum num_bytes, as estimator/reductions.py has it."""
         if num_devices == 1:
             return 0.0
         share = 2 * (num_devices - 1) / num_devices
