@@ -23,6 +23,7 @@ from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate
 from planaria.planner.times import PlainTimes
+from planaria.show.words import bytes_text, counted, range_text, ranges_text, seconds_text
 
 
 def plan_table(problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan) -> Group:
@@ -78,10 +79,31 @@ def plan_json(
                 for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
             ],
             "iteration_s": iteration_s,
-            "samples_per_s": _num_samples(problem) / iteration_s,
+            "samples_per_s": num_samples(problem) / iteration_s,
         },
         "planning_s": planning_s,
     }
+
+
+def model_text(problem: Problem) -> str:
+    """What the profile was measured of."""
+    profile = problem.profile
+    return f"{len(profile.layers)} layers, {profile.dtype} on {profile.device}"
+
+
+def job_text(problem: Problem, plan: Plan) -> str:
+    """What is planned, and for which machines."""
+    return (
+        f"{counted(len(plan.nodes), 'node')} of {counted(problem.devices_per_node, 'device')}, "
+        f"{counted(problem.num_microbatches, 'microbatch')} "
+        f"of {counted(problem.profile.microbatch_size, 'sample')}, "
+        f"{counted(problem.failures_tolerated, 'failure')} tolerated"
+    )
+
+
+def num_samples(problem: Problem) -> int:
+    """Of one iteration, the whole job's."""
+    return problem.num_microbatches * problem.profile.microbatch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +152,9 @@ def _peak_bytes(problem: Problem, template: PipelineTemplate, num_microbatches: 
     )
 
 
-def _num_samples(problem: Problem) -> int:
-    return problem.num_microbatches * problem.profile.microbatch_size
-
-
 def _heading(problem: Problem, plan: Plan) -> Text:
-    profile = problem.profile
-    num_nodes = len(plan.nodes)
-    return Text.assemble(
-        (profile.model, "bold"),
-        f"  {len(profile.layers)} layers, {profile.dtype} on {profile.device}\n",
-        f"{_counted(num_nodes, 'node')} of {_counted(problem.devices_per_node, 'device')}, ",
-        f"{_counted(problem.num_microbatches, 'microbatch')} ",
-        f"of {_counted(profile.microbatch_size, 'sample')}, ",
-        f"{_counted(problem.failures_tolerated, 'failure')} tolerated",
-    )
+    model, what = problem.profile.model, model_text(problem)
+    return Text.assemble((model, "bold"), f"  {what}\n{job_text(problem, plan)}")
 
 
 def _templates_table(
@@ -163,9 +173,9 @@ def _templates_table(
             str(size),
             str(cost.num_used or "-"),
             _stages_text(cost.template.stages),
-            _seconds_text(cost.iteration_s),
+            seconds_text(cost.iteration_s),
             "-" if templates[size].is_paper else _gap_text(templates[size].gap),
-            _bytes_text(cost.peak_bytes),
+            bytes_text(cost.peak_bytes),
             style="bold green" if cost.num_used else "dim",
         )
     return table
@@ -184,11 +194,11 @@ def _pipelines_table(problem: Problem, plan: Plan) -> Table:
         seconds = stage_seconds(problem.profile, pipeline.template)
         table.add_row(
             str(index),
-            _ranges_text(pipeline.nodes),
+            ranges_text(pipeline.nodes),
             str(len(pipeline.template.stages)),
             str(count),
-            _seconds_text(makespan_s(seconds, count)),
-            _bytes_text(_peak_bytes(problem, pipeline.template, count)),
+            seconds_text(makespan_s(seconds, count)),
+            bytes_text(_peak_bytes(problem, pipeline.template, count)),
         )
     return table
 
@@ -197,15 +207,15 @@ def _summary(problem: Problem, plan: Plan) -> Text:
     iteration_s = plan_iteration_s(plan, PlainTimes(problem))
     return Text.assemble(
         "iteration ",
-        (_seconds_text(iteration_s), "bold"),
+        (seconds_text(iteration_s), "bold"),
         "   ",
-        (f"{_num_samples(problem) / iteration_s:,.1f} samples/s", "bold"),
+        (f"{num_samples(problem) / iteration_s:,.1f} samples/s", "bold"),
     )
 
 
 def _stages_text(stages: Iterable[Stage]) -> str:
     return " | ".join(
-        _range_text(stage.first_layer, stage.end_layer - 1)
+        range_text(stage.first_layer, stage.end_layer - 1)
         + (f" x{stage.num_devices}" if stage.num_devices > 1 else "")
         for stage in stages
     )
@@ -213,40 +223,3 @@ def _stages_text(stages: Iterable[Stage]) -> str:
 
 def _gap_text(gap: float) -> str:
     return f"< {100 * gap:.1f}%" if gap >= 0.0005 else "0"
-
-
-def _ranges_text(numbers: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"; in the order given."""
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    return ", ".join(_range_text(first, last) for first, last in ranges)
-
-
-def _range_text(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def _counted(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
-
-
-def _seconds_text(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.1f} us"
-
-
-def _bytes_text(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:,.1f} TiB"

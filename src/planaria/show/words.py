@@ -1,0 +1,58 @@
+"""Numbers as people read them: ranges, counts, seconds and bytes in words."""
+
+from collections.abc import Iterable
+
+from planaria.core.plan import Stage
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"; in the order given."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return ", ".join(range_text(first, last) for first, last in ranges)
+
+
+def range_text(first: int, last: int) -> str:
+    """0 and 4 as "0-4", 4 and 4 as "4"."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def layers_text(stage: Stage) -> str:
+    """Such as "layers 0-4", or "layer 4"."""
+    noun = "layer" if stage.end_layer - stage.first_layer == 1 else "layers"
+    return f"{noun} {range_text(stage.first_layer, stage.end_layer - 1)}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 node, 2 nodes."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def seconds_text(seconds: float) -> str:
+    """In seconds, or the smaller unit that gives a number of 1 or more."""
+    unit, unit_s = seconds_unit(seconds)
+    return f"{seconds / unit_s:,.{2 if unit == 's' else 1}f} {unit}"
+
+
+def seconds_unit(seconds: float) -> tuple[str, float]:
+    """The largest unit of which there are 1 or more, and its length in seconds."""
+    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    return next((unit for unit in units if seconds >= unit[1]), units[-1])
+
+
+def bytes_text(num_bytes: int) -> str:
+    """In the largest unit that gives a number of 1 or more."""
+    unit, unit_bytes = bytes_unit(num_bytes)
+    return f"{num_bytes / unit_bytes:,.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def bytes_unit(num_bytes: int) -> tuple[str, int]:
+    """The largest unit of which there are 1 or more, and its bytes."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(0, num_bytes.bit_length() - 1) // 10, len(units) - 1)
+    return units[power], 1024**power
