@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planaria.core.plan import Pipeline, plain_plan
 from planaria.estimator.makespan import (
     StageSeconds,
+    action_ends,
     makespan_s,
     makespans_of_each,
     stage_seconds,
@@ -17,6 +18,7 @@ from planaria.estimator.makespan import (
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
+from planaria.schedule.action import FORWARD
 from planaria.schedule.lower import lowered
 from strategies import equal_problem, problems
 
@@ -110,6 +112,11 @@ def test_makespan_equals_the_timeline_of_the_schedule(problem: Problem) -> None:
     expected = max(span.end_s for span in timeline.spans if span.lane == "compute")
     seconds = stage_seconds(problem.profile, template)
     assert expected == pytest.approx(makespan_s(seconds, problem.num_microbatches), rel=1e-12)
+    ends = action_ends(seconds, problem.num_microbatches)
+    for _, lane, action, _, end_s in timeline.spans:
+        if lane == "compute":
+            ends_s = ends.forward_s if action.kind is FORWARD else ends.backward_s
+            assert end_s == pytest.approx(ends_s[action.hop, action.microbatch], rel=1e-12)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5, 12])

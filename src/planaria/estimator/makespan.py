@@ -76,6 +76,29 @@ def makespan_s(seconds: StageSeconds, num_microbatches: int) -> float:
     return float(makespans_of_each(stage_table([seconds]), num_microbatches)[0])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionEnds:
+    """When the forwards and backwards of one pipeline's iteration end: shape [S, N_b]."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+
+
+def action_ends(seconds: StageSeconds, num_microbatches: int) -> ActionEnds:
+    """The end of every action of the iteration that `makespan_s` is the time of. O(S * N_b)."""
+    run = Run(stage_table([seconds]))
+    num_ticks = 2 * (num_microbatches + run.num_stages - 1)
+    ends_s = np.empty((num_ticks, run.num_stages))
+    for tick in range(num_ticks):
+        run.forward(tick, num_microbatches)
+        run.backward(tick, num_microbatches)
+        ends_s[tick] = run.end_s[:, 0]
+    stage = np.arange(run.num_stages)[:, None]
+    forward_tick = stage + 2 * np.arange(num_microbatches)[None, :]
+    backward_tick = 2 * run.num_stages - 1 - 2 * stage + forward_tick
+    return ActionEnds(ends_s[forward_tick, stage], ends_s[backward_tick, stage])
+
+
 @dataclass(frozen=True, slots=True)
 class StageTable:
     """`StageSeconds` of C pipelines, a column each; row -1 is the last stage of all.
