@@ -70,5 +70,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(INSTALL) $(TORCH)
 	@$(INSTALL) hatchling
-	@$(INSTALL) --no-build-isolation --editable '.[hf,dev]'
+	@$(INSTALL) --no-build-isolation --editable '.[hf,plots,dev]'
 	@touch $@

@@ -50,6 +50,7 @@ COMMANDS = {
         "--microbatches",
         "--objective",
         "--json",
+        "--plot",
     },
 }
 
@@ -87,7 +88,8 @@ def test_importing_planaria_and_its_commands_does_not_import_torch() -> None:
     """A typing mistake is told in a second, and the launcher needs no torch at all."""
     code = (
         "import sys, planaria, planaria.cli; planaria.Job; "
-        "sys.exit(any(name.split('.')[0] in ('torch', 'transformers') for name in sys.modules))"
+        "sys.exit(any(name.split('.')[0] in ('torch', 'transformers', 'matplotlib') "
+        "for name in sys.modules))"
     )
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

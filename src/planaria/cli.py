@@ -35,7 +35,9 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import paper_templates, ranked_templates
 from planaria.planning import Planned, check_size, read_profile
 from planaria.profiles.shipped import NAMES
+from planaria.show.figures import plan_figure
 from planaria.show.live import LiveDisplay, summary
+from planaria.show.page import picture_format
 from planaria.show.plots import chrome_trace
 from planaria.show.tables import plan_json, plan_table
 
@@ -212,8 +214,14 @@ def plan(
         typer.Option(help="What templates minimise: simulated time, or Oobleck's T1 + T2 + T3."),
     ] = Objective.EXACT,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw stages and timeline to a file: .svg, .png or .pdf."),
+    ] = None,
 ) -> None:
     """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
+    picture = None if plot is None else picture_format("--plot", plot.name)
+    _check_writable("--plot", plot)
     for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
         if not 1 <= value <= NODES_MAX:
             raise ConfigError(option, value, f"must be between 1 and {NODES_MAX}")
@@ -230,6 +238,8 @@ def plan(
     by_size = {size: ranked.template for size, ranked in templates.items()}
     chosen = best_plan(problem, range(nodes), by_size, epoch=0)
     planning_s = time.perf_counter() - start_s
+    if plot is not None and picture is not None:
+        _write(plot, plan_figure(problem, chosen, picture=picture))
     if as_json:
         shown = plan_json(problem, templates, chosen, planning_s=planning_s)
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")

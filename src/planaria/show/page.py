@@ -1,0 +1,258 @@
+"""A page on which boxes, lines and text are put, in points from its upper left corner.
+
+matplotlib measures text and draws the page. It is an extra and takes a third of a second, so only
+`Page` imports it. Nothing of it that is global stays changed: there is no pyplot, and the settings
+are the user's again when a call returns. The same page gives the same bytes: text stays text in an
+SVG, ids are hashed with a constant, and no file says when it was made.
+"""
+
+import importlib.util
+import io
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from planaria.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.path import Path
+
+Format = Literal["svg", "png", "pdf"]
+_FORMATS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png", ".pdf": "pdf"}
+
+INK: Final = "#1f2933"
+FAINT_INK: Final = "#66727f"
+
+_DOTS_PER_INCH: Final = 192  # Of a PNG: two for each of the 96 that a browser gives an SVG.
+_POINTS_PER_INCH: Final = 72
+_MEASURED_PT: Final = 100.0
+_BOXES_PER_PATH: Final = 500  # Agg refuses paths of some ten thousand corners.
+# The first one comes with matplotlib; viewers of an SVG that lack it take the next.
+_FAMILIES: Final = ["DejaVu Sans", "Verdana", "Helvetica", "Arial"]
+_SETTINGS: Final[dict[Any, Any]] = {
+    "font.family": ["sans-serif"],
+    "font.sans-serif": _FAMILIES,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "planaria",
+    "pdf.fonttype": 42,
+}
+_METADATA: Final[dict[Format, dict[str, None]]] = {
+    "svg": {"Creator": None, "Date": None},
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+class Font(NamedTuple):
+    """How text looks."""
+
+    size_pt: float = 7.0
+    colour: str = INK
+    weight: Literal["normal", "bold"] = "normal"
+
+
+class _Text(NamedTuple):
+    """Text whose left end, centre or right end stands at x, its baseline at y."""
+
+    x: float
+    y: float
+    text: str
+    font: Font
+    align: Literal["left", "center", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A box on the page; y points down."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+def picture_format(option: str, name: str) -> Format:
+    """The format of a file of this name, in which a page can be drawn here.
+
+    Raises:
+        ConfigError: the name ends in none that there is, or there is no matplotlib.
+    """
+    picture = _FORMATS.get(name[name.rfind(".") :].lower())
+    if picture is None:
+        raise ConfigError(option, name, f"name a file that ends in {', '.join(_FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(option, name, "matplotlib draws it: pip install 'planaria[plots]'")
+    return picture
+
+
+class Page:
+    """What has been put on a page so far; from below: the ground, boxes, lines, text."""
+
+    def __init__(self, width_pt: float) -> None:
+        from matplotlib.font_manager import FontProperties
+        from matplotlib.textpath import text_to_path
+
+        self.width_pt = width_pt
+        with _settings():
+            self._measured_fonts = {
+                weight: FontProperties(family=_FAMILIES[0], weight=weight, size=_MEASURED_PT)
+                for weight in ("normal", "bold")
+            }
+        self._text_to_path = text_to_path
+        self._ground: dict[str, list[Rectangle]] = {}
+        self._boxes: dict[str, list[Rectangle]] = {}
+        self._lines: dict[tuple[str, float], list[tuple[tuple[float, float], ...]]] = {}
+        self._texts: list[_Text] = []
+        self._widths_em: dict[tuple[str, str], float] = {}
+
+    def ground(self, colour: str, rectangle: Rectangle) -> None:
+        """Puts a box below everything else."""
+        self._ground.setdefault(colour, []).append(rectangle)
+
+    def box(self, colour: str, rectangle: Rectangle) -> None:
+        """Puts a box on the page; boxes of different colours must not overlap."""
+        self._boxes.setdefault(colour, []).append(rectangle)
+
+    def line(
+        self, *points: tuple[float, float], colour: str = FAINT_INK, width_pt: float = 0.6
+    ) -> None:
+        """Puts a line through these points on the page."""
+        self._lines.setdefault((colour, width_pt), []).append(points)
+
+    def text(
+        self,
+        place: tuple[float, float],
+        text: str,
+        font: Font,
+        *,
+        align: Literal["left", "center", "right"] = "left",
+    ) -> None:
+        """Puts text on the page; its baseline goes through the place."""
+        if text:
+            self._texts.append(_Text(*place, _printable(text), font, align))
+
+    def text_width(self, text: str, font: Font) -> float:
+        """The points that a text takes."""
+        key = (_printable(text), font.weight)
+        if key not in self._widths_em:
+            measured_font = self._measured_fonts[font.weight]
+            width, _, _ = self._text_to_path.get_text_width_height_descent(
+                key[0], measured_font, False
+            )
+            self._widths_em[key] = width / _MEASURED_PT
+        return self._widths_em[key] * font.size_pt
+
+    def all_fitting(
+        self, forms: Sequence[Sequence[str]], widths: Sequence[float], font: Font
+    ) -> list[str]:
+        """Texts in the first form in which all of them fit, or in the last one those that do.
+
+        Args:
+            forms: ways to write the texts, each as long as widths.
+        """
+        for form in forms:
+            pairs = zip(form, widths, strict=True)
+            fits = [self.text_width(text, font) <= width for text, width in pairs]
+            if all(fits):
+                break
+        return [text if does_fit else "" for text, does_fit in zip(form, fits, strict=True)]
+
+    def shortened(self, text: str, width: float, font: Font) -> str:
+        """The text, with dots for its end if it is wider."""
+        if self.text_width(text, font) <= width:
+            return text
+
+        def without_end(end: int) -> str:
+            return text[:end].rstrip(" ,") + " .."
+
+        ends = range(len(text))
+        most = bisect(ends, width, key=lambda end: self.text_width(without_end(end), font))
+        return without_end(max(0, most - 1))
+
+    def encoded(self, height_pt: float, picture: Format) -> bytes:
+        """The page as a file of a format."""
+        with _settings():
+            return self._drawn(height_pt, picture)
+
+    def _drawn(self, height_pt: float, picture: Format) -> bytes:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import PathPatch
+
+        size_inches = (self.width_pt / _POINTS_PER_INCH, height_pt / _POINTS_PER_INCH)
+        figure = Figure(figsize=size_inches, dpi=_DOTS_PER_INCH, facecolor="white")
+        FigureCanvasAgg(figure)
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_axis_off()
+        axes.set_xlim(0, self.width_pt)
+        axes.set_ylim(height_pt, 0)
+        for colour, boxes in (*self._ground.items(), *self._boxes.items()):
+            # One path for many boxes: with one for each, files are ten times larger.
+            for first in range(0, len(boxes), _BOXES_PER_PATH):
+                path = _path([_around(box) for box in boxes[first : first + _BOXES_PER_PATH]])
+                patch = PathPatch(path, facecolor=colour, linewidth=0, snap=False, clip_on=False)
+                axes.add_artist(patch)
+        for (colour, width_pt), lines in self._lines.items():
+            path = _path(lines)
+            patch = PathPatch(path, edgecolor=colour, linewidth=width_pt, fill=False, snap=False)
+            axes.add_artist(patch)
+        for x, y, text, font, align in self._texts:
+            axes.text(
+                *_rounded(x, y),
+                text,
+                ha=align,
+                va="baseline",
+                size=font.size_pt,
+                color=font.colour,
+                weight=font.weight,
+                parse_math=False,
+            )
+        file = io.BytesIO()
+        figure.savefig(file, format=picture, dpi=_DOTS_PER_INCH, metadata=_METADATA[picture])
+        return file.getvalue()
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """matplotlib with its own settings and ours, whatever the user's are."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+def _printable(text: str) -> str:
+    """The text on one line, without what no XML may hold."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _path(lines: Sequence[Sequence[tuple[float, float]]]) -> "Path":
+    """Lines as one path; one that ends where it began is closed."""
+    from matplotlib.path import Path
+
+    points = [_rounded(*point) for line in lines for point in line]
+    codes = [
+        code
+        for line in lines
+        for code in (
+            Path.MOVETO,
+            *[Path.LINETO] * (len(line) - 2),
+            Path.CLOSEPOLY if line[0] == line[-1] else Path.LINETO,
+        )
+    ]
+    return Path(points, codes)
+
+
+def _around(box: Rectangle) -> tuple[tuple[float, float], ...]:
+    """The corners of a box, closed."""
+    left, top, right, bottom = box.left, box.top, box.left + box.width, box.top + box.height
+    return ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
+
+
+def _rounded(x: float, y: float) -> tuple[float, float]:
+    """To a hundredth of a point, so that files say no more than one sees."""
+    return round(x, 2), round(y, 2)
