@@ -25,7 +25,7 @@ help:
 	@echo 'make sweep    the long tests: every pipeline shape for every model family'
 	@echo 'make chaos    every loss: each node, each step, twice, with and without a coordinator'
 	@echo 'make check    formatting, lint and types'
-	@echo 'make docs     write the generated pages in docs/'
+	@echo 'make docs     write the generated pages and the picture in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
 	@echo 'make bench    run every script in benchmarks/'
 	@echo 'make clean    remove the environment, caches and reports'
@@ -50,6 +50,10 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m planaria.config > docs/JOB.md
+	mkdir -p reports
+	sed 's/"device_memory_bytes": 0/"device_memory_bytes": 3000/' examples/paced-profile.json \
+		> reports/limited-profile.json
+	$(BIN)/planaria plan reports/limited-profile.json --nodes 7 --plot docs/plan.svg
 
 profiles: $(READY)
 	$(BIN)/python -m planaria.profiles src/planaria/profiles
