@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.fitting import Fitting, fitting
+from planaria.planner.fitting import Fitting, fitting, rows_of
 from planaria.planner.problem import Seconds, Shape, StageCosts
 
 # A limit begins as so many times what no partition can do without, and grows until there is one.
@@ -80,7 +80,7 @@ class BoundSearch:
         lowest_s = relaxed.lowest_s(num_devices)
         if np.isfinite(lowest_s):
             shape = relaxed.shape(num_devices, 0)
-            if fitting(self._costs, [shape])[0]:
+            if fitting(self._costs, rows_of([shape]))[0]:
                 return Found(lowest_s, (shape, *self._balanced(num_nodes)))
         if not self._fitting.is_feasible(num_nodes):
             return None
@@ -99,7 +99,7 @@ class BoundSearch:
         it than to the one with the lowest bound."""
         tails = self._relaxed_tails(num_nodes, MANY_MICROBATCHES)
         shape = tails.shape(num_nodes * self._costs.devices_per_node, 0)
-        if fitting(self._costs, [shape])[0]:
+        if fitting(self._costs, rows_of([shape]))[0]:
             yield shape
 
     def _relaxed_tails(self, num_nodes: int, num_microbatches: int) -> "_Tails":

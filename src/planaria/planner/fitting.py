@@ -6,6 +6,8 @@ one for every number of devices, answers it exactly; it grows as more devices ar
 """
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,25 +64,33 @@ class Fitting:
         return found
 
 
-def fitting(costs: StageCosts, shapes: Sequence[Shape]) -> NDArray[np.bool_]:
+class Rows(NamedTuple):
+    """Partitions, a column each: first layer, end layer and devices of their stages. In front of
+    the short ones all three are 0."""
+
+    firsts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def rows_of(shapes: Sequence[Shape]) -> Rows:
+    lengths = np.array([len(shape) for shape in shapes])
+    numbers = chain.from_iterable(chain.from_iterable(shapes))
+    pairs = np.fromiter(numbers, dtype=np.int64, count=2 * int(lengths.sum())).reshape(-1, 2)
+    there = np.arange(lengths.max()) >= lengths.max() - lengths[:, None]
+    ends, counts = np.zeros((2, *there.shape), dtype=np.int64)
+    ends[there], counts[there] = pairs[:, 0], pairs[:, 1]
+    ends, counts = np.ascontiguousarray(ends.T), np.ascontiguousarray(counts.T)
+    return Rows(np.vstack((np.zeros_like(ends[:1]), ends[:-1])), ends, counts)
+
+
+def fitting(costs: StageCosts, rows: Rows) -> NDArray[np.bool_]:
     """Which of the partitions fit into memory."""
-    firsts, ends, counts = rows_of(shapes)
-    stages_left = len(ends) - np.arange(len(ends))[:, None]
+    stages_left = len(rows.ends) - np.arange(len(rows.ends))[:, None]
     in_flight = np.minimum(stages_left, costs.problem.num_microbatches)
-    most: NDArray[np.int64] = np.where(counts, 0, in_flight)
+    most: NDArray[np.int64] = np.where(rows.counts, 0, in_flight)
     for count in costs.counts:
-        there = counts == count
-        most[there] = costs.most_in_flight[count][firsts[there], ends[there]]
+        there = rows.counts == count
+        most[there] = costs.most_in_flight[count][rows.firsts[there], rows.ends[there]]
     fits: NDArray[np.bool_] = np.all(most >= in_flight, axis=0)
     return fits
-
-
-def rows_of(shapes: Sequence[Shape]) -> tuple[NDArray[np.int64], ...]:
-    """First layer, end layer and devices of each stage, a column a partition; 0 in front of short
-    ones."""
-    num_stages = max(map(len, shapes))
-    padded = np.zeros((len(shapes), num_stages, 2), dtype=np.int64)
-    for row, shape in zip(padded, shapes, strict=True):
-        row[num_stages - len(shape) :] = shape
-    ends, counts = padded[:, :, 0].T, padded[:, :, 1].T
-    return np.vstack((np.zeros_like(ends[:1]), ends[:-1])), ends, counts

@@ -1,10 +1,11 @@
 """From partitions with a low bound to the fastest one nearby, by simulated 1F1B.
 
 A bound leaves out what transfers and unequal stages cost a real schedule. So the partitions that
-`BoundSearch` finds are only where this search begins: it times them, then all that differ from the
-best one by a small change, then those near the new best, until nothing near the best few is left
-to look at or the budget is spent. A change moves the cuts of neighbouring stages by a layer, moves
-devices of a node from stage to stage, splits a stage or joins two.
+`BoundSearch` finds are only where this search begins: it times them, then those that differ from
+the best one by a small change, then those near the next best, until nothing near the best few is
+left to look at or the budget is spent. A change moves the cuts of neighbouring stages by a layer,
+moves devices of a node from stage to stage, splits a stage or joins two. Changes that a closed form
+shows to be slower than the best few are not timed (`least_s`).
 
 Ranked, not proved: against exhaustive search on small instances see docs/PLANNER.md. With many
 microbatches a partition is timed for fewer here, and the rest taken at the steady rate of its
@@ -13,84 +14,115 @@ slowest cycle; the few that remain are then timed in full (templates.py).
 Source: Oobleck (SOSP '23), section 4.1.2, which takes the best by T1 + T2 + T3 at N_b = 4S instead.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import compress, pairwise
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
-from planaria.planner.fitting import fitting, rows_of
+from planaria.planner.fitting import Rows, fitting, rows_of
 from planaria.planner.problem import Shape, StageCosts
 
 NUM_KEPT: Final = 5  # The best ones, near which to look.
-BUDGET: Final = 3_000_000  # Stage ticks; some 30 ms on a core of 2020.
-_TICK_COST: Final = 1500  # Of a tick itself, in stages.
-_FEWEST: Final = 16  # That are timed of any changes.
+ROUNDS_MAX: Final = 12
+BUDGET: Final = 2_000_000  # Stage ticks of one number of nodes.
+_FEWEST: Final = 16  # That may be timed of any changes.
 _CHANGES_MAX: Final = 256
 _CUTS_MAX: Final = 9
-_SETTLED_STAGES: Final = 3  # Microbatches per stage after which the rate is steady.
+_SETTLED_STAGES: Final = 2  # Microbatches per stage after which the rate is steady.
 
 
-def nearby(costs: StageCosts, shapes: Sequence[Shape], num_microbatches: int) -> list[Shape]:
-    """The few partitions near these that seem to be the fastest.
+def nearby(
+    costs: StageCosts, starts: Mapping[int, Sequence[Shape]], microbatches: Mapping[int, int]
+) -> dict[int, list[Shape]]:
+    """The few partitions near these that seem to be the fastest, by number of nodes.
+
+    All numbers of nodes are searched at once: a tick of a simulation costs little more for
+    hundreds of partitions than for ten.
 
     Args:
-        shapes: partitions that fit, the most promising first.
+        starts: partitions that fit, by number of nodes.
+        microbatches: of a pipeline of so many nodes.
     """
-    search = _Search(costs, num_microbatches)
-    search.time(shapes)
-    done: set[Shape] = set()
-    while search.budget > 0:
-        nearest = next((shape for shape in search.best(NUM_KEPT) if shape not in done), None)
-        if nearest is None:
+    searches = {nodes: _Search(costs, microbatches[nodes]) for nodes in starts}
+    asked = [(searches[nodes], shape) for nodes, shapes in starts.items() for shape in shapes]
+    for _ in range(ROUNDS_MAX):
+        if not asked:
             break
-        done.add(nearest)
-        search.time(changed(costs, nearest))
-    return search.best(NUM_KEPT)
+        _time(costs, asked)
+        asked = [(search, shape) for search in searches.values() for shape in search.next_shapes()]
+    return {nodes: search.best() for nodes, search in searches.items()}
 
 
 class _Search:
-    """Partitions and their times so far.
-
-    Attributes:
-        budget: stage ticks that are left.
-    """
+    """The search for one number of nodes."""
 
     def __init__(self, costs: StageCosts, num_microbatches: int) -> None:
-        self.budget = BUDGET
+        self.num_microbatches = num_microbatches
         self._costs = costs
-        self._num_microbatches = num_microbatches
-        self._seconds: dict[Shape, float] = {}
+        self._budget = BUDGET
+        self._best: list[tuple[float, Shape]] = []
+        self._seen: set[Shape] = set()
+        self._done: set[Shape] = set()
 
-    def time(self, shapes: Sequence[Shape]) -> None:
-        """Times those that are new and fit: where the budget is short, the most promising."""
-        new = [shape for shape in shapes if shape not in self._seconds]
-        new = list(compress(new, fitting(self._costs, new).tolist())) if new else []
-        if not new:
-            return
-        table = table_of(self._costs, new)
-        num_stages = len(table.forward_s)
-        settled = min(self._num_microbatches, _SETTLED_STAGES * num_stages)
-        num_ticks = 2 * (settled + num_stages)
-        rates_s = steady_s(table)
-        affordable = max(_FEWEST, (self.budget // num_ticks - _TICK_COST) // num_stages)
-        if len(new) > affordable:
-            alone_s = (table.forward_s + table.backward_s).sum(axis=0)
-            seem_s = alone_s + 2 * (table.transfer_s + table.latency_s).sum(axis=0)
-            seem_s += (self._num_microbatches - 1) * rates_s
-            kept = np.sort(np.argsort(seem_s, kind="stable")[:affordable])
-            new, rates_s = [new[index] for index in kept], rates_s[kept]
-            table = table_of(self._costs, new)
-        seconds = makespans_of_each(table, settled)
-        seconds = seconds + (self._num_microbatches - settled) * rates_s
-        self._seconds.update(zip(new, seconds.tolist(), strict=True))
-        self.budget -= num_ticks * (num_stages * len(new) + _TICK_COST)
-
-    def best(self, number: int) -> list[Shape]:
+    def best(self) -> list[Shape]:
         """The fastest so far, best first."""
-        return sorted(self._seconds, key=lambda shape: (self._seconds[shape], shape))[:number]
+        return [shape for _, shape in self._best]
+
+    def learn(self, shape: Shape, seconds: float, stage_ticks: int) -> None:
+        """Keeps it if it is one of the best."""
+        self._seen.add(shape)
+        insort(self._best, (seconds, shape))
+        del self._best[NUM_KEPT:]
+        self._budget -= stage_ticks
+
+    def next_shapes(self) -> list[Shape]:
+        """What is worth timing near the best one near which nobody has looked."""
+        for shape in self.best():
+            if self._budget > 0 and shape not in self._done:
+                self._done.add(shape)
+                promising = self._promising(changed(self._costs, shape))
+                if promising:
+                    return promising
+        return []
+
+    def _promising(self, shapes: Sequence[Shape]) -> list[Shape]:
+        """Those that are new, fit, and may be among the best; of too many the most promising."""
+        new = [shape for shape in shapes if shape not in self._seen]
+        self._seen.update(new)
+        if not new:
+            return []
+        rows = rows_of(new)
+        lowest_s = least_s(table_of(self._costs, rows), self.num_microbatches)
+        lowest_s[~fitting(self._costs, rows)] = np.inf
+        limit_s = self._best[-1][0] if len(self._best) == NUM_KEPT else np.inf
+        num_stages = max(map(len, new))
+        settled = min(self.num_microbatches, _SETTLED_STAGES * num_stages)
+        affordable = max(_FEWEST, self._budget // _stage_ticks(num_stages, settled))
+        order = np.argsort(lowest_s, kind="stable")[:affordable].tolist()
+        return [new[index] for index in order if lowest_s[index] < limit_s]
+
+
+def _time(costs: StageCosts, asked: Sequence[tuple[_Search, Shape]]) -> None:
+    """Tells the searches how long their partitions take."""
+    steady = _SETTLED_STAGES * max(len(shape) for _, shape in asked)
+    groups: dict[int, list[tuple[_Search, Shape]]] = {}
+    for search, shape in asked:
+        groups.setdefault(min(search.num_microbatches, steady), []).append((search, shape))
+    for settled, group in groups.items():
+        table = table_of(costs, rows_of([shape for _, shape in group]))
+        seconds = makespans_of_each(table, settled)
+        rest = np.array([search.num_microbatches - settled for search, _ in group])
+        if rest.any():
+            seconds = seconds + rest * steady_s(table)
+        for (search, shape), shape_s in zip(group, seconds.tolist(), strict=True):
+            search.learn(shape, shape_s, _stage_ticks(len(shape), settled))
+
+
+def _stage_ticks(num_stages: int, num_microbatches: int) -> int:
+    return 2 * (num_microbatches + num_stages) * num_stages
 
 
 def changed(costs: StageCosts, shape: Shape) -> list[Shape]:
@@ -154,9 +186,9 @@ def _cuts(costs: StageCosts, first: int, end: int, count: int, next_count: int) 
     return (int(cut) for cut in cuts[best] if np.isfinite(uneven_s[cut - first - 1]))
 
 
-def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
+def table_of(costs: StageCosts, rows: Rows) -> StageTable:
     """The seconds of partitions, a column each."""
-    firsts, ends, counts = rows_of(shapes)
+    firsts, ends, counts = rows
     forward_s, backward_s = np.zeros((2, *ends.shape))
     for count in costs.counts:
         there = counts == count
@@ -168,7 +200,7 @@ def table_of(costs: StageCosts, shapes: Sequence[Shape]) -> StageTable:
     latency_s = np.where(between_nodes, costs.latency_s[1], costs.latency_s[0])
     is_last = np.arange(len(ends))[:, None] == len(ends) - 1
     nowhere = is_last | (counts == 0)
-    none = np.zeros((1, len(shapes)))
+    none = np.zeros((1, ends.shape[1]))
     return StageTable(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -187,12 +219,40 @@ def steady_s(table: StageTable) -> Seconds:
     Returns:
         shape [C].
     """
-    stage_s = table.forward_s + table.backward_s
-    trip_s = 2 * (table.transfer_s + table.latency_s)[1:]
-    zero = np.zeros((1, stage_s.shape[1]))
-    until_s = np.vstack((zero, np.cumsum(stage_s + trip_s, axis=0)))
-    rates_s: NDArray[np.float64] = table.transfer_s.max(axis=0)
-    for width in range(1, len(stage_s) + 1):
-        cycles_s = until_s[width:] - until_s[:-width] - trip_s[width - 1 :]
+    rates_s: Seconds = table.transfer_s.max(axis=0)
+    for width, cycles_s in _cycles_s(table):
         np.maximum(rates_s, cycles_s.max(axis=0) / width, out=rates_s)
     return rates_s
+
+
+def least_s(table: StageTable, num_microbatches: int) -> Seconds:
+    """What each pipeline takes at least; nearer to the truth than the bound of bound.py.
+
+    The last microbatch goes all the way down and up. Before it the cycle of stages k to j, which is
+    closed from microbatch S - 1 - j on, turns once for every j - k + 1 microbatches.
+
+    Returns:
+        shape [C].
+    """
+    stage_s, trip_s = _stages_and_trips_s(table)
+    num_stages = len(stage_s)
+    until_s = np.cumsum(stage_s + trip_s, axis=0)
+    found_s: Seconds = (until_s - trip_s + (num_microbatches - 1) * stage_s).max(axis=0)
+    last = np.arange(num_stages)[:, None]
+    for width, cycles_s in _cycles_s(table):
+        turns = np.maximum(0, num_microbatches - num_stages + last[width - 1 :]) // width
+        np.maximum(found_s, until_s[-1] + (turns * cycles_s).max(axis=0), out=found_s)
+    return found_s
+
+
+def _cycles_s(table: StageTable) -> Iterator[tuple[int, Seconds]]:
+    """For 1, 2, .. stages what a cycle of so many takes, a row for each first one."""
+    stage_s, trip_s = _stages_and_trips_s(table)
+    until_s = np.vstack((np.zeros_like(stage_s[:1]), np.cumsum(stage_s + trip_s, axis=0)))
+    for width in range(1, len(stage_s) + 1):
+        yield width, until_s[width:] - until_s[:-width] - trip_s[width - 1 :]
+
+
+def _stages_and_trips_s(table: StageTable) -> tuple[Seconds, Seconds]:
+    """Of a microbatch forward and backward: in each stage, and from it to the next and back."""
+    return table.forward_s + table.backward_s, 2 * (table.transfer_s + table.latency_s)[1:]

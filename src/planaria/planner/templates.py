@@ -21,7 +21,7 @@ from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.bound import BoundSearch
-from planaria.planner.fitting import Fitting
+from planaria.planner.fitting import Fitting, rows_of
 from planaria.planner.paper import paper_partition
 from planaria.planner.problem import Problem, Shape, StageCosts, stage_costs
 from planaria.planner.refine import nearby, table_of
@@ -134,22 +134,22 @@ def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplat
 def _ranked(costs: StageCosts, microbatches: Mapping[int, int]) -> dict[int, RankedTemplate]:
     """The fastest of each number of nodes, at so many microbatches."""
     search = BoundSearch(costs, microbatches)
+    found = {size: one for size in microbatches if (one := search.lowest(size)) is not None}
+    starts = {num_nodes: one.shapes for num_nodes, one in found.items()}
     # The last round is run for all that have as many microbatches at once.
-    bounds_s: dict[int, float] = {}
     finalists: dict[int, list[tuple[int, Shape]]] = {}
-    for num_nodes, count in microbatches.items():
-        found = search.lowest(num_nodes)
-        if found is not None:
-            bounds_s[num_nodes] = found.bound_s
-            shapes = nearby(costs, found.shapes, count)
-            finalists.setdefault(count, []).extend((num_nodes, shape) for shape in shapes)
+    for num_nodes, shapes in nearby(costs, starts, microbatches).items():
+        pairs = finalists.setdefault(microbatches[num_nodes], [])
+        pairs.extend((num_nodes, shape) for shape in shapes)
     best: dict[int, tuple[float, Shape]] = {}
     for count, pairs in finalists.items():
-        makespans_s = makespans_of_each(table_of(costs, [shape for _, shape in pairs]), count)
+        makespans_s = makespans_of_each(
+            table_of(costs, rows_of([shape for _, shape in pairs])), count
+        )
         for (num_nodes, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
             best[num_nodes] = min(best.get(num_nodes, (seconds, shape)), (seconds, shape))
     return {
-        num_nodes: RankedTemplate(_template(shape, num_nodes), seconds, bounds_s[num_nodes])
+        num_nodes: RankedTemplate(_template(shape, num_nodes), seconds, found[num_nodes].bound_s)
         for num_nodes, (seconds, shape) in sorted(best.items())
     }
 
