@@ -16,8 +16,11 @@ from exhaustive import (
     template_of,
 )
 from planaria.planner.bound import BoundSearch
+from planaria.planner.fitting import rows_of
 from planaria.planner.paper import paper_partition
 from planaria.planner.problem import Problem, stage_costs
+from planaria.planner.rates import Rates
+from planaria.planner.refine import slowest_cycle_s, table_of
 from planaria.planner.templates import pipeline_template
 
 SEED = 20_261_121
@@ -64,6 +67,25 @@ def test_the_papers_objective_is_minimised_exactly() -> None:
         lowest_s = min(paper_objective_s(problem, shape) for shape in shapes)
         assert found[0] == pytest.approx(lowest_s, rel=1e-12), where
         assert paper_objective_s(problem, found[1]) == pytest.approx(lowest_s, rel=1e-12), where
+
+
+def test_the_highest_steady_rate_is_that_of_exhaustive_search() -> None:
+    """Without memory, with which it may miss a partition but finds none that does not fit."""
+    for index, (limited, num_nodes) in enumerate(instances(NUM_INSTANCES // 2)):
+        shapes = all_shapes(limited, num_nodes)
+        costs = stage_costs(limited)
+        where = f"seed {SEED}, instance {index}"
+        if not shapes:
+            continue
+        cycles_s = slowest_cycle_s(table_of(costs, rows_of(shapes)))
+        slowest_s = dict(zip(shapes, cycles_s.tolist(), strict=True))
+        least_s = min(slowest_s.values())
+        assert Rates(costs, 0.999 * least_s).shape(num_nodes) is None, where
+        found = Rates(costs, 1.001 * least_s).shape(num_nodes)
+        if limited.profile.device_memory_bytes == 0:
+            assert found is not None, where
+        if found is not None:
+            assert slowest_s[found] <= 1.001 * least_s, where
 
 
 @pytest.mark.timeout(1200)

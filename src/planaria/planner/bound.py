@@ -14,42 +14,48 @@ tail after its first stage. So it has optimal substructure, and a dynamic progra
 devices left) finds the lowest one without knowing the number of stages. Counted from the end, the
 devices left also say where nodes end, so that one table serves pipelines of all sizes.
 
-Memory takes one more dimension: the stages left, which say what a stage keeps in flight. First
-memory is relaxed: the stages left are at least devices / devices per node. Only where the partition
-found so does not fit is the program run with stages; tails that cannot be part of a partition
-below a limit are left out, and the limit is raised until there is one.
+Memory is relaxed first: the stages left are at least devices / devices per node. Only where the
+partition found so does not fit is the program run that knows the stages left (held.py).
 
-Exact: `lowest_bound` is the minimum over all partitions that fit (tests/planner/test_bound.py).
+Exact: `lowest` is the minimum over all partitions that fit (tests/planner/test_partitions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, for the problem.
 Differs: its T1 + T2 + T3 at N_b = 4S (paper.py) leaves out transfers and memory, and can exceed the
 truth as well as fall below it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from math import ceil, log
+from typing import Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planaria.planner.fitting import Fitting, fitting, rows_of
+from planaria.planner.held import Held
 from planaria.planner.problem import Seconds, Shape, StageCosts
+from planaria.planner.rates import Rates
+from planaria.planner.refine import steady_s, table_of
+from planaria.planner.windows import Windows, behind, widest, windows
 
 # A limit begins as so many times what no partition can do without, and grows until there is one.
 _LIMIT_FACTOR: Final = 1.5
 _LIMIT_GROWTH: Final = 1.5
 _LIMIT_TRIES: Final = 8
-# With memory it begins closer: at so many times the lowest bound without.
-_CLOSE_FACTOR: Final = 1.05
-_CLOSE_GROWTH: Final = 1.3
-MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the slowest stage.
+_STEP: Final = 1.02  # The factor by which a time grows until a partition is found that keeps it.
+_TINY_S: Final = 1e-12  # The least that is told from no time at all.
+MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the busiest stage.
+
+
+class _Shapes(Protocol):
+    def shape(self, num_nodes: int) -> Shape | None:
+        """A partition for so many nodes that keeps some time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The lowest bound, the partition that has it, and others that may be faster in truth: where
-    memory binds one for each number of stages, and the one for very many microbatches."""
+    """The lowest bound, the partition that has it, and others that may be faster in truth."""
 
     bound_s: float
     shapes: tuple[Shape, ...]
@@ -68,49 +74,80 @@ class BoundSearch:
         self._microbatches = microbatches
         self._relaxed: dict[int, _Tails] = {}
         self._factors: dict[int, Iterator[float]] = {}
-        self._fitting = Fitting(costs)
+        self._fitting = Fitting(costs, windows(costs, 1, np.inf))
+        self._fitting_by_steps: dict[int, Fitting] = {}
+        self._rates_by_steps: dict[int, Rates] = {}
 
     def lowest(self, num_nodes: int) -> Found | None:
         """The lowest bound of a pipeline of so many nodes; None if no partition fits."""
         if num_nodes > self._costs.num_layers:  # Each node needs a stage.
             return None
-        num_microbatches = self._microbatches[num_nodes]
-        num_devices = num_nodes * self._costs.devices_per_node
-        relaxed = self._relaxed_tails(num_nodes, num_microbatches)
-        lowest_s = relaxed.lowest_s(num_devices)
-        if np.isfinite(lowest_s):
-            shape = relaxed.shape(num_devices, 0)
-            if fitting(self._costs, rows_of([shape]))[0]:
-                return Found(lowest_s, (shape, *self._balanced(num_nodes)))
-        if not self._fitting.is_feasible(num_nodes):
+        shape, lowest_s = self._relaxed_shape(num_nodes, self._microbatches[num_nodes])
+        if shape is not None and fitting(self._costs, rows_of([shape]))[0]:
+            return Found(lowest_s, (shape, *self._many(num_nodes)))
+        if shape is None or not self._fitting.is_feasible(num_nodes):
             return None
-        found: list[tuple[float, int]] = []
-        for limit_s in _growing(_CLOSE_FACTOR * lowest_s, _CLOSE_GROWTH):
-            limits_s = [limit_s] * (num_devices + 1)
-            tails = _Tails(self._costs, num_microbatches, limits_s, by_stages=True, below=relaxed)
-            found = tails.by_stages_left(num_devices)
-            if found:
-                break
-        shapes = [tails.shape(num_devices, column) for _, column in found]
-        return Found(found[0][0], (*shapes, *self._balanced(num_nodes)))
+        others = self._many(num_nodes)
+        lowest_s, shapes = self._held(num_nodes, others[0])
+        return Found(lowest_s, (*shapes, *others))
 
-    def _balanced(self, num_nodes: int) -> Iterator[Shape]:
-        """The partition for very many microbatches, if it fits: the fastest one may lie nearer to
-        it than to the one with the lowest bound."""
-        tails = self._relaxed_tails(num_nodes, MANY_MICROBATCHES)
-        shape = tails.shape(num_nodes * self._costs.devices_per_node, 0)
-        if fitting(self._costs, rows_of([shape]))[0]:
-            yield shape
+    def _many(self, num_nodes: int) -> tuple[Shape, ...]:
+        """Partitions for very many microbatches that fit: the fastest one may lie nearer to one of
+        them than to that with the lowest bound."""
+        shape, lowest_s = self._relaxed_shape(num_nodes, MANY_MICROBATCHES)
+        least_s = lowest_s / MANY_MICROBATCHES
+        if shape is None or not fitting(self._costs, rows_of([shape]))[0]:
+            most_s = max(s[np.isfinite(s)].max() for s in self._costs.seconds.values())
+            shape = _soonest(self._fitting_at, num_nodes, least_s, _STEP * most_s)
+            assert shape is not None
+        rate_s = float(steady_s(table_of(self._costs, rows_of([shape])))[0])
+        steady = _soonest(self._rates_at, num_nodes, least_s, rate_s)
+        return (shape,) if steady is None else (shape, steady)
+
+    def _held(self, num_nodes: int, some: Shape) -> tuple[float, list[Shape]]:
+        """The lowest bound of the partitions that fit, and some of those, given any one of them."""
+        num_microbatches = self._microbatches[num_nodes]
+        limit_s = _bound_s(self._costs, some, num_microbatches) * (1 + 1e-9)
+        held = Held(
+            self._costs,
+            num_nodes,
+            num_microbatches=num_microbatches,
+            limit_s=limit_s,
+            fewest=self._fitting_at(_steps_to(limit_s / num_microbatches) + 1),
+            above_s=_layers_before_s(self._costs)[0],
+        )
+        found = held.shapes(limit_s)
+        return found[0][0], [shape for _, shape in found]
+
+    def _fitting_at(self, steps: int) -> Fitting:
+        """With stages that take no longer than so many steps."""
+        if steps not in self._fitting_by_steps:
+            some = windows(self._costs, 1, _STEP**steps)
+            self._fitting_by_steps[steps] = Fitting(self._costs, some)
+        return self._fitting_by_steps[steps]
+
+    def _rates_at(self, steps: int) -> Rates:
+        if steps not in self._rates_by_steps:
+            self._rates_by_steps[steps] = Rates(self._costs, _STEP**steps)
+        return self._rates_by_steps[steps]
+
+    def _relaxed_shape(self, num_nodes: int, num_microbatches: int) -> tuple[Shape | None, float]:
+        """The partition with the lowest bound without memory, None if there is none; its bound."""
+        tails = self._relaxed_tails(num_nodes, num_microbatches)
+        num_devices = num_nodes * self._costs.devices_per_node
+        lowest_s = tails.lowest_s(num_devices)
+        return (tails.shape(num_devices) if np.isfinite(lowest_s) else None), lowest_s
 
     def _relaxed_tails(self, num_nodes: int, num_microbatches: int) -> "_Tails":
         """The tails without memory, which know this number of nodes."""
-        per_node = self._costs.devices_per_node
+        num_devices = num_nodes * self._costs.devices_per_node
         factors = self._factors.setdefault(num_microbatches, _growing(_LIMIT_FACTOR, _LIMIT_GROWTH))
         tails = self._relaxed.get(num_microbatches)
-        while tails is None or not tails.knows(num_nodes * per_node):
+        while tails is None or not tails.knows(num_devices):
             factor, least_s = next(factors), self._least_s(num_microbatches)
             limits_s = factor * least_s if np.isfinite(factor) else np.full_like(least_s, np.inf)
-            tails = _Tails(self._costs, num_microbatches, limits_s.tolist(), by_stages=False)
+            some = windows(self._costs, num_microbatches, float(limits_s[0]))
+            tails = _Tails(self._costs, some, limits_s.tolist())
         self._relaxed[num_microbatches] = tails
         return tails
 
@@ -128,6 +165,26 @@ class BoundSearch:
         return least_s
 
 
+def _soonest(
+    at: Callable[[int], _Shapes], num_nodes: int, least_s: float, end_s: float
+) -> Shape | None:
+    """The partition for the fewest steps that have one, from least_s on and before end_s."""
+    first, end, width = _steps_to(least_s), _steps_to(end_s), 1
+    found = None
+    while first < end:
+        middle = min(first + width, end) - 1 if found is None else (first + end) // 2
+        shape = at(middle).shape(num_nodes)
+        if shape is None:
+            first, width = middle + 1, 2 * width
+        else:
+            found, end = shape, middle
+    return found
+
+
+def _steps_to(seconds: float) -> int:
+    return ceil(log(max(seconds, _TINY_S)) / log(_STEP))
+
+
 def _growing(first: float, growth: float) -> Iterator[float]:
     """A limit and ever larger ones, the last of which is none: what is 0 does not grow."""
     for index in range(_LIMIT_TRIES):
@@ -136,195 +193,75 @@ def _growing(first: float, growth: float) -> Iterator[float]:
 
 
 class _Tails:
-    """The lowest bound of layers [u, L) on the last d devices, by u, d and perhaps stages left.
+    """The lowest bound of layers [u, L) on the last d devices, by u and d, without memory: the
+    stages left are taken for as few as the devices allow.
 
     Args:
         limits_s: by devices left, from 0 on; never growing. Bounds above need not be right.
-        by_stages: whether the stages left are told apart, as memory asks for; otherwise they are
-            taken for as few as the devices allow.
-        below: the tails of the same problem without memory, which tell what is out of reach.
     """
 
-    def __init__(
-        self,
-        costs: StageCosts,
-        num_microbatches: int,
-        limits_s: Sequence[float],
-        *,
-        by_stages: bool,
-        below: "_Tails | None" = None,
-    ) -> None:
-        self.num_devices = num_devices = len(limits_s) - 1
-        self._limits_s = limits_s
+    def __init__(self, costs: StageCosts, some: Windows, limits_s: Sequence[float]) -> None:
         self._costs = costs
-        self._num_microbatches = num_microbatches
-        self._by_stages = by_stages
-        self._windows = {c: _window(costs, c, num_microbatches, limits_s[0]) for c in costs.counts}
-        self._trips_s = [
-            np.append(costs.round_trip_s(between_nodes=b), np.zeros(costs.num_layers))
-            for b in (False, True)
-        ]
-        num_layers = costs.num_layers
-        # Bounds by number of devices: row u - first layer, column by stages left; the last row
-        # is infinite, for layers that are not there.
-        self._first_layer: list[int] = [num_layers]
-        self._bounds_s: list[Seconds] = [np.array([[0.0], [np.inf]])]
-        for devices_left in range(1, num_devices + 1):
-            first, end = self._layers_worth(devices_left, below)
-            self._first_layer.append(first)
-            self._bounds_s.append(self._bounds(devices_left, np.arange(first, end)))
+        self._windows = some
+        self._limits_s = limits_s
+        self._num_columns = costs.num_layers + widest(some)
+        nothing = np.full(self._num_columns, np.inf)
+        nothing[costs.num_layers] = 0.0
+        self._bounds_s = [nothing]
+        self._behind_s = [behind(nothing, costs.num_layers)]
+        for devices_left in range(1, len(limits_s)):
+            self._bounds_s.append(self._next(devices_left))
+            self._behind_s.append(behind(self._bounds_s[-1], costs.num_layers))
 
     def knows(self, num_devices: int) -> bool:
         """Whether the lowest bound on so many devices is right: it is not above the limit."""
-        if num_devices > self.num_devices:
+        if num_devices >= len(self._limits_s):
             return False
         limit_s = self._limits_s[num_devices]
         return np.isinf(limit_s) or self.lowest_s(num_devices) <= limit_s
 
     def lowest_s(self, num_devices: int) -> float:
         """The lowest bound of the whole model on so many devices; infinite if there is none."""
-        bounds_s = self._bounds_s[num_devices]
-        return float(bounds_s[0].min()) if self._first_layer[num_devices] == 0 else np.inf
+        return float(self._bounds_s[num_devices][0])
 
-    def by_stages_left(self, num_devices: int) -> list[tuple[float, int]]:
-        """The bounds that are below the limit, and the columns where they stand; best first."""
-        if self._first_layer[num_devices] != 0:
-            return []
-        limit_s = self._limits_s[num_devices]
-        row = self._bounds_s[num_devices][0].tolist()
-        return sorted((s, column) for column, s in enumerate(row) if s <= limit_s)
-
-    def shape(self, num_devices: int, column: int) -> Shape:
+    def shape(self, num_devices: int) -> Shape:
         """The partition behind a finite bound of the whole model."""
         shape: list[tuple[int, int]] = []
         first, devices_left = 0, num_devices
         while devices_left:
-            stages_left = self._stages_left(devices_left)[column : column + 1]
             options = []
             for count in self._costs.counts_left(devices_left):
-                bounds_s, stage_s = self._through(
-                    devices_left, count, np.array([first]), stages_left
-                )
-                if bounds_s.size:
-                    width = int(np.lexsort((stage_s[0], bounds_s[0, :, 0]))[0])
-                    key = (float(bounds_s[0, width, 0]), float(stage_s[0, width]))
-                    options.append((*key, count, first + width + 1))
-            _, _, count, first = min(options)
+                bounds_s = self._options(devices_left, count, slice(first, first + 1))[:, 0]
+                if len(bounds_s):
+                    width = int(bounds_s.argmin())
+                    options.append((float(bounds_s[width]), width, count))
+            _, width, count = min(options)
+            first += width + 1
             shape.append((first, count))
             devices_left -= count
-            column = self._column(devices_left, int(stages_left[0]) - 1)
         return tuple(shape)
 
-    def _stages_left(self, devices_left: int) -> NDArray[np.int64]:
-        fewest = self._fewest_stages(devices_left)
-        if not self._by_stages:
-            return np.array([fewest])
-        return np.arange(fewest, min(devices_left, self._costs.num_layers) + 1)
-
-    def _fewest_stages(self, devices_left: int) -> int:
-        return -(-devices_left // self._costs.devices_per_node)
-
-    def _column(self, devices_left: int, stages_left: int) -> int:
-        """Where the bounds with so many stages left stand."""
-        return stages_left - self._fewest_stages(devices_left) if self._by_stages else 0
-
-    def _layers_worth(self, devices_left: int, below: "_Tails | None") -> tuple[int, int]:
-        """The first layers of tails that may be part of a partition below the limit."""
-        num_layers = self._costs.num_layers
-        if below is None:
-            return 0, num_layers
-        devices_before = self.num_devices - devices_left
-        if devices_before == 0:
-            return 0, 1
-        # What is above their limit may lie anywhere above it.
-        rows = below._bounds_s[devices_left][:, 0]
-        tail_s = np.minimum(rows, below._limits_s[devices_left])
-        alone_s, work_s = _layers_before_s(self._costs)
-        busiest_s = self._num_microbatches * work_s / devices_before
-        is_worth = np.maximum(tail_s + alone_s, busiest_s) <= self._limits_s[devices_left]
-        layers = np.flatnonzero(is_worth[:num_layers])
-        return (int(layers[0]), int(layers[-1]) + 1) if len(layers) else (0, 0)
-
-    def _bounds(self, devices_left: int, first_layers: NDArray[np.int64]) -> Seconds:
-        stages_left = self._stages_left(devices_left)
-        bounds_s = np.full((len(first_layers) + 1, len(stages_left)), np.inf)
+    def _next(self, devices_left: int) -> Seconds:
+        bounds_s = np.full(self._num_columns, np.inf)
+        layers = slice(0, self._costs.num_layers)
         for count in self._costs.counts_left(devices_left):
-            options_s, _ = self._through(devices_left, count, first_layers, stages_left)
-            if options_s.shape[1]:
-                np.minimum(bounds_s[:-1], options_s.min(axis=1), out=bounds_s[:-1])
+            options_s = self._options(devices_left, count, layers)
+            lowest_s = options_s.min(axis=0, initial=np.inf)
+            np.minimum(bounds_s[layers], lowest_s, out=bounds_s[layers])
         return bounds_s
 
-    def _through(
-        self,
-        devices_left: int,
-        count: int,
-        first_layers: NDArray[np.int64],
-        stages_left: NDArray[np.int64],
-    ) -> tuple[Seconds, Seconds]:
-        """The bounds of tails by their first stage, which has `count` devices.
-
-        Returns:
-            [U, W, R], for the first layers, the layers of the first stage less one, and the stages
-            left; and the seconds of that stage, [U, W].
-        """
-        costs = self._costs
-        windows = self._windows[count]
-        width = windows.width(self._limits_s[devices_left])
-        stage_s = windows.stage_s[first_layers, :width]
-        most_in_flight = windows.in_flight[first_layers, :width]
-        ends = first_layers[:, None] + np.arange(1, stage_s.shape[1] + 1)
-        after = devices_left - count
-        rows = self._bounds_s[after]
-        index = ends - self._first_layer[after]
-        index = np.where((index >= 0) & (index < len(rows)), index, len(rows) - 1)
-        columns = np.array([self._column(after, int(left) - 1) for left in stages_left])
-        is_there = (columns >= 0) & (columns < rows.shape[1])
-        rest_s = np.where(is_there, rows[:, np.where(is_there, columns, 0)], np.inf)[index]
-        through_s = stage_s
-        if after:
-            between_nodes = after % costs.devices_per_node == 0
-            through_s = stage_s + self._trips_s[between_nodes][ends]
-        bounds_s = np.maximum(
-            (self._num_microbatches * stage_s)[:, :, None], through_s[:, :, None] + rest_s
-        )
-        in_flight = np.minimum(stages_left, costs.problem.num_microbatches)
-        bounds_s[most_in_flight[:, :, None] < in_flight] = np.inf
-        return bounds_s, stage_s
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """The stages of one count of devices that may stay below a limit.
-
-    Attributes:
-        stage_s, in_flight: [u, w], seconds and most in flight for layers [u, u + w + 1); infinite
-            and 0 behind the end of the model.
-        least_s: [w], what the fastest of them takes for all microbatches.
-    """
-
-    stage_s: Seconds
-    in_flight: NDArray[np.int64]
-    least_s: Seconds
-
-    def width(self, limit_s: float) -> int:
-        """How many layers a stage has at most that stays below a limit."""
-        return int(np.searchsorted(self.least_s, limit_s, side="right"))
-
-
-def _window(costs: StageCosts, count: int, num_microbatches: int, limit_s: float) -> _Window:
-    num_layers = costs.num_layers
-    seconds, most = costs.seconds[count], costs.most_in_flight[count]
-    can_be = (num_microbatches * seconds <= limit_s) & np.isfinite(seconds) & (most > 0)
-    edges = np.arange(num_layers + 1)
-    widest = int((can_be * (edges - edges[:, None])).max())
-    stage_s = np.full((num_layers, widest), np.inf)
-    in_flight = np.zeros((num_layers, widest), dtype=np.int64)
-    for width in range(widest):
-        rows = num_layers - width
-        kept = np.diagonal(can_be, width + 1)
-        stage_s[:rows, width] = np.where(kept, np.diagonal(seconds, width + 1), np.inf)
-        in_flight[:rows, width] = np.where(kept, np.diagonal(most, width + 1), 0)
-    return _Window(stage_s, in_flight, num_microbatches * stage_s.min(axis=0))
+    def _options(self, devices_left: int, count: int, layers: slice) -> Seconds:
+        """[w, u]: the bounds if the first stage has `count` devices and layers [u, u + w + 1)."""
+        window, after = self._windows[count], devices_left - count
+        width = window.width(self._limits_s[devices_left])
+        between_nodes = after % self._costs.devices_per_node == 0
+        through_s = window.through_s[between_nodes][:width, layers]
+        options_s: Seconds = through_s + self._behind_s[after][:width, layers]
+        np.maximum(options_s, window.busy_s[:width, layers], out=options_s)
+        if self._costs.problem.profile.device_memory_bytes:
+            fewest = -(-devices_left // self._costs.devices_per_node)
+            options_s[window.stages_left[:width, layers] < fewest] = np.inf
+        return options_s
 
 
 def _layers_before_s(costs: StageCosts) -> Seconds:
@@ -336,3 +273,17 @@ def _layers_before_s(costs: StageCosts) -> Seconds:
     before_s: Seconds = np.zeros((2, costs.num_layers + 1))
     before_s[:, 1:] = np.cumsum([alone_s, work_s], axis=1)
     return before_s
+
+
+def _bound_s(costs: StageCosts, shape: Shape, num_microbatches: int) -> float:
+    """The bound of a partition."""
+    bound_s = way_s = 0.0
+    first = device = 0
+    for end, count in shape:
+        device += count
+        stage_s = float(costs.seconds[count][first, end])
+        bound_s = max(bound_s, way_s + num_microbatches * stage_s)
+        between_nodes = device % costs.devices_per_node == 0
+        way_s += stage_s + float(costs.round_trip_s(between_nodes=between_nodes)[end])
+        first = end
+    return bound_s

@@ -1,67 +1,96 @@
-"""Which partitions fit into memory, and for how many nodes there is one, fast or slow.
+"""Which partitions fit into memory, and in how few stages the model fits on so many nodes.
 
-Layers [u, L) fit on the last d devices in r stages if some first stage fits with r stages left, and
-the layers behind it fit on the devices that remain in r - 1 stages. A table of truths over (u, r),
-one for every number of devices, answers it exactly; it grows as more devices are asked for.
+A stage keeps as many microbatches in flight as stages are left. So of two tails of the model on
+the same devices that with fewer stages lets more fit in front of it, and it is enough to know the
+fewest stages in which layers [u, L) fit on the last d devices: one number for each u and d, which
+follows from those of the tails behind the first stage.
 """
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planaria.planner.problem import Shape, StageCosts
+from planaria.planner.windows import Windows, behind, widest
+
+NEVER: Final = 1 << 30  # Stages of a tail that does not fit.
 
 
 class Fitting:
-    """Whether pipelines of 1, 2, .. nodes have a partition that fits."""
+    """The fewest stages that fit, for pipelines of 1, 2, .. nodes.
 
-    def __init__(self, costs: StageCosts) -> None:
+    Args:
+        some: the stages that there may be.
+    """
+
+    def __init__(self, costs: StageCosts, some: Windows) -> None:
         self._costs = costs
-        num_layers = costs.num_layers
-        # By devices: [u, r], whether layers [u, L) fit in r stages; from L + 1 on there are none.
-        nothing = np.zeros((2 * num_layers + 1, num_layers + 1), dtype=bool)
-        nothing[num_layers, 0] = True
-        self._fits = [nothing]
-        self._stages_left = {count: self._most_stages_left(count) for count in costs.counts}
+        self._windows = some
+        self._widest = widest(self._windows)
+        self._nothing = np.full(costs.num_layers + self._widest, NEVER, dtype=np.int32)
+        no_layers = self._nothing.copy()
+        no_layers[costs.num_layers] = 0
+        self._fewest = [no_layers]
+        # By devices: the tails that fit begin in layers [first, end), if in any.
+        self._layers = [(costs.num_layers, costs.num_layers + 1)]
 
     def is_feasible(self, num_nodes: int) -> bool:
         """Whether a pipeline of so many nodes has a partition that fits."""
         if num_nodes > self._costs.num_layers:  # Each node needs a stage.
             return False
-        num_devices = num_nodes * self._costs.devices_per_node
-        while len(self._fits) <= num_devices:
-            self._fits.append(self._next())
-        return bool(self._fits[num_devices][0].any())
+        return bool(self.fewest(num_nodes * self._costs.devices_per_node)[0] < NEVER)
 
-    def _most_stages_left(self, count: int) -> NDArray[np.int64]:
-        """[w, u]: with how many stages left a stage of layers [u, u + w + 1) fits, 0 for none."""
-        costs = self._costs
-        num_layers, most = costs.num_layers, costs.most_in_flight[count]
-        widest = max((v - u for u, v in np.argwhere(most > 0).tolist() if v > u), default=0)
-        stages_left = np.zeros((widest, num_layers), dtype=np.int64)
-        for width in range(widest):
-            there = np.diagonal(most, width + 1)
-            enough = there >= costs.problem.num_microbatches
-            stages_left[width, : len(there)] = np.where(enough, num_layers, there)
-        return stages_left
+    def fewest(self, devices_left: int) -> NDArray[np.int32]:
+        """[u]: the fewest stages of layers [u, L) on so many devices, or NEVER."""
+        while len(self._fewest) <= devices_left:
+            self._append_next()
+        return self._fewest[devices_left][: self._costs.num_layers + 1]
 
-    def _next(self) -> NDArray[np.bool_]:
-        costs = self._costs
-        devices_left = len(self._fits)
-        num_layers = costs.num_layers
-        found = np.zeros_like(self._fits[0])
-        left = np.arange(1, num_layers + 1)
-        for count in costs.counts_left(devices_left):
-            rest = self._fits[devices_left - count]
-            if not rest.any():
-                continue
-            for width, most in enumerate(self._stages_left[count]):
-                behind = rest[width + 1 : width + 1 + num_layers, :-1]
-                found[:num_layers, 1:] |= behind & (left <= most[:, None])
-        return found
+    def shape(self, num_nodes: int) -> Shape | None:
+        """A partition with the fewest stages, None if there is none."""
+        if not self.is_feasible(num_nodes):
+            return None
+        shape: list[tuple[int, int]] = []
+        first, devices_left = 0, num_nodes * self._costs.devices_per_node
+        while devices_left:
+            _, first, count = min(
+                (int(option[0]), first + width + 1, count)
+                for count in self._costs.counts_left(devices_left)
+                for width, option in enumerate(self._options(devices_left, count, first, first + 1))
+            )
+            shape.append((first, count))
+            devices_left -= count
+        return tuple(shape)
+
+    def _append_next(self) -> None:
+        devices_left, num_layers = len(self._fewest), self._costs.num_layers
+        counts = self._costs.counts_left(devices_left)
+        those_behind = [self._layers[devices_left - count] for count in counts]
+        first = max(0, min(layer for layer, _ in those_behind) - self._widest)
+        end = min(num_layers, max(layer for _, layer in those_behind) - 1)
+        if first >= end:
+            self._fewest.append(self._nothing)
+            self._layers.append((num_layers, 0))
+            return
+        found = self._nothing.copy()
+        for count in counts:
+            options = self._options(devices_left, count, first, end)
+            np.minimum(found[first:end], options.min(axis=0, initial=NEVER), out=found[first:end])
+        there = np.flatnonzero(found < NEVER)
+        self._fewest.append(found)
+        self._layers.append((int(there[0]), int(there[-1]) + 1) if len(there) else (num_layers, 0))
+
+    def _options(self, devices_left: int, count: int, first: int, end: int) -> NDArray[np.int32]:
+        """[w, u]: the fewest stages of the tail from layer first + u on, whose first stage has
+        w + 1 layers and `count` devices."""
+        most = self._windows[count].stages_left[:, first:end]
+        rest = behind(self._fewest[devices_left - count], self._costs.num_layers)
+        options = rest[: len(most), first:end] + np.int32(1)
+        options[options > most] = NEVER
+        return options
 
 
 class Rows(NamedTuple):

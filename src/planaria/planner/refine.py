@@ -219,10 +219,15 @@ def steady_s(table: StageTable) -> Seconds:
     Returns:
         shape [C].
     """
-    rates_s: Seconds = table.transfer_s.max(axis=0)
-    for width, cycles_s in _cycles_s(table):
-        np.maximum(rates_s, cycles_s.max(axis=0) / width, out=rates_s)
+    rates_s: Seconds = np.maximum(table.transfer_s.max(axis=0), slowest_cycle_s(table))
     return rates_s
+
+
+def slowest_cycle_s(table: StageTable) -> Seconds:
+    """Of each pipeline the most that a cycle takes for each of its stages, shape [C]."""
+    means_s = (cycles_s.max(axis=0) / width for width, cycles_s in _cycles_s(table))
+    slowest_s: Seconds = np.max(list(means_s), axis=0)
+    return slowest_s
 
 
 def least_s(table: StageTable, num_microbatches: int) -> Seconds:

@@ -17,6 +17,8 @@ may get them all.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each
@@ -25,6 +27,7 @@ from planaria.planner.fitting import Fitting, rows_of
 from planaria.planner.paper import paper_partition
 from planaria.planner.problem import Problem, Shape, StageCosts, stage_costs
 from planaria.planner.refine import nearby, table_of
+from planaria.planner.windows import windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ def _without_memory(problem: Problem) -> Problem:
 
 def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
     """The fewest nodes, of at most max_nodes, for which there is a partition."""
-    fitting = Fitting(costs)
+    fitting = Fitting(costs, windows(costs, 1, np.inf))
     return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible(n)), None)
 
 

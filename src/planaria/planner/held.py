@@ -1,0 +1,183 @@
+"""The lowest bound where memory binds: with what stages hold in flight.
+
+A stage holds as many microbatches as stages are left, so the program over tails gets a third
+dimension: the most stages that a tail may have. What keeps it small is a limit, the bound of some
+partition that fits. For partitions that stay below it
+
+- layers [u, L) have at least so many stages on the last d devices (fitting.py), and
+- at most so many, or what lies in front of them does not fit (`_most_stages`).
+
+Between the two lie few layers u for each d, and few numbers of stages. Exact: no partition with a
+lower bound than the limit is left out.
+
+Source: Odyssey, equation 14, for what a stage holds.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from planaria.planner.fitting import Fitting
+from planaria.planner.problem import Seconds, Shape, StageCosts
+from planaria.planner.windows import Window, Windows, widest, windows
+
+_SHAPES_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Band:
+    """The lowest bounds of tails on some number of devices; those outside are infinite.
+
+    Attributes:
+        bounds_s: [r, u], of layers [first_layer + u, L) in at most first_stages + r stages. What
+            holds for the last r holds for more, too.
+    """
+
+    first_layer: int
+    first_stages: int
+    bounds_s: Seconds
+
+
+class Held:
+    """The lowest bounds of the whole model on so many nodes, by its number of stages.
+
+    Args:
+        limit_s: of bounds; some partition that fits must have one as low.
+        fewest: stages of tails, if stages may be as slow as the limit lets them be.
+        above_s: [u], what a microbatch takes at least for the layers above u and back.
+    """
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        num_nodes: int,
+        *,
+        num_microbatches: int,
+        limit_s: float,
+        fewest: Fitting,
+        above_s: Seconds,
+    ) -> None:
+        self._costs = costs
+        self._windows = {
+            count: _reached(window, limit_s - above_s[:-1])
+            for count, window in windows(costs, num_microbatches, limit_s).items()
+        }
+        num_devices = num_nodes * costs.devices_per_node
+        most = _most_stages(costs, self._windows, num_devices)
+        self._bands = [_Band(costs.num_layers, 0, np.zeros((1, 1)))]
+        for devices_left in range(1, num_devices + 1):
+            least = fewest.fewest(devices_left)
+            self._bands.append(self._band(devices_left, least, most[devices_left]))
+
+    def shapes(self, limit_s: float) -> list[tuple[float, Shape]]:
+        """The lowest bound and a partition that has it; and others up to a limit, which have fewer
+        stages, to choose from: the fewer, the higher their bound."""
+        band = self._bands[-1]
+        bounds_s = band.bounds_s[:, 0]
+        lower = np.append(True, bounds_s[1:] < bounds_s[:-1]) & (bounds_s <= limit_s)
+        rows = np.flatnonzero(lower)[::-1]
+        rows = rows[:: max(1, len(rows) // _SHAPES_MAX)]
+        return [(float(bounds_s[row]), self._shape(band.first_stages + int(row))) for row in rows]
+
+    def _shape(self, stages_left: int) -> Shape:
+        """A partition with the lowest bound of those whose first stage fits with so many stages."""
+        shape: list[tuple[int, int]] = []
+        first, devices_left = 0, len(self._bands) - 1
+        while devices_left:
+            options = []
+            for count in self._costs.counts_left(devices_left):
+                stage = slice(first, first + 1)
+                bounds_s = self._options(devices_left, count, stage, np.array([stages_left]))
+                if len(bounds_s):
+                    width = int(bounds_s[:, 0, 0].argmin())
+                    options.append((float(bounds_s[width, 0, 0]), width, count))
+            _, width, count = min(options)
+            first += width + 1
+            shape.append((first, count))
+            devices_left -= count
+            stages_left = self._stages_needed(devices_left, first, stages_left - 1)
+        return tuple(shape)
+
+    def _stages_needed(self, devices_left: int, first: int, most: int) -> int:
+        """The fewest stages with which a tail has the same bound as with at most so many."""
+        band = self._bands[devices_left]
+        bounds_s = band.bounds_s[: most - band.first_stages + 1, first - band.first_layer]
+        return band.first_stages + int(np.argmax(bounds_s == bounds_s[-1]))
+
+    def _band(self, devices_left: int, least: NDArray[np.int32], most: NDArray[np.int32]) -> _Band:
+        """The bounds of tails on so many devices that need no more stages than they may have."""
+        layers = np.flatnonzero(least <= most)
+        if not len(layers):
+            return _Band(0, 0, np.full((1, 1), np.inf))
+        first, end = int(layers[0]), int(layers[-1]) + 1
+        stages = np.arange(least[layers].min(), most[layers].max() + 1)
+        bounds_s = np.full((len(stages), end - first), np.inf)
+        for count in self._costs.counts_left(devices_left):
+            options_s = self._options(devices_left, count, slice(first, end), stages)
+            np.minimum(bounds_s, options_s.min(axis=0, initial=np.inf), out=bounds_s)
+        return _Band(first, int(stages[0]), np.minimum.accumulate(bounds_s, axis=0))
+
+    def _options(
+        self, devices_left: int, count: int, layers: slice, stages: NDArray[np.int64]
+    ) -> Seconds:
+        """[w, r, u]: the bounds if the first stage has `count` devices and layers [u, u + w + 1),
+        and fits with stages[r] stages left."""
+        window, after = self._windows[count], devices_left - count
+        stages_left = window.stages_left[:, layers]
+        fit = np.flatnonzero((stages_left >= stages[0]).any(axis=1))
+        width = int(fit[-1]) + 1 if len(fit) else 0
+        between_nodes = after % self._costs.devices_per_node == 0
+        through_s = window.through_s[between_nodes][:width, None, layers]
+        busy_s = window.busy_s[:width, None, layers]
+        options_s = through_s + self._behind(after, width, layers, stages)
+        np.maximum(options_s, busy_s, out=options_s)
+        options_s[stages_left[:width, None] < stages[:, None]] = np.inf
+        return options_s
+
+    def _behind(
+        self, devices_left: int, width: int, layers: slice, stages: NDArray[np.int64]
+    ) -> Seconds:
+        """[w, r, u]: the bound of the tail from layer u + w + 1 in at most stages[r] - 1 stages."""
+        band = self._bands[devices_left]
+        num_rows, num_columns = band.bounds_s.shape
+        num_layers = layers.stop - layers.start
+        block_s = np.full((len(stages), num_layers + max(0, width - 1)), np.inf)
+        rows = np.minimum(stages - 1 - band.first_stages, num_rows - 1)
+        there = rows >= 0
+        first = max(layers.start + 1, band.first_layer)
+        end = min(layers.start + 1 + block_s.shape[1], band.first_layer + num_columns)
+        if first < end:
+            source = slice(first - band.first_layer, end - band.first_layer)
+            target = slice(first - layers.start - 1, end - layers.start - 1)
+            block_s[there, target] = band.bounds_s[rows[there], source]
+        row_step, step = block_s.strides
+        shape = (width, len(stages), num_layers)
+        return as_strided(block_s, shape, (step, row_step, step), writeable=False)
+
+
+def _reached(window: Window, limits_s: Seconds) -> Window:
+    """The window without stages that are busy for longer than the limit of their first layer."""
+    below = window.busy_s <= limits_s
+    return replace(window, stages_left=np.where(below, window.stages_left, np.int32(0)))
+
+
+def _most_stages(costs: StageCosts, some: Windows, num_devices: int) -> list[NDArray[np.int32]]:
+    """By devices left, [u]: the most stages of layers [u, L) with which some stages above fit."""
+    num_layers = costs.num_layers
+    most = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(num_devices + 1)]
+    most[num_devices][0] = num_layers
+    skewed = np.zeros((widest(some), 2 * num_layers), dtype=np.int32)
+    row_step, step = skewed.strides
+    for devices_left in range(num_devices, 0, -1):
+        for count in costs.counts_left(devices_left):
+            stages_left = some[count].stages_left
+            width = len(stages_left)
+            # The stage of layers [u, u + w + 1) ends where that of w - 1 from u + 1 on does.
+            by_first = as_strided(skewed, (width, num_layers), (row_step + step, step))
+            np.minimum(stages_left, most[devices_left][:-1], out=by_first)
+            ends = skewed[:width, :num_layers].max(axis=0, initial=0) - 1
+            np.maximum(most[devices_left - count][1:], ends, out=most[devices_left - count][1:])
+    return most
