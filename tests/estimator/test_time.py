@@ -1,11 +1,16 @@
-"""Schedules in virtual time, against closed forms and a brute-force simulation."""
+"""Schedules in virtual time, against closed forms and a simulation by events."""
 
-from math import ceil, log2
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from math import isclose
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from estimator.event_simulation import simulated
 from planaria.core.plan import (
     LayerProfile,
     Link,
@@ -13,17 +18,19 @@ from planaria.core.plan import (
     Pipeline,
     PipelineTemplate,
     Plan,
+    Route,
     Stage,
     TiedParameters,
     plain_plan,
 )
 from planaria.errors import DeadlockError
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.schedule.action import Bucket, Kind, Schedule, parse_schedule
+from planaria.schedule.action import Kind, parse_schedule
 from planaria.schedule.lower import lowered, place_transfers
 from planaria.schedule.routed import routed_1f1b
-from schedule.plan_examples import figure_9_plan, pipeline, rerouted_plans
+from schedule.plan_examples import figure_9_plan, pipeline, random_plan, rerouted
 
+SEED = 20_261_121
 FREE = Link(0.0, float("inf"))
 
 
@@ -86,123 +93,105 @@ def test_equal_stages_without_communication_take_the_closed_form(
         assert timeline.busy_s(rank) == pytest.approx(num_microbatches * unit_s)
 
 
-SECONDS = st.sampled_from([0.25, 0.5, 1.0, 1.75, 3.0])
+def random_profile(rng: Random, num_layers: int) -> ModelProfile:
+    """Unequal layers, whose times on several devices are any; up to two tied parameters."""
 
+    def seconds() -> dict[int, float]:
+        return {count: rng.randint(0, 48) / 16 for count in (1, 2, 3, 4)}
 
-@given(
-    plan=rerouted_plans(),
-    data=st.data(),
-    latency_s=st.sampled_from([0.0, 0.125, 2.0]),
-    bandwidth=st.sampled_from([1.0, 8.0]),
-)
-@settings(max_examples=50, deadline=None)
-def test_the_timeline_equals_a_brute_force_simulation(
-    plan: Plan, data: st.DataObject, latency_s: float, bandwidth: float
-) -> None:
-    """Any plan, unequal layers, links that queue, reductions that wait for each other."""
-    layers = tuple(
-        layer(
-            data.draw(SECONDS),
-            data.draw(SECONDS),
-            parameter_bytes=data.draw(st.integers(4, 9)),
-            output_bytes=data.draw(st.integers(0, 9)),
+    def link() -> Link:
+        return Link(rng.choice((0.0, 0.125, 2.0)), rng.choice((1.0, 8.0, 64.0)))
+
+    tied = tuple(
+        TiedParameters(
+            tuple(sorted(rng.sample(range(num_layers), rng.randint(1, min(3, num_layers))))),
+            rng.randint(1, 3),
         )
-        for _ in range(plan.num_layers)
+        for _ in range(rng.randint(0, 2))
     )
-    tied = (TiedParameters((0, plan.num_layers - 1), 3),)
-    profile = model(layers, inter_node=Link(latency_s, bandwidth), tied=tied)
-    schedule = lowered(plan, tied=tied)
-
-    timeline = predicted_timeline(schedule, profile, plan=plan, reduce_bytes_factor=1.5)
-
-    expected, end_s = brute_force(schedule, profile, reduce_bytes_factor=1.5)
-    found = {(span.rank, str(span.action)): (span.start_s, span.end_s) for span in timeline.spans}
-    assert set(expected) == set(found)
-    for key, times in expected.items():
-        assert found[key] == pytest.approx(times)
-    num_ranks = len(schedule.actions)
-    commit_s = 2 * ceil(log2(num_ranks)) * latency_s
-    assert timeline.iteration_s == pytest.approx(end_s + commit_s)
-
-
-Times = dict[tuple[int, str], tuple[float, float]]
+    layers = tuple(
+        LayerProfile(
+            name=f"layer {index}",
+            forward_s=seconds(),
+            backward_input_s=seconds(),
+            backward_weight_s=seconds(),
+            parameter_bytes=rng.randint(6, 20),
+            optimizer_bytes=0,
+            activation_bytes=0,
+            output_bytes=rng.randint(0, 9),
+        )
+        for index in range(num_layers)
+    )
+    return model(layers, intra_node=link(), inter_node=link(), tied=tied)
 
 
-def brute_force(
-    schedule: Schedule, profile: ModelProfile, *, reduce_bytes_factor: float
-) -> tuple[Times, float]:
-    """Start and end of every span on nodes of one device, by sweeping until none moves.
-
-    It knows no execution order: every action starts at the latest of what it waits for, as the
-    sweep before left it, and whoever moved moves the others in the next sweep.
-    """
-    times: Times = {}
-    moved = True
-    while moved:
-        before = dict(times)
-        handed: dict[int, list[float]] = {}
-        for rank in schedule.actions:
-            sweep_rank(schedule, profile, rank, times=times, handed=handed)
-        for index, bucket in enumerate(schedule.buckets):
-            lanes = [
-                times[rank, f"R{other}"][1]
-                for rank in bucket.ranks
-                for other in range(index)
-                if rank in schedule.buckets[other].ranks
-            ]
-            start = max(*handed[index], *lanes, 0.0)
-            lasts = reduce_bytes_factor * moved_bytes(bucket, profile)
-            link = profile.links["inter_node"]
-            end = start + 2 * link.latency_s + lasts / link.bandwidth_bytes_per_s
-            times.update({(rank, f"R{index}"): (start, end) for rank in bucket.ranks})
-        moved = times != before
-    return times, max(end for _, end in times.values())
+def routed_plan(rng: Random, *, num_layers_max: int) -> Plan:
+    """A random plan of unequal pipelines, some of whose microbatches go around lost nodes."""
+    while True:
+        plan = rerouted(random_plan(rng, num_layers_max=num_layers_max), rng)
+        own = {one.route() for one in plan.pipelines}
+        if len({one.template for one in plan.pipelines}) > 1 and not own.issuperset(plan.routes):
+            return plan
 
 
-def sweep_rank(
-    schedule: Schedule,
-    profile: ModelProfile,
-    rank: int,
-    *,
-    times: Times,
-    handed: dict[int, list[float]],
-) -> None:
-    """One pass over a rank's actions with the arrivals that are known so far."""
-    link = profile.links["inter_node"]
-    now = 0.0
-    link_free: dict[int, float] = {}
-    for action in schedule.actions[rank]:
-        if action.kind is Kind.REDUCE:
-            handed.setdefault(action.bucket, []).append(now)
-            continue
-        route = schedule.routes[action.microbatch]
-        step = 1 if action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD) else -1
-        hop, peer = route[action.hop], route[(action.hop + step) % len(route)].rank
-        layers = profile.layers[hop.first_layer : hop.end_layer]
-        if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
-            sent = f"{action.hop + step}S{action.kind.value[1]}{action.microbatch}"
-            now = max(now, times.get((peer, sent), (0.0, 0.0))[1] + link.latency_s)
-        elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            cut = hop.end_layer if action.kind is Kind.SEND_FORWARD else hop.first_layer
-            start = max(now, link_free.get(peer, 0.0))
-            seconds = profile.layers[cut - 1].output_bytes / link.bandwidth_bytes_per_s
-            link_free[peer] = start + seconds
-            times[rank, str(action)] = (start, start + seconds)
-        else:
-            forward = action.kind is Kind.FORWARD
-            start = now
-            now += sum(one.forward_s[1] if forward else one.backward_s(1) for one in layers)
-            times[rank, str(action)] = (start, now)
+def variety(plan: Plan) -> Iterator[str]:
+    """What else is in a plan."""
+    templates = {one.template for one in plan.pipelines}
+    if any(stage.num_devices > 1 for one in templates for stage in one.stages):
+        yield "stages of several devices"
+    if any(len(one.stages) > one.num_nodes for one in templates):
+        yield "nodes of several stages"
+    if any(0 < plan.routes.count(one.route()) < len(one.route()) for one in plan.pipelines):
+        yield "fewer microbatches than stages"
+    if any(a.rank == b.rank for route in plan.routes for a, b in pairwise(route)):
+        yield "ranks visited twice at once"
+    if any(map(comes_back, plan.routes)):
+        yield "ranks visited again"
+    if len(plan.ranks) > 24:
+        yield "dozens of ranks"
 
 
-def moved_bytes(bucket: Bucket, profile: ModelProfile) -> float:
-    """What a rank sends in a reduce-scatter and an all-gather: 2 (k - 1) / k of the bucket."""
-    num_bytes = sum(profile.layers[n].parameter_bytes for n in bucket.layers)
-    for parameter in profile.tied:
-        num_bytes -= parameter.parameter_bytes * len({*parameter.layers} & {*bucket.layers})
-    if bucket.tied >= 0:
-        num_bytes = profile.tied[bucket.tied].parameter_bytes
-    return 2 * (len(bucket.ranks) - 1) / len(bucket.ranks) * num_bytes
+def comes_back(route: Route) -> bool:
+    """Whether a microbatch comes to a rank once more from another one."""
+    ranks = [rank for rank, _ in groupby(hop.rank for hop in route)]
+    return len(set(ranks)) < len(ranks)
+
+
+def assert_timeline_is_simulated(plan: Plan, rng: Random, seed: int) -> None:
+    """Of a random profile: every start and end, and the iteration, but for rounding."""
+    profile = random_profile(rng, plan.num_layers)
+    schedule = lowered(plan, tied=profile.tied)
+    factor = rng.choice((1.0, 1.5))
+
+    timeline = predicted_timeline(schedule, profile, plan=plan, reduce_bytes_factor=factor)
+
+    expected, iteration_s = simulated(schedule, profile, plan=plan, reduce_bytes_factor=factor)
+    times = {(span.rank, span.lane, span.action): span[3:] for span in timeline.spans}
+    assert len(expected) == len(timeline.spans), f"seed {seed}"
+    assert expected.keys() == times.keys(), f"seed {seed}"
+    wrong = [key for key in expected if not all(map(isclose, expected[key], times[key]))]
+    assert not wrong, f"seed {seed}: {wrong}"
+    assert isclose(iteration_s, timeline.iteration_s), f"seed {seed}"
+
+
+def test_timelines_of_rerouted_plans_equal_a_simulation_by_events() -> None:
+    """1,000 plans: links that queue, reductions that wait for each other, dozens of ranks."""
+    found: Counter[str] = Counter()
+    for seed in range(SEED, SEED + 1000):
+        rng = Random(seed)
+        plan = routed_plan(rng, num_layers_max=40 if seed % 25 == 0 else 8)
+        found.update(variety(plan))
+        assert_timeline_is_simulated(plan, rng, seed)
+
+    assert len(found) == 6
+    assert min(found.values()) > 50, found
+
+
+def test_timelines_of_plain_plans_equal_a_simulation_by_events() -> None:
+    """Also of a lone pipeline, whose stages of several devices have nothing to sum."""
+    for seed in range(SEED, SEED + 100):
+        rng = Random(seed)
+        assert_timeline_is_simulated(random_plan(rng), rng, seed)
 
 
 def test_sends_do_not_hold_up_compute_and_queue_on_their_link() -> None:

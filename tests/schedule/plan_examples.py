@@ -1,7 +1,8 @@
 """Plans for tests of schedules: by hand, as in the papers' figures, and random ones."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice, pairwise
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -20,45 +21,76 @@ def figure_9_plan() -> Plan:
     return plain_plan(0, pipelines, (4, 3))
 
 
-@st.composite
-def plain_plans(draw: st.DrawFn) -> Plan:
-    """One to four pipelines of different depths and cuts, each on its own routes."""
-    num_layers = draw(st.integers(1, 8))
-    pipelines: list[Pipeline] = []
-    for _ in range(draw(st.integers(1, 4))):
-        inner = range(1, num_layers)
-        cuts = draw(st.sets(st.sampled_from(inner))) if inner else set()
-        first_node = sum(len(before.nodes) for before in pipelines)
-        nodes = range(first_node, first_node + len(cuts) + 1)
-        pipelines.append(pipeline((0, *sorted(cuts), num_layers), nodes))
-    microbatches = [draw(st.integers(1, 9)) for _ in pipelines]
-    return plain_plan(0, tuple(pipelines), tuple(microbatches))
+def plain_plans() -> st.SearchStrategy[Plan]:
+    """Plans as `random_plan` makes them."""
+    return st.randoms(use_true_random=False).map(random_plan)
 
 
-@st.composite
-def rerouted_plans(draw: st.DrawFn) -> Plan:
-    """Plans whose microbatches take any way through holders of their layers.
+def rerouted_plans() -> st.SearchStrategy[Plan]:
+    """Plans as `random_plan` makes them, with losses as in `rerouted`."""
+    return st.randoms(use_true_random=False).map(lambda rng: rerouted(random_plan(rng), rng))
+
+
+def random_plan(rng: Random, *, num_layers_max: int = 8) -> Plan:
+    """One to four pipelines of up to three templates, each on its own routes.
+
+    Nodes have one to four devices, and one stage or more.
+    """
+    num_layers = rng.randint(1, num_layers_max)
+    per_node = rng.choice((1, 2, 3, 4))
+    templates = [_random_template(rng, num_layers, per_node) for _ in range(3)]
+    chosen = [rng.choice(templates) for _ in range(rng.randint(1, 4))]
+    num_nodes = sum(template.num_nodes for template in chosen)
+    nodes = iter(rng.sample(range(num_nodes + 3), num_nodes))
+    pipelines = tuple(Pipeline(one, tuple(islice(nodes, one.num_nodes))) for one in chosen)
+    return plain_plan(0, pipelines, tuple(rng.randint(1, 9) for _ in pipelines))
+
+
+def _random_template(rng: Random, num_layers: int, per_node: int) -> PipelineTemplate:
+    num_stages = rng.randint(1, num_layers)
+    num_nodes = rng.randint(-(-num_stages // per_node), num_stages)
+    num_devices = num_nodes * per_node
+    within = [device for device in range(num_devices) if device % per_node]
+    cuts = rng.sample(within, num_stages - num_nodes)
+    devices = sorted([*range(0, num_devices + 1, per_node), *cuts])
+    layers = (0, *sorted(rng.sample(range(1, num_layers), num_stages - 1)), num_layers)
+    stages = tuple(
+        Stage(*layer_range, end - first)
+        for layer_range, (first, end) in zip(pairwise(layers), pairwise(devices), strict=True)
+    )
+    return PipelineTemplate(stages, num_nodes)
+
+
+def rerouted(plan: Plan, rng: Random) -> Plan:
+    """The plan after one to three nodes are lost: microbatches take any way around them.
 
     A microbatch keeps each hop of its plain route or has it cut into parts on other ranks, so
-    it may visit a rank twice, and two microbatches may visit two ranks in opposite orders.
+    it may visit a rank twice, at once or later, and two microbatches may visit two ranks in
+    opposite orders. What no other node holds stays where it is.
     """
-    plan = draw(plain_plans())
-    layers = plan.layers_by_rank()
-    lost = draw(st.sets(st.sampled_from(plan.ranks), max_size=2))
-    routes: list[Route] = []
-    for route in plan.routes:
-        hops: list[Hop] = []
-        for hop in route:
-            first = hop.first_layer
-            while first < hop.end_layer:
-                holders = [rank for rank in plan.holders(first) if rank not in lost]
-                rank = draw(st.sampled_from(holders)) if hop.rank in lost and holders else hop.rank
-                end = min(hop.end_layer, layers[rank].stop)
-                end = draw(st.integers(first + 1, end)) if rank != hop.rank else end
-                if hops and hops[-1].rank == rank:
-                    hops[-1] = Hop(rank, hops[-1].first_layer, end)
-                else:
-                    hops.append(Hop(rank, first, end))
-                first = end
-        routes.append(tuple(hops))
-    return Plan(1, plan.pipelines, tuple(routes))
+    held = {
+        hop.rank: range(hop.first_layer, hop.end_layer)
+        for one in plan.pipelines
+        for hop in one.route()
+    }
+    nodes = rng.sample(plan.nodes, rng.randint(1, min(3, len(plan.nodes))))
+    per_node = plan.pipelines[0].template.devices_per_node
+    lost = {rank for rank in held if rank // per_node in nodes}
+    routes = tuple(_around(route, rng, held=held, lost=lost) for route in plan.routes)
+    return Plan(1, plan.pipelines, routes)
+
+
+def _around(
+    route: Route, rng: Random, *, held: Mapping[int, range], lost: Collection[int]
+) -> Route:
+    hops: list[Hop] = []
+    for hop in route:
+        first = hop.first_layer
+        while first < hop.end_layer:
+            others = [rank for rank in held if rank not in lost and first in held[rank]]
+            rank = rng.choice(others) if hop.rank in lost and others else hop.rank
+            end = min(hop.end_layer, held[rank].stop)
+            end = rng.randint(first + 1, end) if rank != hop.rank else end
+            hops.append(Hop(rank, first, end))
+            first = end
+    return tuple(hops)
