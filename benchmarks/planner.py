@@ -1,7 +1,7 @@
 """How long the planner takes, and how good what it finds is, beside the paper's.
 
     python benchmarks/planner.py            all parts
-    python benchmarks/planner.py times      one of: times, large, command, regret
+    python benchmarks/planner.py times      one of: times, large, command, regret, ranks
 
 times    one template for 8 - 24 nodes of 1 - 8 devices and 24 - 96 layers, as in Table 3 of Oobleck
          (SOSP '23), whose seconds stand beside ours, with each objective. Both of our columns are
@@ -10,6 +10,7 @@ large    1,000 layers on 64 nodes of 8 devices, with the proven distance from th
 command  `planaria plan` as a process, all template sizes, from its start to its end.
 regret   small problems, against all partitions there are: how much slower than the best one is what
          the paper's objective chooses, and what ours does, by the number of microbatches.
+ranks    the iteration of 1,000 ranks with 128 microbatches, from its schedule, the best of three.
 
 Exits 1 if a goal is missed.
 """
@@ -28,12 +29,22 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exhaustive import all_shapes, makespans_s, small_problem, template_of
-from planaria.core.plan import LayerProfile, Link, ModelProfile
+from planaria.core.plan import (
+    LayerProfile,
+    Link,
+    ModelProfile,
+    Pipeline,
+    PipelineTemplate,
+    Stage,
+    plain_plan,
+)
 from planaria.core.profile_json import encode_profile
 from planaria.estimator.makespan import makespan_s, stage_seconds
+from planaria.estimator.time import predicted_timeline
 from planaria.planner.paper import paper_partition
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.templates import pipeline_template, ranked_template
+from planaria.schedule.lower import lowered
 
 # Oobleck, Table 3: seconds by nodes, devices per node and layers.
 PUBLISHED_S: Final = {
@@ -51,6 +62,7 @@ LAYERS: Final = (24, 32, 64, 96)
 CELL_S_MAX: Final = 1.0
 LARGE_S_MAX: Final = 10.0
 COMMAND_S_MAX: Final = {32: 3.0, 96: 6.0}
+RANKS_S_MAX: Final = 2.0
 SEED: Final = 20_261_121
 NUM_SMALL: Final = 60
 REGRET_MAX: Final = 0.03
@@ -191,7 +203,35 @@ def _share(regrets: list[float]) -> str:
     return f"{100 * statistics.fmean(regrets):.2f}%  {100 * max(regrets):.1f}%"
 
 
-PARTS: Final = {"times": times, "large": large, "command": command, "regret": regret}
+def ranks() -> Iterator[str]:
+    """What pricing a plan takes in a large job."""
+    profile = random_profile(1000, 1, spread=1.0)
+    template = PipelineTemplate(tuple(Stage(n, n + 1, 1) for n in range(1000)), 1000)
+    plan = plain_plan(0, (Pipeline(template, tuple(range(1000))),), (128,))
+    start_s = time.perf_counter()
+    schedule = lowered(plan)
+    lowered_s = time.perf_counter() - start_s
+    runs_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        predicted_timeline(schedule, profile, plan=plan)
+        runs_s.append(time.perf_counter() - start_s)
+    spent_s = min(runs_s)
+    print(
+        f"1000 ranks x 128 microbatches: {spent_s:.2f} s (slowest of 3: {max(runs_s):.2f} s), "
+        f"and {lowered_s:.1f} s to make the schedule"
+    )
+    if spent_s > RANKS_S_MAX:
+        yield f"the iteration of 1000 ranks: {spent_s:.2f} s"
+
+
+PARTS: Final = {
+    "times": times,
+    "large": large,
+    "command": command,
+    "regret": regret,
+    "ranks": ranks,
+}
 
 
 def main(names: list[str]) -> int:

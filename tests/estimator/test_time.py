@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from math import isclose
 from random import Random
+from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +33,7 @@ from schedule.plan_examples import figure_9_plan, pipeline, random_plan, reroute
 
 SEED = 20_261_121
 FREE = Link(0.0, float("inf"))
+RANKS_S_MAX = 6.0  # Three times the goal of benchmarks/planner.py.
 
 
 def layer(
@@ -262,6 +264,19 @@ def test_reductions_run_beside_the_compute_of_other_ranks() -> None:
     spans = {(span.rank, str(span.action)): (span.start_s, span.end_s) for span in timeline.spans}
     assert (4.0, 6.0) == spans[1, "R1"] == spans[3, "R1"] == spans[0, "0B0"]
     assert timeline.iteration_s == 6.0
+
+
+def test_a_thousand_ranks_are_timed_while_one_waits() -> None:
+    """768,000 actions of 1,000 stages and 128 microbatches, which take the closed form."""
+    plan = plain_plan(0, (pipeline(range(1001), range(1000)),), (128,))
+    profile = model((layer(1.0, 2.0),) * 1000)
+    schedule = place_transfers(routed_1f1b(plan))
+
+    start_s = perf_counter()
+    timeline = predicted_timeline(schedule, profile, plan=plan)
+
+    assert perf_counter() - start_s < RANKS_S_MAX
+    assert timeline.iteration_s == (128 + 1000 - 1) * (1.0 + 2.0)
 
 
 def test_a_timeline_can_be_read_again_and_indexed() -> None:
