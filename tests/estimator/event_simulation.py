@@ -148,6 +148,7 @@ class _Cluster:
         self._profile = profile
         self._reduce_bytes_factor = reduce_bytes_factor
         self._nodes: dict[int, int] = {}
+        self._speeds: dict[int, float] = {}
         self._stages: dict[int, tuple[tuple[int, ...], Stage]] = {}
         for pipeline in plan.pipelines:
             stages = pipeline.template.stages
@@ -157,6 +158,8 @@ class _Cluster:
             for stage in stages:
                 for node, rank in islice(unused, stage.num_devices):
                     self._nodes[rank] = node
+                    kinds = dict(zip(pipeline.nodes, pipeline.template.kinds, strict=False))
+                    self._speeds[rank] = kinds[node].speed if kinds else 1.0
                     self._stages[rank] = (pipeline.nodes, stage)
 
     def link(self, ranks: Collection[int]) -> Link:
@@ -172,7 +175,7 @@ class _Cluster:
             else:
                 seconds += layer.backward_input_s[stage.num_devices]
                 seconds += layer.backward_weight_s[stage.num_devices]
-        return seconds
+        return seconds / self._speeds[rank]
 
     def transfer_s(self, source: int, target: int, layer: int) -> float:
         """How long the output of a layer, or its gradient, occupies the link."""

@@ -8,11 +8,11 @@ from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.planner.plans import (
     best_plan,
-    distribute_microbatches,
     every_plan,
     pipeline_microbatches,
     plan_iteration_s,
 )
+from planaria.planner.sets import distribute_microbatches
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from strategies import MEBIBYTE, equal_problem
 

@@ -14,7 +14,7 @@ from planaria.planner.instantiate import (
     instantiations,
     numbers_of_pipelines,
 )
-from planaria.planner.problem import Seconds
+from planaria.planner.problem import Counts, Seconds
 
 SEED = 20_261_121
 MANY_NODES_S = 1.5  # Three times what it takes.
@@ -97,8 +97,8 @@ def test_the_fastest_set_is_that_of_exhaustive_search() -> None:
         below_s = rng.choice((np.inf, min(everything.values(), default=1.0) + rng.randint(0, 1)))
 
         found = fastest_sizes(
-            num_nodes,
-            times_s,
+            (num_nodes,),
+            {(size,): table for size, table in times_s.items()},
             num_microbatches=most,
             pipelines=Range(fewest, None if is_free else limit),
             below_s=below_s,
@@ -106,22 +106,23 @@ def test_the_fastest_set_is_that_of_exhaustive_search() -> None:
 
         expected = min(((s, m) for m, s in everything.items() if s < below_s), default=None)
         num_none += expected is None
-        assert expected == found, f"seed {SEED}, case {index}"
+        sets = None if found is None else (found[0], tuple(size for (size,) in found[1]))
+        assert expected == sets, f"seed {SEED}, case {index}"
     assert 20 < num_none < 300
 
 
 def test_a_thousand_nodes_are_answered_while_one_waits() -> None:
     """More sets than could be listed; the answer uses all nodes, and deals all microbatches."""
     sizes = range(4, 65)
-    times_s = {
-        size: (np.arange(1.0, 4001.0) + size - 1) * (64 / size) * (1 + 0.1 * (64 % size > 0))
+    times_s: dict[Counts, Seconds] = {
+        (size,): (np.arange(1.0, 4001.0) + size - 1) * (64 / size) * (1 + 0.1 * (64 % size > 0))
         for size in sizes
     }
 
     start_s = time.perf_counter()
-    found = fastest_sizes(1000, times_s, num_microbatches=4000, pipelines=Range(5, None))
+    found = fastest_sizes((1000,), times_s, num_microbatches=4000, pipelines=Range(5, None))
 
     assert time.perf_counter() - start_s < MANY_NODES_S
     assert found is not None
-    assert sum(found[1]) == 1000
+    assert sum(size for (size,) in found[1]) == 1000
     assert len(found[1]) >= 5

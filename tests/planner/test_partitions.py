@@ -18,6 +18,7 @@ from exhaustive import (
 from planaria.planner.bound import BoundSearch
 from planaria.planner.fitting import rows_of
 from planaria.planner.paper import paper_partition
+from planaria.planner.positions import Positions
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.rates import Rates
 from planaria.planner.refine import slowest_cycle_s, table_of
@@ -38,8 +39,8 @@ def test_the_lowest_bound_is_that_of_exhaustive_search() -> None:
     num_limited = num_impossible = 0
     for index, (problem, num_nodes) in enumerate(instances(NUM_INSTANCES)):
         shapes = all_shapes(problem, num_nodes)
-        microbatches = {num_nodes: problem.num_microbatches}
-        found = BoundSearch(stage_costs(problem), microbatches).lowest(num_nodes)
+        nodes = (num_nodes,)
+        found = BoundSearch(stage_costs(problem), {nodes: problem.num_microbatches}).lowest(nodes)
         where = f"seed {SEED}, instance {index}"
         num_limited += problem.profile.device_memory_bytes > 0
         if found is None:
@@ -80,8 +81,10 @@ def test_the_highest_steady_rate_is_that_of_exhaustive_search() -> None:
         cycles_s = slowest_cycle_s(table_of(costs, rows_of(shapes)))
         slowest_s = dict(zip(shapes, cycles_s.tolist(), strict=True))
         least_s = min(slowest_s.values())
-        assert Rates(costs, 0.999 * least_s).shape(num_nodes) is None, where
-        found = Rates(costs, 1.001 * least_s).shape(num_nodes)
+        nodes = (num_nodes,)
+        positions = Positions(costs, nodes)
+        assert Rates(costs, positions, 0.999 * least_s).shape(nodes) is None, where
+        found = Rates(costs, positions, 1.001 * least_s).shape(nodes)
         if limited.profile.device_memory_bytes == 0:
             assert found is not None, where
         if found is not None:

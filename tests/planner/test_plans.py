@@ -12,11 +12,11 @@ from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import (
     best_plan,
     bind,
-    distribute_microbatches,
     pipeline_microbatches,
     plan_iteration_s,
 )
 from planaria.planner.problem import Problem
+from planaria.planner.sets import distribute_microbatches
 from planaria.planner.templates import pipeline_template, pipeline_templates
 from planaria.planner.times import PlainTimes
 from strategies import equal_problem, planned, problems

@@ -6,7 +6,16 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Stage, plain_plan
+from planaria.core.plan import (
+    Hop,
+    NodeKind,
+    Pipeline,
+    PipelineTemplate,
+    Plan,
+    Route,
+    Stage,
+    plain_plan,
+)
 
 
 def pipeline(boundaries: Sequence[int], nodes: Sequence[int]) -> Pipeline:
@@ -58,7 +67,8 @@ def _random_template(rng: Random, num_layers: int, per_node: int) -> PipelineTem
         Stage(*layer_range, end - first)
         for layer_range, (first, end) in zip(pairwise(layers), pairwise(devices), strict=True)
     )
-    return PipelineTemplate(stages, num_nodes)
+    kinds = [NodeKind(rng.choice((0.5, 1.0, 1.0, 3.0))) for _ in range(num_nodes)]
+    return PipelineTemplate(stages, num_nodes, tuple(kinds) if rng.random() < 0.3 else ())
 
 
 def rerouted(plan: Plan, rng: Random) -> Plan:

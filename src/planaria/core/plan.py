@@ -10,6 +10,7 @@ epoch, so a rank means one device for the life of a job.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,19 @@ class ModelProfile:
 
 
 @dataclass(frozen=True, slots=True, order=True)
+class NodeKind:
+    """What sets a node apart from those that the profile was measured on.
+
+    Attributes:
+        speed: its devices take 1 / speed times the profile's seconds.
+        device_memory_bytes: what each of them may hold; 0 if as the profile says.
+    """
+
+    speed: float = 1.0
+    device_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class Stage:
     """Layers [first_layer, end_layer) on num_devices devices of one node."""
 
@@ -91,14 +105,32 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PipelineTemplate:
-    """How a pipeline of num_nodes nodes cuts the model (Oobleck, section 3.1)."""
+    """How a pipeline of num_nodes nodes cuts the model (Oobleck, section 3.1).
+
+    Attributes:
+        kinds: of its nodes, in order; empty if all are as the profile says.
+    """
 
     stages: tuple[Stage, ...]
     num_nodes: int
+    kinds: tuple[NodeKind, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.kinds) in (0, self.num_nodes)
 
     @property
     def devices_per_node(self) -> int:
         return sum(stage.num_devices for stage in self.stages) // self.num_nodes
+
+    @property
+    def node_kinds(self) -> tuple[NodeKind, ...]:
+        """Of its nodes, in order."""
+        return self.kinds or (NodeKind(),) * self.num_nodes
+
+    def stage_kinds(self) -> tuple[NodeKind, ...]:
+        """By stage, that of its node."""
+        devices = accumulate((stage.num_devices for stage in self.stages[:-1]), initial=0)
+        return tuple(self.node_kinds[device // self.devices_per_node] for device in devices)
 
 
 @dataclass(frozen=True, slots=True)

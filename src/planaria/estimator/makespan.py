@@ -53,15 +53,17 @@ class StageSeconds:
 
 def stage_seconds(profile: ModelProfile, template: PipelineTemplate) -> StageSeconds:
     """The seconds of the template's stages, and of the links between them."""
-    layers, stages, links = profile.layers, template.stages, _links(profile, template)
+    stages, links = template.stages, _links(profile, template)
+    speeds = [kind.speed for kind in template.stage_kinds()]
+    held = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
     return StageSeconds(
         forward_s=tuple(
-            sum(layer.forward_s[s.num_devices] for layer in layers[s.first_layer : s.end_layer])
-            for s in stages
+            sum(layer.forward_s[stage.num_devices] for layer in layers) / speed
+            for stage, layers, speed in zip(stages, held, speeds, strict=True)
         ),
         backward_s=tuple(
-            sum(layer.backward_s(s.num_devices) for layer in layers[s.first_layer : s.end_layer])
-            for s in stages
+            sum(layer.backward_s(stage.num_devices) for layer in layers) / speed
+            for stage, layers, speed in zip(stages, held, speeds, strict=True)
         ),
         transfer_s=tuple(
             profile.layers[stage.end_layer - 1].output_bytes / link.bandwidth_bytes_per_s

@@ -239,10 +239,13 @@ class _Cluster:
     def __init__(self, profile: ModelProfile, plan: Plan) -> None:
         self._profile = profile
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
-        self._num_devices = {
-            rank: stage.num_devices
+        # By rank, of its stage: the devices, and their speed.
+        self._stages = {
+            rank: (stage.num_devices, kind.speed)
             for pipeline in plan.pipelines
-            for index, stage in enumerate(pipeline.template.stages)
+            for index, (stage, kind) in enumerate(
+                zip(pipeline.template.stages, pipeline.template.stage_kinds(), strict=True)
+            )
             for rank in pipeline.stage_ranks(index)
         }
         self._visits: dict[Route, tuple[_Visit, ...]] = {}
@@ -264,10 +267,10 @@ class _Cluster:
 
     def _compute_s(self, hop: Hop) -> tuple[float, float]:
         """Seconds of the forward and the backward of a hop."""
-        num_devices = self._num_devices[hop.rank]
+        num_devices, speed = self._stages[hop.rank]
         layers = self._profile.layers[hop.first_layer : hop.end_layer]
-        forward_s = sum(layer.forward_s[num_devices] for layer in layers)
-        return forward_s, sum(layer.backward_s(num_devices) for layer in layers)
+        forward_s = sum(layer.forward_s[num_devices] for layer in layers) / speed
+        return forward_s, sum(layer.backward_s(num_devices) for layer in layers) / speed
 
     def _way(self, source: Hop, target: Hop, upstream: Hop) -> _Way:
         """The way from source to target for the output of upstream, or for its gradient."""

@@ -11,11 +11,11 @@ the makespan where stages are equal and transfers free, and lies below it elsewh
 
 The bound of a tail (the stages from layer u on) is the larger of N_b * t and t + c + that of the
 tail after its first stage. So it has optimal substructure, and a dynamic program over (first layer,
-devices left) finds the lowest one without knowing the number of stages. Counted from the end, the
-devices left also say where nodes end, so that one table serves pipelines of all sizes.
+position) finds the lowest one without knowing the number of stages, nor in which order nodes of
+different kinds are to stand. One table serves pipelines of all sizes (positions.py).
 
-Memory is relaxed first: the stages left are at least devices / devices per node. Only where the
-partition found so does not fit is the program run that knows the stages left (held.py).
+Memory is relaxed first: the stages left are at least as many as nodes. Only where the partition
+found so does not fit is the program run that knows the stages left (held.py).
 
 Exact: `lowest` is the minimum over all partitions that fit (tests/planner/test_partitions.py).
 
@@ -33,7 +33,8 @@ import numpy as np
 
 from planaria.planner.fitting import Fitting, fitting, rows_of
 from planaria.planner.held import Held
-from planaria.planner.problem import Seconds, Shape, StageCosts
+from planaria.planner.positions import Option, Positions
+from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 from planaria.planner.rates import Rates
 from planaria.planner.refine import steady_s, table_of
 from planaria.planner.windows import Windows, behind, widest, windows
@@ -48,7 +49,7 @@ MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the bus
 
 
 class _Shapes(Protocol):
-    def shape(self, num_nodes: int) -> Shape | None:
+    def shape(self, counts: Counts) -> Shape | None:
         """A partition for so many nodes that keeps some time."""
         ...
 
@@ -65,52 +66,55 @@ class BoundSearch:
     """Lowest bounds for pipelines of several numbers of nodes.
 
     Args:
-        microbatches: by number of nodes, of the pipelines that will be asked for. Those with equal
-            numbers of microbatches share a table.
+        microbatches: by nodes of each kind, of the pipelines that will be asked for. Those with
+            equal numbers of microbatches share a table.
     """
 
-    def __init__(self, costs: StageCosts, microbatches: Mapping[int, int]) -> None:
+    def __init__(self, costs: StageCosts, microbatches: Mapping[Counts, int]) -> None:
         self._costs = costs
         self._microbatches = microbatches
+        most = (max(of_kind) for of_kind in zip(*microbatches, strict=True))
+        self._positions = Positions(costs, tuple(most))
         self._relaxed: dict[int, _Tails] = {}
         self._factors: dict[int, Iterator[float]] = {}
-        self._fitting = Fitting(costs, windows(costs, 1, np.inf))
+        self._fitting = Fitting(costs, self._positions, windows(costs, 1, np.inf))
         self._fitting_by_steps: dict[int, Fitting] = {}
         self._rates_by_steps: dict[int, Rates] = {}
 
-    def lowest(self, num_nodes: int) -> Found | None:
+    def lowest(self, counts: Counts) -> Found | None:
         """The lowest bound of a pipeline of so many nodes; None if no partition fits."""
-        if num_nodes > self._costs.num_layers:  # Each node needs a stage.
+        if sum(counts) > self._costs.num_layers:  # Each node needs a stage.
             return None
-        shape, lowest_s = self._relaxed_shape(num_nodes, self._microbatches[num_nodes])
+        shape, lowest_s = self._relaxed_shape(counts, self._microbatches[counts])
         if shape is not None and fitting(self._costs, rows_of([shape]))[0]:
-            return Found(lowest_s, (shape, *self._many(num_nodes)))
-        if shape is None or not self._fitting.is_feasible(num_nodes):
+            return Found(lowest_s, (shape, *self._many(counts)))
+        if shape is None or not self._fitting.is_feasible(counts):
             return None
-        others = self._many(num_nodes)
-        lowest_s, shapes = self._held(num_nodes, others[0])
+        others = self._many(counts)
+        lowest_s, shapes = self._held(counts, others[0])
         return Found(lowest_s, (*shapes, *others))
 
-    def _many(self, num_nodes: int) -> tuple[Shape, ...]:
+    def _many(self, counts: Counts) -> tuple[Shape, ...]:
         """Partitions for very many microbatches that fit: the fastest one may lie nearer to one of
         them than to that with the lowest bound."""
-        shape, lowest_s = self._relaxed_shape(num_nodes, MANY_MICROBATCHES)
+        shape, lowest_s = self._relaxed_shape(counts, MANY_MICROBATCHES)
         least_s = lowest_s / MANY_MICROBATCHES
         if shape is None or not fitting(self._costs, rows_of([shape]))[0]:
             most_s = max(s[np.isfinite(s)].max() for s in self._costs.seconds.values())
-            shape = _soonest(self._fitting_at, num_nodes, least_s, _STEP * most_s)
+            shape = _soonest(self._fitting_at, counts, least_s, _STEP * most_s)
             assert shape is not None
         rate_s = float(steady_s(table_of(self._costs, rows_of([shape])))[0])
-        steady = _soonest(self._rates_at, num_nodes, least_s, rate_s)
+        steady = _soonest(self._rates_at, counts, least_s, rate_s)
         return (shape,) if steady is None else (shape, steady)
 
-    def _held(self, num_nodes: int, some: Shape) -> tuple[float, list[Shape]]:
+    def _held(self, counts: Counts, some: Shape) -> tuple[float, list[Shape]]:
         """The lowest bound of the partitions that fit, and some of those, given any one of them."""
-        num_microbatches = self._microbatches[num_nodes]
+        num_microbatches = self._microbatches[counts]
         limit_s = _bound_s(self._costs, some, num_microbatches) * (1 + 1e-9)
         held = Held(
             self._costs,
-            num_nodes,
+            self._positions,
+            counts,
             num_microbatches=num_microbatches,
             limit_s=limit_s,
             fewest=self._fitting_at(_steps_to(limit_s / num_microbatches) + 1),
@@ -123,57 +127,64 @@ class BoundSearch:
         """With stages that take no longer than so many steps."""
         if steps not in self._fitting_by_steps:
             some = windows(self._costs, 1, _STEP**steps)
-            self._fitting_by_steps[steps] = Fitting(self._costs, some)
+            self._fitting_by_steps[steps] = Fitting(self._costs, self._positions, some)
         return self._fitting_by_steps[steps]
 
     def _rates_at(self, steps: int) -> Rates:
         if steps not in self._rates_by_steps:
-            self._rates_by_steps[steps] = Rates(self._costs, _STEP**steps)
+            self._rates_by_steps[steps] = Rates(self._costs, self._positions, _STEP**steps)
         return self._rates_by_steps[steps]
 
-    def _relaxed_shape(self, num_nodes: int, num_microbatches: int) -> tuple[Shape | None, float]:
+    def _relaxed_shape(self, counts: Counts, num_microbatches: int) -> tuple[Shape | None, float]:
         """The partition with the lowest bound without memory, None if there is none; its bound."""
-        tails = self._relaxed_tails(num_nodes, num_microbatches)
-        num_devices = num_nodes * self._costs.devices_per_node
-        lowest_s = tails.lowest_s(num_devices)
-        return (tails.shape(num_devices) if np.isfinite(lowest_s) else None), lowest_s
+        position = self._positions.of(counts)
+        tails = self._relaxed_tails(position, num_microbatches)
+        lowest_s = tails.lowest_s(position)
+        return (tails.shape(position) if np.isfinite(lowest_s) else None), lowest_s
 
-    def _relaxed_tails(self, num_nodes: int, num_microbatches: int) -> "_Tails":
-        """The tails without memory, which know this number of nodes."""
-        num_devices = num_nodes * self._costs.devices_per_node
+    def _relaxed_tails(self, position: int, num_microbatches: int) -> "_Tails":
+        """The tails without memory, which know this position."""
         factors = self._factors.setdefault(num_microbatches, _growing(_LIMIT_FACTOR, _LIMIT_GROWTH))
         tails = self._relaxed.get(num_microbatches)
-        while tails is None or not tails.knows(num_devices):
+        while tails is None or not tails.knows(position):
             factor, least_s = next(factors), self._least_s(num_microbatches)
             limits_s = factor * least_s if np.isfinite(factor) else np.full_like(least_s, np.inf)
             some = windows(self._costs, num_microbatches, float(limits_s[0]))
-            tails = _Tails(self._costs, some, limits_s.tolist())
+            tails = _Tails(self._costs, self._positions, some, limits_s.tolist())
         self._relaxed[num_microbatches] = tails
         return tails
 
     def _least_s(self, num_microbatches: int) -> Seconds:
-        """Where a limit begins, by devices left: that of the smallest pipeline with as many."""
-        asked = sorted(
-            nodes
-            for nodes, count in self._microbatches.items()
-            if num_microbatches in (count, MANY_MICROBATCHES)
+        """Where a limit begins, by position: that of the slowest pipeline that has as many nodes;
+        no time where none has."""
+        asked = np.array(
+            [
+                counts
+                for counts, count in self._microbatches.items()
+                if num_microbatches in (count, MANY_MICROBATCHES)
+            ]
         )
-        devices = np.array(asked) * self._costs.devices_per_node
+        speeds = [kind.speed for kind in self._costs.kinds]
         alone_s, work_s = _layers_before_s(self._costs)[:, -1]
-        smallest = devices[np.searchsorted(devices, np.arange(devices[-1] + 1))]
-        least_s: Seconds = np.maximum(alone_s, num_microbatches * work_s / smallest)
+        speed = self._costs.devices_per_node * (asked @ speeds)
+        asked_s = np.maximum(alone_s, num_microbatches * work_s / speed)
+        nodes_left = self._positions.nodes_left()
+        least_s: Seconds = np.full(len(nodes_left), -np.inf)
+        for counts, seconds in zip(asked, asked_s.tolist(), strict=True):
+            is_part = (nodes_left <= counts).all(axis=1)
+            least_s[is_part] = np.maximum(least_s[is_part], seconds)
         return least_s
 
 
 def _soonest(
-    at: Callable[[int], _Shapes], num_nodes: int, least_s: float, end_s: float
+    at: Callable[[int], _Shapes], counts: Counts, least_s: float, end_s: float
 ) -> Shape | None:
     """The partition for the fewest steps that have one, from least_s on and before end_s."""
     first, end, width = _steps_to(least_s), _steps_to(end_s), 1
     found = None
     while first < end:
         middle = min(first + width, end) - 1 if found is None else (first + end) // 2
-        shape = at(middle).shape(num_nodes)
+        shape = at(middle).shape(counts)
         if shape is None:
             first, width = middle + 1, 2 * width
         else:
@@ -193,15 +204,24 @@ def _growing(first: float, growth: float) -> Iterator[float]:
 
 
 class _Tails:
-    """The lowest bound of layers [u, L) on the last d devices, by u and d, without memory: the
-    stages left are taken for as few as the devices allow.
+    """The lowest bound of layers [u, L) by u and position, without memory: the stages left are
+    taken for as few as nodes.
 
     Args:
-        limits_s: by devices left, from 0 on; never growing. Bounds above need not be right.
+        limits_s: by position; never above that of a position on the way. Bounds above need not be
+            right.
     """
 
-    def __init__(self, costs: StageCosts, some: Windows, limits_s: Sequence[float]) -> None:
+    def __init__(
+        self,
+        costs: StageCosts,
+        positions: Positions,
+        some: Windows,
+        limits_s: Sequence[float],
+    ) -> None:
         self._costs = costs
+        self._positions = positions
+        self._nodes_left = positions.nodes_left().sum(axis=1).tolist()
         self._windows = some
         self._limits_s = limits_s
         self._num_columns = costs.num_layers + widest(some)
@@ -209,67 +229,64 @@ class _Tails:
         nothing[costs.num_layers] = 0.0
         self._bounds_s = [nothing]
         self._behind_s = [behind(nothing, costs.num_layers)]
-        for devices_left in range(1, len(limits_s)):
-            self._bounds_s.append(self._next(devices_left))
+        for position in range(1, len(limits_s)):
+            self._bounds_s.append(self._next(position))
             self._behind_s.append(behind(self._bounds_s[-1], costs.num_layers))
 
-    def knows(self, num_devices: int) -> bool:
-        """Whether the lowest bound on so many devices is right: it is not above the limit."""
-        if num_devices >= len(self._limits_s):
-            return False
-        limit_s = self._limits_s[num_devices]
-        return np.isinf(limit_s) or self.lowest_s(num_devices) <= limit_s
+    def knows(self, position: int) -> bool:
+        """Whether the lowest bound at a position is right: it is not above the limit."""
+        limit_s = self._limits_s[position]
+        return limit_s == np.inf or self.lowest_s(position) <= limit_s
 
-    def lowest_s(self, num_devices: int) -> float:
-        """The lowest bound of the whole model on so many devices; infinite if there is none."""
-        return float(self._bounds_s[num_devices][0])
+    def lowest_s(self, position: int) -> float:
+        """The lowest bound of the whole model on all of it; infinite if there is none."""
+        return float(self._bounds_s[position][0])
 
-    def shape(self, num_devices: int) -> Shape:
+    def shape(self, position: int) -> Shape:
         """The partition behind a finite bound of the whole model."""
         shape: list[tuple[int, int]] = []
-        first, devices_left = 0, num_devices
-        while devices_left:
-            options = []
-            for count in self._costs.counts_left(devices_left):
-                bounds_s = self._options(devices_left, count, slice(first, first + 1))[:, 0]
+        first = 0
+        while position:
+            found = []
+            for option in self._positions.options(position):
+                bounds_s = self._options(position, option, slice(first, first + 1))[:, 0]
                 if len(bounds_s):
                     width = int(bounds_s.argmin())
-                    options.append((float(bounds_s[width]), width, count))
-            _, width, count = min(options)
+                    found.append((float(bounds_s[width]), width, option.group, option.after))
+            _, width, group, position = min(found)
             first += width + 1
-            shape.append((first, count))
-            devices_left -= count
+            shape.append((first, group))
         return tuple(shape)
 
-    def _next(self, devices_left: int) -> Seconds:
+    def _next(self, position: int) -> Seconds:
         bounds_s = np.full(self._num_columns, np.inf)
         layers = slice(0, self._costs.num_layers)
-        for count in self._costs.counts_left(devices_left):
-            options_s = self._options(devices_left, count, layers)
+        for option in self._positions.options(position):
+            options_s = self._options(position, option, layers)
             lowest_s = options_s.min(axis=0, initial=np.inf)
             np.minimum(bounds_s[layers], lowest_s, out=bounds_s[layers])
         return bounds_s
 
-    def _options(self, devices_left: int, count: int, layers: slice) -> Seconds:
-        """[w, u]: the bounds if the first stage has `count` devices and layers [u, u + w + 1)."""
-        window, after = self._windows[count], devices_left - count
-        width = window.width(self._limits_s[devices_left])
-        between_nodes = after % self._costs.devices_per_node == 0
-        through_s = window.through_s[between_nodes][:width, layers]
-        options_s: Seconds = through_s + self._behind_s[after][:width, layers]
+    def _options(self, position: int, option: Option, layers: slice) -> Seconds:
+        """[w, u]: the bounds if the first stage has layers [u, u + w + 1)."""
+        window = self._windows[option.group]
+        width = window.width(self._limits_s[position])
+        through_s = window.through_s[option.between_nodes][:width, layers]
+        options_s: Seconds = through_s + self._behind_s[option.after][:width, layers]
         np.maximum(options_s, window.busy_s[:width, layers], out=options_s)
-        if self._costs.problem.profile.device_memory_bytes:
-            fewest = -(-devices_left // self._costs.devices_per_node)
+        if self._costs.has_memory_limit:
+            fewest = self._nodes_left[position]
             options_s[window.stages_left[:width, layers] < fewest] = np.inf
         return options_s
 
 
 def _layers_before_s(costs: StageCosts) -> Seconds:
-    """Of the layers before each: one microbatch alone, and its device-seconds; shape [2, L + 1]."""
+    """Of the layers before each: one microbatch alone, and its seconds on a device of speed 1;
+    shape [2, L + 1]."""
     layers = np.arange(costs.num_layers)
-    by_count = [(c, costs.seconds[c][layers, layers + 1]) for c in costs.counts]
-    alone_s = np.min([layer_s for _, layer_s in by_count], axis=0)
-    work_s = np.min([c * layer_s for c, layer_s in by_count], axis=0)
+    by_group = {group: costs.seconds[group][layers, layers + 1] for group in costs.groups}
+    alone_s = np.min(list(by_group.values()), axis=0)
+    work_s = np.min([c * by_group[c] * costs.kinds[0].speed for c in costs.counts], axis=0)
     before_s: Seconds = np.zeros((2, costs.num_layers + 1))
     before_s[:, 1:] = np.cumsum([alone_s, work_s], axis=1)
     return before_s
@@ -279,9 +296,9 @@ def _bound_s(costs: StageCosts, shape: Shape, num_microbatches: int) -> float:
     """The bound of a partition."""
     bound_s = way_s = 0.0
     first = device = 0
-    for end, count in shape:
-        device += count
-        stage_s = float(costs.seconds[count][first, end])
+    for end, group in shape:
+        device += costs.count_of(group)
+        stage_s = float(costs.seconds[group][first, end])
         bound_s = max(bound_s, way_s + num_microbatches * stage_s)
         between_nodes = device % costs.devices_per_node == 0
         way_s += stage_s + float(costs.round_trip_s(between_nodes=between_nodes)[end])

@@ -4,11 +4,11 @@ A stage holds as many microbatches as stages are left, so the program over tails
 dimension: the most stages that a tail may have. What keeps it small is a limit, the bound of some
 partition that fits. For partitions that stay below it
 
-- layers [u, L) have at least so many stages on the last d devices (fitting.py), and
+- layers [u, L) have at least so many stages at a position (fitting.py), and
 - at most so many, or what lies in front of them does not fit (`_most_stages`).
 
-Between the two lie few layers u for each d, and few numbers of stages. Exact: no partition with a
-lower bound than the limit is left out.
+Between the two lie few layers u for each position, and few numbers of stages. Exact: no partition
+with a lower bound than the limit is left out.
 
 Source: Odyssey, equation 14, for what a stage holds.
 """
@@ -21,7 +21,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from planaria.planner.fitting import Fitting
-from planaria.planner.problem import Seconds, Shape, StageCosts
+from planaria.planner.positions import Option, Positions
+from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 from planaria.planner.windows import Window, Windows, widest, windows
 
 _SHAPES_MAX: Final = 8
@@ -29,7 +30,7 @@ _SHAPES_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Band:
-    """The lowest bounds of tails on some number of devices; those outside are infinite.
+    """The lowest bounds of tails at a position; those outside are infinite.
 
     Attributes:
         bounds_s: [r, u], of layers [first_layer + u, L) in at most first_stages + r stages. What
@@ -53,24 +54,24 @@ class Held:
     def __init__(
         self,
         costs: StageCosts,
-        num_nodes: int,
+        positions: Positions,
+        counts: Counts,
         *,
         num_microbatches: int,
         limit_s: float,
         fewest: Fitting,
         above_s: Seconds,
     ) -> None:
-        self._costs = costs
+        self._positions = positions
         self._windows = {
-            count: _reached(window, limit_s - above_s[:-1])
-            for count, window in windows(costs, num_microbatches, limit_s).items()
+            group: _reached(window, limit_s - above_s[:-1])
+            for group, window in windows(costs, num_microbatches, limit_s).items()
         }
-        num_devices = num_nodes * costs.devices_per_node
-        most = _most_stages(costs, self._windows, num_devices)
+        most = _most_stages(costs.num_layers, positions, self._windows, positions.of(counts))
         self._bands = [_Band(costs.num_layers, 0, np.zeros((1, 1)))]
-        for devices_left in range(1, num_devices + 1):
-            least = fewest.fewest(devices_left)
-            self._bands.append(self._band(devices_left, least, most[devices_left]))
+        for position in range(1, len(most)):
+            least = fewest.fewest(position)
+            self._bands.append(self._band(position, least, most[position]))
 
     def shapes(self, limit_s: float) -> list[tuple[float, Shape]]:
         """The lowest bound and a partition that has it; and others up to a limit, which have fewer
@@ -85,63 +86,59 @@ class Held:
     def _shape(self, stages_left: int) -> Shape:
         """A partition with the lowest bound of those whose first stage fits with so many stages."""
         shape: list[tuple[int, int]] = []
-        first, devices_left = 0, len(self._bands) - 1
-        while devices_left:
-            options = []
-            for count in self._costs.counts_left(devices_left):
+        first, position = 0, len(self._bands) - 1
+        while position:
+            found = []
+            for option in self._positions.options(position):
                 stage = slice(first, first + 1)
-                bounds_s = self._options(devices_left, count, stage, np.array([stages_left]))
+                bounds_s = self._options(option, stage, np.array([stages_left]))
                 if len(bounds_s):
                     width = int(bounds_s[:, 0, 0].argmin())
-                    options.append((float(bounds_s[width, 0, 0]), width, count))
-            _, width, count = min(options)
+                    found.append((float(bounds_s[width, 0, 0]), width, option.group, option.after))
+            _, width, group, position = min(found)
             first += width + 1
-            shape.append((first, count))
-            devices_left -= count
-            stages_left = self._stages_needed(devices_left, first, stages_left - 1)
+            shape.append((first, group))
+            stages_left = self._stages_needed(position, first, stages_left - 1)
         return tuple(shape)
 
-    def _stages_needed(self, devices_left: int, first: int, most: int) -> int:
+    def _stages_needed(self, position: int, first: int, most: int) -> int:
         """The fewest stages with which a tail has the same bound as with at most so many."""
-        band = self._bands[devices_left]
+        band = self._bands[position]
         bounds_s = band.bounds_s[: most - band.first_stages + 1, first - band.first_layer]
         return band.first_stages + int(np.argmax(bounds_s == bounds_s[-1]))
 
-    def _band(self, devices_left: int, least: NDArray[np.int32], most: NDArray[np.int32]) -> _Band:
-        """The bounds of tails on so many devices that need no more stages than they may have."""
+    def _band(self, position: int, least: NDArray[np.int32], most: NDArray[np.int32]) -> _Band:
+        """The bounds of tails at a position that need no more stages than they may have."""
         layers = np.flatnonzero(least <= most)
         if not len(layers):
             return _Band(0, 0, np.full((1, 1), np.inf))
         first, end = int(layers[0]), int(layers[-1]) + 1
         stages = np.arange(least[layers].min(), most[layers].max() + 1)
         bounds_s = np.full((len(stages), end - first), np.inf)
-        for count in self._costs.counts_left(devices_left):
-            options_s = self._options(devices_left, count, slice(first, end), stages)
+        for option in self._positions.options(position):
+            options_s = self._options(option, slice(first, end), stages)
             np.minimum(bounds_s, options_s.min(axis=0, initial=np.inf), out=bounds_s)
         return _Band(first, int(stages[0]), np.minimum.accumulate(bounds_s, axis=0))
 
-    def _options(
-        self, devices_left: int, count: int, layers: slice, stages: NDArray[np.int64]
-    ) -> Seconds:
-        """[w, r, u]: the bounds if the first stage has `count` devices and layers [u, u + w + 1),
-        and fits with stages[r] stages left."""
-        window, after = self._windows[count], devices_left - count
+    def _options(self, option: Option, layers: slice, stages: NDArray[np.int64]) -> Seconds:
+        """[w, r, u]: the bounds if the first stage has layers [u, u + w + 1), and fits with
+        stages[r] stages left."""
+        window = self._windows[option.group]
         stages_left = window.stages_left[:, layers]
         fit = np.flatnonzero((stages_left >= stages[0]).any(axis=1))
         width = int(fit[-1]) + 1 if len(fit) else 0
-        between_nodes = after % self._costs.devices_per_node == 0
-        through_s = window.through_s[between_nodes][:width, None, layers]
+        through_s = window.through_s[option.between_nodes][:width, None, layers]
         busy_s = window.busy_s[:width, None, layers]
-        options_s = through_s + self._behind(after, width, layers, stages)
+        options_s = through_s + self._behind(option.after, width, layers, stages)
         np.maximum(options_s, busy_s, out=options_s)
         options_s[stages_left[:width, None] < stages[:, None]] = np.inf
         return options_s
 
     def _behind(
-        self, devices_left: int, width: int, layers: slice, stages: NDArray[np.int64]
+        self, position: int, width: int, layers: slice, stages: NDArray[np.int64]
     ) -> Seconds:
         """[w, r, u]: the bound of the tail from layer u + w + 1 in at most stages[r] - 1 stages."""
-        band = self._bands[devices_left]
+        band = self._bands[position]
         num_rows, num_columns = band.bounds_s.shape
         num_layers = layers.stop - layers.start
         block_s = np.full((len(stages), num_layers + max(0, width - 1)), np.inf)
@@ -164,20 +161,24 @@ def _reached(window: Window, limits_s: Seconds) -> Window:
     return replace(window, stages_left=np.where(below, window.stages_left, np.int32(0)))
 
 
-def _most_stages(costs: StageCosts, some: Windows, num_devices: int) -> list[NDArray[np.int32]]:
-    """By devices left, [u]: the most stages of layers [u, L) with which some stages above fit."""
-    num_layers = costs.num_layers
-    most = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(num_devices + 1)]
-    most[num_devices][0] = num_layers
+def _most_stages(
+    num_layers: int, positions: Positions, some: Windows, start: int
+) -> list[NDArray[np.int32]]:
+    """By position, up to that of the whole pipeline, [u]: the most stages of layers [u, L) with
+    which some stages above fit."""
+    most = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(start + 1)]
+    most[start][0] = num_layers
     skewed = np.zeros((widest(some), 2 * num_layers), dtype=np.int32)
     row_step, step = skewed.strides
-    for devices_left in range(num_devices, 0, -1):
-        for count in costs.counts_left(devices_left):
-            stages_left = some[count].stages_left
+    for position in range(start, 0, -1):
+        if not most[position].any():
+            continue
+        for option in positions.options(position):
+            stages_left = some[option.group].stages_left
             width = len(stages_left)
             # The stage of layers [u, u + w + 1) ends where that of w - 1 from u + 1 on does.
             by_first = as_strided(skewed, (width, num_layers), (row_step + step, step))
-            np.minimum(stages_left, most[devices_left][:-1], out=by_first)
+            np.minimum(stages_left, most[position][:-1], out=by_first)
             ends = skewed[:width, :num_layers].max(axis=0, initial=0) - 1
-            np.maximum(most[devices_left - count][1:], ends, out=most[devices_left - count][1:])
+            np.maximum(most[option.after][1:], ends, out=most[option.after][1:])
     return most

@@ -11,14 +11,16 @@ Source: Oobleck (SOSP '23), section 4.2.1, equation 5 and its two requirements.
 Differs: equation 5 lists all sets, and 4.2.2 prices each; here none but the fastest is looked at.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.problem import Seconds
+from planaria.planner.problem import Counts, Seconds
 
 Numbers = NDArray[np.int64]
 
@@ -35,7 +37,7 @@ class Range:
 
 
 def instantiations(
-    num_nodes: int, sizes: Sequence[int], *, min_pipelines: int
+    num_nodes: int, sizes: Collection[int], *, min_pipelines: int
 ) -> Iterator[tuple[int, ...]]:
     """Every multiset of sizes that sums to num_nodes and has min_pipelines members or more.
 
@@ -45,7 +47,17 @@ def instantiations(
     Args:
         sizes: of the templates, in nodes; each once.
     """
-    yield from _multisets(num_nodes, tuple(sorted(sizes)), min_pipelines)
+    for found in sets_of((num_nodes,), [(size,) for size in sizes], min_pipelines=min_pipelines):
+        yield tuple(size for (size,) in found)
+
+
+def sets_of(
+    nodes: Counts, sizes: Collection[Counts], *, min_pipelines: int
+) -> Iterator[tuple[Counts, ...]]:
+    """As `instantiations`, of nodes of several kinds: every node of every kind is used."""
+    in_order = tuple(sorted(sizes, key=_order))
+    reachable = None if len(nodes) == 1 else _reachable(nodes, in_order)
+    yield from _sets(nodes, in_order, min_pipelines, reachable)
 
 
 def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
@@ -60,28 +72,29 @@ def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
 
 
 def fastest_sizes(
-    num_nodes: int,
-    times_s: Mapping[int, Seconds],
+    nodes: Counts,
+    times_s: Mapping[Counts, Seconds],
     *,
     num_microbatches: int,
     pipelines: Range,
     below_s: float = np.inf,
-) -> tuple[float, tuple[int, ...]] | None:
+) -> tuple[float, tuple[Counts, ...]] | None:
     """When the slowest pipeline ends in the fastest multiset of sizes, and that, ascending.
 
-    Of equals the first in order. O(nodes * sizes * pipelines.fewest) for each of some 20 times that
-    are tried.
+    Of equals the first in order. O(V * sizes * pipelines.fewest) for each of some 20 times that are
+    tried, where V is the number of parts that nodes of several kinds have: n + 1 of n alike.
 
     Args:
+        nodes: all of each kind, which the pipelines use.
         times_s: by size; entry n - 1 is when a pipeline with n microbatches ends; they never fall.
         pipelines: how many the set may have; `most` must keep them from outnumbering microbatches.
         below_s: there is none unless it is faster than that.
     """
-    sizes = sorted(size for size in times_s if size <= num_nodes)
+    sizes = sorted((size for size in times_s if _is_part(size, nodes)), key=_order)
     if not sizes:
         return None
     tables = [times_s[size] for size in sizes]
-    sums = _Sums(num_nodes, sizes, pipelines)
+    sums = _Sums(nodes, sizes, pipelines)
 
     def suffices(time_s: float) -> bool:
         return sums.most(_capacities(tables, time_s)) >= num_microbatches
@@ -89,7 +102,7 @@ def fastest_sizes(
     fast_enough_s = _largest_below(tables, below_s)
     if not suffices(fast_enough_s):
         return None
-    too_fast_s = _too_fast_s(num_nodes, sizes, tables, num_microbatches)
+    too_fast_s = _too_fast_s(sum(nodes), list(map(sum, sizes)), tables, num_microbatches)
     while (next_s := _largest_below(tables, fast_enough_s)) > too_fast_s:
         middle_s = (too_fast_s + next_s) / 2
         if middle_s <= too_fast_s:  # There is no number between them.
@@ -103,53 +116,61 @@ def fastest_sizes(
 
 
 class _Sums:
-    """What sets of pipelines end together, for capacities that change."""
+    """What sets of pipelines end together, for capacities that change.
 
-    def __init__(self, num_nodes: int, sizes: Sequence[int], pipelines: Range) -> None:
-        self._num_nodes = num_nodes
-        self._sizes = np.array(sizes, dtype=np.int64)
+    Parts of the nodes are counted: the part without any first, all nodes last. In a row over parts
+    an entry that stands for none is in front.
+    """
+
+    def __init__(self, nodes: Counts, sizes: Sequence[Counts], pipelines: Range) -> None:
+        self._sizes = sizes
         self._pipelines = pipelines
-        # [n, i]: where n nodes less size i stand in a row that has as many nodes in front.
-        self._less = np.arange(num_nodes + 1)[:, None] - self._sizes + num_nodes
+        parts = np.array(list(product(*(range(count + 1) for count in nodes))))
+        steps = [prod(count + 1 for count in nodes[kind + 1 :]) for kind in range(len(nodes))]
+        # [v, i]: where part v without size i stands in a row.
+        self._less = parts @ steps + 1 - (np.array(sizes) @ steps)[:, None]
+        for kind in range(len(nodes)):
+            self._less[parts[:, kind] < np.array(sizes)[:, None, kind]] = 0
+        self._less = np.ascontiguousarray(self._less.T)
 
     def most(self, capacities: Numbers) -> int:
         """The most that a set ends."""
         return int(self._rest(self._rows(capacities), capacities, 0)[-1])
 
-    def first(self, capacities: Numbers, num_microbatches: int) -> tuple[int, ...]:
+    def first(self, capacities: Numbers, num_microbatches: int) -> tuple[Counts, ...]:
         """Of the sets that end so many the first in order: the smallest sizes first."""
         rows = self._rows(capacities)
         rests: dict[int, Numbers] = {}
-        chosen: list[int] = []
-        left, ended = self._num_nodes, 0
-        while left:
+        chosen: list[Counts] = []
+        part, ended = len(self._less) - 1, 0
+        while part:
             # More than the fewest needed make no difference where there is no limit.
             used = len(chosen) + 1
             if self._pipelines.most is None:
                 used = min(used, self._pipelines.fewest)
             if used not in rests:
                 rests[used] = self._rest(rows, capacities, used)
-            there = np.flatnonzero(self._sizes <= left)
-            ends = ended + capacities[there] + rests[used][left - self._sizes[there]]
-            index = int(there[np.flatnonzero(ends >= num_microbatches)[0]])
-            chosen.append(int(self._sizes[index]))
-            left, ended = left - chosen[-1], ended + int(capacities[index])
+            ends = ended + capacities + rests[used][self._less[part]]
+            index = int(np.flatnonzero(ends >= num_microbatches)[0])
+            chosen.append(self._sizes[index])
+            part, ended = int(self._less[part, index]) - 1, ended + int(capacities[index])
         return tuple(chosen)
 
     def _rows(self, capacities: Numbers) -> list[Numbers]:
-        """[k][n]: the most that k pipelines of n nodes together end."""
-        row = np.full(self._num_nodes + 1, _NEVER)
-        row[0] = 0
+        """[k][1 + v]: the most that k pipelines of part v together end."""
+        row = np.full(len(self._less) + 1, _NEVER)
+        row[1] = 0
         rows = [row]
-        padding = np.full(self._num_nodes, _NEVER)
         number = self._pipelines.most
         for _ in range(self._pipelines.fewest if number is None else number):
-            sums = np.concatenate((padding, rows[-1]))[self._less] + capacities
-            rows.append(np.maximum(sums.max(axis=1), _NEVER))
+            row = np.full_like(row, _NEVER)
+            sums = rows[-1][self._less] + capacities
+            np.maximum(sums.max(axis=1), _NEVER, out=row[1:])
+            rows.append(row)
         return rows
 
     def _rest(self, rows: Sequence[Numbers], capacities: Numbers, used: int) -> Numbers:
-        """[n]: the most that n nodes end, with as many pipelines as may follow so many."""
+        """[1 + v]: the most that part v ends, with as many pipelines as may follow so many."""
         fewest = max(0, self._pipelines.fewest - used)
         if self._pipelines.most is None:
             return self._any_more(rows[fewest], capacities)
@@ -158,16 +179,9 @@ class _Sums:
 
     def _any_more(self, row: Numbers, capacities: Numbers) -> Numbers:
         """The most where any number of pipelines may be added."""
-        for size, capacity in zip(self._sizes.tolist(), capacities.tolist(), strict=True):
-            if capacity == _NEVER:
-                continue
-            num_rows = -(-len(row) // size)
-            padded = np.full(num_rows * size, _NEVER)
-            padded[: len(row)] = row
-            # Row q of this table less q capacities: what q more pipelines make of the one above.
-            added = capacity * np.arange(num_rows)[:, None]
-            table = np.maximum.accumulate(padded.reshape(num_rows, size) - added, axis=0) + added
-            row = np.maximum(table.ravel()[: len(row)], _NEVER)
+        row = row.copy()
+        for part, less in enumerate(self._less):
+            row[1 + part] = max(row[1 + part], (row[less] + capacities).max())
         return row
 
 
@@ -202,14 +216,45 @@ def _too_fast_s(
     return low_s
 
 
-def _multisets(
-    num_nodes: int, sizes: tuple[int, ...], min_pipelines: int
-) -> Iterator[tuple[int, ...]]:
-    if num_nodes == 0 and min_pipelines <= 0:
+def _sets(
+    nodes: Counts,
+    sizes: tuple[Counts, ...],
+    min_pipelines: int,
+    reachable: Collection[Counts] | None,
+) -> Iterator[tuple[Counts, ...]]:
+    """Sets of these sizes, ascending; `reachable` are the nodes that there are sets for."""
+    if not any(nodes) and min_pipelines <= 0:
         yield ()
     # The rest is at least as large as the smallest size, and cannot be that often.
-    if not sizes or num_nodes < sizes[0] * max(1, min_pipelines):
+    if not sizes or sum(nodes) < sum(sizes[0]) * max(1, min_pipelines):
         return
-    for multiset in _multisets(num_nodes - sizes[0], sizes, min_pipelines - 1):
-        yield (sizes[0], *multiset)
-    yield from _multisets(num_nodes, sizes[1:], min_pipelines)
+    if reachable is not None and nodes not in reachable:
+        return
+    if _is_part(sizes[0], nodes):
+        rest = tuple(count - used for count, used in zip(nodes, sizes[0], strict=True))
+        for found in _sets(rest, sizes, min_pipelines - 1, reachable):
+            yield (sizes[0], *found)
+    yield from _sets(nodes, sizes[1:], min_pipelines, reachable)
+
+
+def _reachable(nodes: Counts, sizes: Sequence[Counts]) -> set[Counts]:
+    """The parts of the nodes that are sums of these sizes."""
+    found = {(0,) * len(nodes)}
+    ahead = list(found)
+    while ahead:
+        part = ahead.pop()
+        for size in sizes:
+            more = tuple(count + added for count, added in zip(part, size, strict=True))
+            if more not in found and _is_part(more, nodes):
+                found.add(more)
+                ahead.append(more)
+    return found
+
+
+def _is_part(size: Counts, nodes: Counts) -> bool:
+    return all(used <= count for used, count in zip(size, nodes, strict=True))
+
+
+def _order(size: Counts) -> tuple[int, Counts]:
+    """By nodes, then by kind."""
+    return sum(size), size

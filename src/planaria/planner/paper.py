@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.planner.bound import MANY_MICROBATCHES, BoundSearch
+from planaria.planner.positions import Positions
 from planaria.planner.problem import Seconds, Shape, StageCosts
 
 _INTERVALS: Final = 32  # That one run of the program treats.
@@ -50,7 +51,7 @@ def paper_s(costs: StageCosts, shape: Shape) -> float:
 def paper_partition(costs: StageCosts, num_nodes: int) -> tuple[float, Shape] | None:
     """The lowest T1 + T2 + T3 of a pipeline of so many nodes, and its partition; None if there is
     no partition."""
-    start = BoundSearch(costs, {num_nodes: MANY_MICROBATCHES}).lowest(num_nodes)
+    start = BoundSearch(costs, {(num_nodes,): MANY_MICROBATCHES}).lowest((num_nodes,))
     if start is None:
         return None
     best = min((paper_s(costs, shape), shape) for shape in start.shapes)
@@ -92,6 +93,7 @@ class _Run:
         self._is_exact = self._least_s == self._most_s
         self._windows = {count: self._window(count) for count in costs.counts}
         self._num_devices = num_nodes * costs.devices_per_node
+        self._positions = Positions(costs, (num_nodes,))
         shape = (self._num_devices + 1, len(intervals), 2 * costs.num_layers + 1)
         # [d, i, u]: layers [u, L) on the last d devices, all behind k*; or with k* among them.
         self._behind_s, self._with_s = np.full((2, *shape), np.inf)
@@ -120,7 +122,7 @@ class _Run:
         first, devices_left, is_behind = 0, self._num_devices, False
         while devices_left:
             options = []
-            for count in self._costs.counts_left(devices_left):
+            for count, *_ in self._positions.options(devices_left):
                 for after, options_s in self._options(devices_left, count, is_behind=is_behind):
                     there = options_s[interval, first]
                     if len(there):
@@ -163,7 +165,7 @@ class _Run:
 
     def _fill(self, devices_left: int) -> None:
         num_layers = self._costs.num_layers
-        for count in self._costs.counts_left(devices_left):
+        for count, *_ in self._positions.options(devices_left):
             for target, is_behind in ((self._behind_s, True), (self._with_s, False)):
                 found_s = target[devices_left, :, :num_layers]
                 for _, options_s in self._options(devices_left, count, is_behind=is_behind):

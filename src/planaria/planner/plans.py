@@ -1,17 +1,9 @@
 """Plans: how many pipelines of which template, on which nodes, with how many microbatches each.
 
 In three steps, for the nodes that there are:
-1. Instantiation: the fastest multiset of template sizes that uses all nodes in f + 1 pipelines or
-   more (instantiate.py).
+1. Instantiation: the fastest set of pipelines that uses all nodes, f + 1 or more (sets.py).
 2. Microbatches: the distribution with which the slowest pipeline ends earliest (batches.py).
 3. Nodes, in their order.
-
-What reductions take after a pipeline's last backward depends on the number of pipelines. So the
-fastest set is found for each number of them, with reductions as among pipelines of one template,
-and of these sets the one with the lowest iteration time is taken, which is exact (times.py). It is
-ranked, not proved, in two points: pipelines of several templates wait for each other in reductions
-that they share, and more than NUMBERS_APART pipelines are priced as one more than these. Where
-there are no more than LISTED_MAX sets, each of them is priced.
 
 `every_plan` takes them for every number of nodes that failures may leave.
 
@@ -19,29 +11,17 @@ Source: Oobleck (SOSP '23), section 4.2.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Final
-
-import numpy as np
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
-from planaria.estimator.makespan import Seconds
-from planaria.planner.batches import check_microbatches, fastest_distribution
-from planaria.planner.instantiate import (
-    Range,
-    fastest_sizes,
-    instantiations,
-    numbers_of_pipelines,
-)
-from planaria.planner.problem import Problem
+from planaria.planner.batches import check_microbatches
+from planaria.planner.instantiate import numbers_of_pipelines
+from planaria.planner.problem import Counts, Problem
+from planaria.planner.sets import SetSearch, distribute_microbatches
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
-
-LISTED_MAX: Final = 24
-NUMBERS_APART: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,23 +52,6 @@ class EveryPlan:
         return self.times.iteration_s(templates, microbatches), microbatches
 
 
-def distribute_microbatches(
-    problem: Problem, templates: Sequence[PipelineTemplate], *, times: PlainTimes
-) -> tuple[int, ...]:
-    """How many microbatches each pipeline gets, at least one, so that the last ends earliest.
-
-    Raises:
-        ConfigError: there are fewer microbatches than pipelines.
-    """
-    check_microbatches(problem, len(templates))
-    tables = {
-        template: times.of_each_number(template, num_pipelines=len(templates))
-        for template in set(templates)
-    }
-    by_pipeline = [tables[template] for template in templates]
-    return fastest_distribution(by_pipeline, problem.num_microbatches)
-
-
 def best_plan(
     problem: Problem,
     nodes: Sequence[int],
@@ -109,11 +72,11 @@ def best_plan(
     """
     min_pipelines = problem.failures_tolerated + 1
     check_microbatches(problem, min_pipelines)
-    search = _Search(problem, templates, PlainTimes(problem, templates.values()))
-    best = search.fastest(len(nodes), min_pipelines)
+    search = SetSearch(problem, _by_counts(templates), PlainTimes(problem, templates.values()))
+    best = search.fastest((len(nodes),), min_pipelines)
     if best is None:
         raise _no_plan_error(problem, len(nodes), templates)
-    pipelines = pipelines_of([templates[size] for size in best.sizes], sorted(nodes))
+    pipelines = pipelines_of([templates[size] for (size,) in best.sizes], sorted(nodes))
     return plain_plan(epoch, pipelines, best.microbatches)
 
 
@@ -140,12 +103,12 @@ def every_plan(
     templates = dict(templates) | {n: template for n, template in extra.items() if template}
     at_work = _nodes_at_work(problem, num_nodes, n0=n0, sizes=tuple(templates))
     times = PlainTimes(problem, templates.values())
-    search = _Search(problem, templates, times)
+    search = SetSearch(problem, _by_counts(templates), times)
     plans = {}
     for num_left, (num_working, min_pipelines) in at_work.items():
-        best = search.fastest(num_working, min_pipelines)
+        best = search.fastest((num_working,), min_pipelines)
         assert best is not None
-        pipelines = pipelines_of([templates[size] for size in best.sizes], range(num_working))
+        pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
         plans[num_left] = plain_plan(0, pipelines, best.microbatches)
     return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
 
@@ -184,78 +147,9 @@ def plan_iteration_s(plan: Plan, times: PlainTimes) -> float:
     return times.iteration_s([pipeline.template for pipeline in plan.pipelines], microbatches)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Instantiated:
-    """A set of pipelines. Of equally fast ones the least has more pipelines, which keeps more of
-    them alive, and is the first in order."""
-
-    iteration_s: float
-    num_fewer: int
-    sizes: tuple[int, ...]
-    microbatches: tuple[int, ...]
-
-
-class _Search:
-    """The fastest sets of pipelines of some templates, for any number of nodes."""
-
-    def __init__(
-        self, problem: Problem, templates: Mapping[int, PipelineTemplate], times: PlainTimes
-    ) -> None:
-        self._problem = problem
-        self._templates = templates
-        self._times = times
-        self._tables: dict[int, dict[int, Seconds]] = {}
-
-    def fastest(self, num_nodes: int, min_pipelines: int) -> _Instantiated | None:
-        """The fastest set that uses all of so many nodes; None if there is none."""
-        sizes = tuple(size for size in self._templates if size <= num_nodes)
-        every = instantiations(num_nodes, sizes, min_pipelines=min_pipelines)
-        listed = list(islice(every, LISTED_MAX + 1))
-        if len(listed) <= LISTED_MAX:
-            few = [one for one in listed if len(one) <= self._problem.num_microbatches]
-            return min(map(self._instantiated, few), default=None)
-        return self._fastest_of_many(num_nodes, min_pipelines)
-
-    def _fastest_of_many(self, num_nodes: int, min_pipelines: int) -> _Instantiated | None:
-        best: _Instantiated | None = None
-        for pipelines in self._ranges(num_nodes, min_pipelines):
-            found = fastest_sizes(
-                num_nodes,
-                self._of_each_number(pipelines.fewest),
-                num_microbatches=self._problem.num_microbatches,
-                pipelines=pipelines,
-                # Also what is as fast, and has more pipelines.
-                below_s=np.nextafter(best.iteration_s, np.inf) if best else np.inf,
-            )
-            if found is not None:
-                one = self._instantiated(found[1])
-                best = min(best, one) if best else one
-        return best
-
-    def _ranges(self, num_nodes: int, fewest: int) -> Iterator[Range]:
-        """The numbers of pipelines: one by one, then all others."""
-        would_fit = num_nodes // min(self._templates)
-        most = min(would_fit, self._problem.num_microbatches)
-        for number in range(fewest, min(most, NUMBERS_APART) + 1):
-            yield Range(number, number)
-        fewest = max(fewest, NUMBERS_APART + 1)
-        if fewest <= most:
-            yield Range(fewest, None if most == would_fit else most)
-
-    def _of_each_number(self, num_pipelines: int) -> dict[int, Seconds]:
-        """By size, when one of so many pipelines ends."""
-        if num_pipelines not in self._tables:
-            self._tables[num_pipelines] = {
-                size: self._times.of_each_number(template, num_pipelines=num_pipelines)
-                for size, template in self._templates.items()
-            }
-        return self._tables[num_pipelines]
-
-    def _instantiated(self, sizes: tuple[int, ...]) -> _Instantiated:
-        templates = [self._templates[size] for size in sizes]
-        microbatches = distribute_microbatches(self._problem, templates, times=self._times)
-        iteration_s = self._times.iteration_s(templates, microbatches)
-        return _Instantiated(iteration_s, -len(sizes), sizes, microbatches)
+def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, PipelineTemplate]:
+    """The templates where nodes are all of one kind."""
+    return {(size,): template for size, template in templates.items()}
 
 
 def _nodes_at_work(

@@ -1,26 +1,32 @@
 """What a plan has to satisfy, and what each stage that the model could have would cost.
 
-A stage is layers [u, v) on c devices of one node. `StageCosts` has its seconds, the bytes on its
-links and the microbatches that its devices can keep in flight, as tables over u and v that every
-search of this package reads.
+A stage is layers [u, v) on some of the devices of one node. `StageCosts` has its seconds, the bytes
+on its links and the microbatches that its devices can keep in flight, as tables over u and v that
+every search of this package reads.
+
+Nodes may differ in speed and memory. A group is a number that stands for the devices of a stage,
+how many they are and of which kind their node is: kind * (devices of a node + 1) + count. So where
+nodes are all of one kind a group is its count.
 
 Source: Oobleck (SOSP '23), section 4.1.2 (a stage lies in one node); Odyssey, equation 14 (memory).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.core.plan import LayerProfile, ModelProfile
+from planaria.core.plan import LayerProfile, ModelProfile, NodeKind
 from planaria.errors import ConfigError
 from planaria.estimator.memory import stage_bytes
 
 Seconds = NDArray[np.float64]
-# The layer behind each stage, and its devices: one pair a stage.
+# The layer behind each stage, and its group: one pair a stage.
 Shape = tuple[tuple[int, int], ...]
+Counts = tuple[int, ...]  # Nodes of each kind.
+Group = TypeVar("Group", int, NDArray[np.int64])
 
 UNLIMITED: Final = 1 << 40  # Microbatches in flight where memory sets no limit.
 
@@ -68,10 +74,12 @@ class StageCosts:
     """The costs of every stage; tables over [u, v] are of shape [L + 1, L + 1].
 
     Attributes:
+        kinds: of nodes.
         counts: of devices that a stage may have, ascending.
-        forward_s, backward_s: by count; of one microbatch, infinite where there is no such stage.
+        groups: every count of every kind, ascending.
+        forward_s, backward_s: by group; of one microbatch, infinite where there is no such stage.
         seconds: their sums.
-        most_in_flight: by count, the microbatches for which a stage has memory; 0 where for none,
+        most_in_flight: by group, the microbatches for which a stage has memory; 0 where for none,
             or where there is no such stage. A stage keeps as many as stages are left, itself
             included, and at most the job's: a template outlives plans, and after failures one
             pipeline may get them all.
@@ -80,7 +88,9 @@ class StageCosts:
     """
 
     problem: Problem
+    kinds: tuple[NodeKind, ...]
     counts: tuple[int, ...]
+    groups: tuple[int, ...]
     forward_s: Mapping[int, Seconds]
     backward_s: Mapping[int, Seconds]
     seconds: Mapping[int, Seconds]
@@ -96,10 +106,23 @@ class StageCosts:
     def devices_per_node(self) -> int:
         return self.problem.devices_per_node
 
-    def counts_left(self, devices_left: int) -> tuple[int, ...]:
-        """Devices that the next stage may have: those of its node that are still free."""
-        free = (devices_left - 1) % self.devices_per_node + 1
-        return tuple(count for count in self.counts if count <= free)
+    @property
+    def has_memory_limit(self) -> bool:
+        """Whether there are stages that do not fit."""
+        limited = (kind.device_memory_bytes for kind in self.kinds)
+        return bool(self.problem.profile.device_memory_bytes) or any(limited)
+
+    def group(self, kind: int, count: int) -> int:
+        """So many devices of a node of that kind."""
+        return kind * (self.devices_per_node + 1) + count
+
+    def kind_of(self, group: int) -> int:
+        """The index of its node's kind."""
+        return group // (self.devices_per_node + 1)
+
+    def count_of(self, group: Group) -> Group:
+        """Its devices; of each of many groups, too."""
+        return group % (self.devices_per_node + 1)
 
     def round_trip_s(self, *, between_nodes: bool) -> Seconds:
         """Of an output and its gradient over the link behind layer v - 1, shape [L + 1]."""
@@ -107,25 +130,33 @@ class StageCosts:
         return times
 
 
-def stage_costs(problem: Problem) -> StageCosts:
-    """The tables of a problem. O(L^2) for every count of devices."""
+def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> StageCosts:
+    """The tables of a problem, on nodes of these kinds. O(L^2) for every count of every kind."""
     layers = problem.profile.layers
     counts = tuple(
         sorted({c for layer in layers for c in layer.forward_s if c <= problem.devices_per_node})
     )
-    forward_s = {c: _sums([_of(layer.forward_s, c) for layer in layers]) for c in counts}
-    backward_s = {c: _sums([_backward_s(layer, c) for layer in layers]) for c in counts}
+    forward_s, backward_s, most_in_flight = {}, {}, {}
+    for count in counts:
+        once_s = _sums([_of(layer.forward_s, count) for layer in layers])
+        back_s = _sums([_backward_s(layer, count) for layer in layers])
+        for index, kind in enumerate(kinds):
+            group = index * (problem.devices_per_node + 1) + count
+            forward_s[group], backward_s[group] = once_s / kind.speed, back_s / kind.speed
+            limit_bytes = kind.device_memory_bytes or problem.profile.device_memory_bytes
+            most = _most_in_flight(problem, count, limit_bytes)
+            most_in_flight[group] = np.where(np.isfinite(once_s), most, 0)
     links = [problem.profile.links[kind] for kind in ("intra_node", "inter_node")]
     output_bytes = np.array([0, *(layer.output_bytes for layer in layers)])
     return StageCosts(
         problem=problem,
+        kinds=tuple(kinds),
         counts=counts,
+        groups=tuple(sorted(forward_s)),
         forward_s=forward_s,
         backward_s=backward_s,
-        seconds={c: forward_s[c] + backward_s[c] for c in counts},
-        most_in_flight={
-            c: np.where(np.isfinite(forward_s[c]), _most_in_flight(problem, c), 0) for c in counts
-        },
+        seconds={group: forward_s[group] + backward_s[group] for group in forward_s},
+        most_in_flight=most_in_flight,
         transfer_s=(
             output_bytes / links[0].bandwidth_bytes_per_s,
             output_bytes / links[1].bandwidth_bytes_per_s,
@@ -152,9 +183,8 @@ def _sums(values: Sequence[float]) -> Seconds:
     return table
 
 
-def _most_in_flight(problem: Problem, count: int) -> NDArray[np.int64]:
+def _most_in_flight(problem: Problem, count: int, limit_bytes: int) -> NDArray[np.int64]:
     num_layers = len(problem.profile.layers)
-    limit_bytes = problem.profile.device_memory_bytes
     if limit_bytes == 0:
         return np.full((num_layers + 1, num_layers + 1), UNLIMITED)
 

@@ -4,8 +4,9 @@ A bound leaves out what transfers and unequal stages cost a real schedule. So th
 `BoundSearch` finds are only where this search begins: it times them, then those that differ from
 the best one by a small change, then those near the next best, until nothing near the best few is
 left to look at or the budget is spent. A change moves the cuts of neighbouring stages by a layer,
-moves devices of a node from stage to stage, splits a stage or joins two. Changes that a closed form
-shows to be slower than the best few are not timed (`least_s`).
+moves devices of a node from stage to stage, splits a stage, joins two, or exchanges two nodes of
+different kinds with all that they hold. Changes that a closed form shows to be slower than the best
+few are not timed (`least_s`).
 
 Ranked, not proved: against exhaustive search on small instances see docs/PLANNER.md. With many
 microbatches a partition is timed for fewer here, and the rest taken at the steady rate of its
@@ -16,14 +17,14 @@ Source: Oobleck (SOSP '23), section 4.1.2, which takes the best by T1 + T2 + T3 
 
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Final
 
 import numpy as np
 
 from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
 from planaria.planner.fitting import Rows, fitting, rows_of
-from planaria.planner.problem import Shape, StageCosts
+from planaria.planner.problem import Counts, Shape, StageCosts
 
 NUM_KEPT: Final = 5  # The best ones, near which to look.
 ROUNDS_MAX: Final = 12
@@ -35,25 +36,25 @@ _SETTLED_STAGES: Final = 2  # Microbatches per stage after which the rate is ste
 
 
 def nearby(
-    costs: StageCosts, starts: Mapping[int, Sequence[Shape]], microbatches: Mapping[int, int]
-) -> dict[int, list[Shape]]:
-    """The few partitions near these that seem to be the fastest, by number of nodes.
+    costs: StageCosts, starts: Mapping[Counts, Sequence[Shape]], microbatches: Mapping[Counts, int]
+) -> dict[Counts, list[Shape]]:
+    """The few partitions near these that seem to be the fastest, by nodes of each kind.
 
-    All numbers of nodes are searched at once: a tick of a simulation costs little more for
+    All of them are searched at once: a tick of a simulation costs little more for
     hundreds of partitions than for ten.
 
     Args:
-        starts: partitions that fit, by number of nodes.
+        starts: partitions that fit.
         microbatches: of a pipeline of so many nodes.
     """
-    searches = {nodes: _Search(costs, microbatches[nodes]) for nodes in starts}
-    asked = [(searches[nodes], shape) for nodes, shapes in starts.items() for shape in shapes]
+    searches = {counts: _Search(costs, microbatches[counts]) for counts in starts}
+    asked = [(searches[counts], shape) for counts, shapes in starts.items() for shape in shapes]
     for _ in range(ROUNDS_MAX):
         if not asked:
             break
         _time(costs, asked)
         asked = [(search, shape) for search in searches.values() for shape in search.next_shapes()]
-    return {nodes: search.best() for nodes, search in searches.items()}
+    return {counts: search.best() for counts, search in searches.items()}
 
 
 class _Search:
@@ -128,7 +129,7 @@ def _stage_ticks(num_stages: int, num_microbatches: int) -> int:
 def changed(costs: StageCosts, shape: Shape) -> list[Shape]:
     """The partitions that differ from this one by one small change, whether they fit or not."""
     found = dict.fromkeys((*_moved_cuts(shape), *_moved_devices(costs, shape)))
-    found |= dict.fromkeys(_split(costs, shape))
+    found |= dict.fromkeys((*_split(costs, shape), *_exchanged(costs, shape)))
     found.pop(shape, None)
     return list(found)
 
@@ -152,54 +153,79 @@ def _moved_cuts(shape: Shape) -> Iterator[Shape]:
 def _moved_devices(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Two neighbouring stages of a node joined, or with their devices dealt anew."""
     first, device = 0, 0
-    for index, ((cut, count), (end, next_count)) in enumerate(pairwise(shape)):
-        device += count
+    for index, ((cut, group), (end, next_group)) in enumerate(pairwise(shape)):
+        device += costs.count_of(group)
         if device % costs.devices_per_node:
-            both = count + next_count
+            both = group + costs.count_of(next_group)
             before, after = shape[:index], shape[index + 2 :]
-            if both in costs.counts:
+            if both in costs.groups:
                 yield (*before, (end, both), *after)
-            for other in costs.counts:
-                if both - other in costs.counts:
-                    for cut_there in _cuts(costs, first, end, other, both - other):
-                        yield (*before, (cut_there, other), (end, both - other), *after)
+            for one, other in _halves(costs, both):
+                for cut_there in _cuts(costs, first, end, one, other):
+                    yield (*before, (cut_there, one), (end, other), *after)
         first = cut
 
 
 def _split(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """A stage of several devices made two."""
     first = 0
-    for index, (end, count) in enumerate(shape):
-        for other in costs.counts:
-            if count - other in costs.counts:
-                for cut in _cuts(costs, first, end, other, count - other):
-                    before, after = shape[:index], shape[index + 1 :]
-                    yield (*before, (cut, other), (end, count - other), *after)
+    for index, (end, group) in enumerate(shape):
+        for one, other in _halves(costs, group):
+            for cut in _cuts(costs, first, end, one, other):
+                yield (*shape[:index], (cut, one), (end, other), *shape[index + 1 :])
         first = end
 
 
-def _cuts(costs: StageCosts, first: int, end: int, count: int, next_count: int) -> Iterator[int]:
+def _halves(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
+    """Two groups of the same node that have the devices of one together."""
+    none = costs.group(costs.kind_of(group), 0)
+    for count in costs.counts:
+        if costs.count_of(group) - count in costs.counts:
+            yield none + count, group - count
+
+
+def _exchanged(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
+    """Two neighbouring nodes of different kinds exchanged, with all that they hold."""
+    if len(costs.kinds) == 1:
+        return
+    nodes: list[list[tuple[int, int]]] = [[]]  # Layers and group of each stage.
+    device = first = 0
+    for end, group in shape:
+        if device and device % costs.devices_per_node == 0:
+            nodes.append([])
+        nodes[-1].append((end - first, group))
+        device += costs.count_of(group)
+        first = end
+    for index, (one, other) in enumerate(pairwise(nodes)):
+        if costs.kind_of(one[0][1]) != costs.kind_of(other[0][1]):
+            stages = chain(*nodes[:index], other, one, *nodes[index + 2 :])
+            widths, groups = zip(*stages, strict=True)
+            yield tuple(zip(accumulate(widths), groups, strict=True))
+
+
+def _cuts(costs: StageCosts, first: int, end: int, group: int, next_group: int) -> Iterator[int]:
     """Cuts between two stages; where there are many, those that share the time most evenly."""
     cuts = np.arange(first + 1, end)
-    uneven_s = np.maximum(costs.seconds[count][first, cuts], costs.seconds[next_count][cuts, end])
+    uneven_s = np.maximum(costs.seconds[group][first, cuts], costs.seconds[next_group][cuts, end])
     best = np.argsort(uneven_s, kind="stable")[:_CUTS_MAX]
     return (int(cut) for cut in cuts[best] if np.isfinite(uneven_s[cut - first - 1]))
 
 
 def table_of(costs: StageCosts, rows: Rows) -> StageTable:
     """The seconds of partitions, a column each."""
-    firsts, ends, counts = rows
+    firsts, ends, groups = rows
     forward_s, backward_s = np.zeros((2, *ends.shape))
-    for count in costs.counts:
-        there = counts == count
+    for group in costs.groups:
+        there = groups == group
         stages = (firsts[there], ends[there])
-        forward_s[there] = costs.forward_s[count][stages]
-        backward_s[there] = costs.backward_s[count][stages]
-    between_nodes = np.cumsum(counts, axis=0) % costs.devices_per_node == 0
+        forward_s[there] = costs.forward_s[group][stages]
+        backward_s[there] = costs.backward_s[group][stages]
+    devices = np.cumsum(costs.count_of(groups), axis=0)
+    between_nodes = devices % costs.devices_per_node == 0
     behind = np.where(between_nodes, costs.transfer_s[1][ends], costs.transfer_s[0][ends])
     latency_s = np.where(between_nodes, costs.latency_s[1], costs.latency_s[0])
     is_last = np.arange(len(ends))[:, None] == len(ends) - 1
-    nowhere = is_last | (counts == 0)
+    nowhere = is_last | (groups == 0)
     none = np.zeros((1, ends.shape[1]))
     return StageTable(
         forward_s=forward_s,

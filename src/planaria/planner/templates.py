@@ -19,13 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planaria.core.plan import PipelineTemplate, Stage
+from planaria.core.plan import NodeKind, PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.bound import BoundSearch
 from planaria.planner.fitting import Fitting, rows_of
 from planaria.planner.paper import paper_partition
-from planaria.planner.problem import Problem, Shape, StageCosts, stage_costs
+from planaria.planner.positions import Positions
+from planaria.planner.problem import Counts, Problem, Shape, StageCosts, stage_costs
 from planaria.planner.refine import nearby, table_of
 from planaria.planner.windows import windows
 
@@ -96,7 +97,9 @@ def ranked_template(
 ) -> RankedTemplate | None:
     """As `pipeline_template`, with what is known of it."""
     num_microbatches = -(-problem.num_microbatches // num_pipelines)
-    return _ranked(stage_costs(problem), {num_nodes: num_microbatches}).get(num_nodes)
+    return fastest_templates(stage_costs(problem), {(num_nodes,): num_microbatches}).get(
+        (num_nodes,)
+    )
 
 
 def pipeline_templates(problem: Problem, num_nodes: int) -> dict[int, PipelineTemplate]:
@@ -116,11 +119,37 @@ def pipeline_templates(problem: Problem, num_nodes: int) -> dict[int, PipelineTe
 
 def ranked_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplate]:
     """As `pipeline_templates`, with what is known of each."""
-    microbatches = {
-        size: -(-problem.num_microbatches // (num_nodes // size))
+    microbatches: dict[Counts, int] = {
+        (size,): -(-problem.num_microbatches // (num_nodes // size))
         for size in template_sizes(problem, num_nodes)
     }
-    return _ranked(stage_costs(problem), microbatches)
+    ranked = fastest_templates(stage_costs(problem), microbatches)
+    return {size: one for (size,), one in ranked.items()}
+
+
+def fastest_templates(
+    costs: StageCosts, microbatches: Mapping[Counts, int]
+) -> dict[Counts, RankedTemplate]:
+    """By nodes of each kind the fastest at so many microbatches; none where nothing fits."""
+    search = BoundSearch(costs, microbatches)
+    found = {counts: one for counts in microbatches if (one := search.lowest(counts)) is not None}
+    starts = {counts: one.shapes for counts, one in found.items()}
+    # The last round is run for all that have as many microbatches at once.
+    finalists: dict[int, list[tuple[Counts, Shape]]] = {}
+    for counts, shapes in nearby(costs, starts, microbatches).items():
+        pairs = finalists.setdefault(microbatches[counts], [])
+        pairs.extend((counts, shape) for shape in shapes)
+    best: dict[Counts, tuple[float, Shape]] = {}
+    for count, pairs in finalists.items():
+        makespans_s = makespans_of_each(
+            table_of(costs, rows_of([shape for _, shape in pairs])), count
+        )
+        for (counts, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
+            best[counts] = min(best.get(counts, (seconds, shape)), (seconds, shape))
+    return {
+        counts: RankedTemplate(_template(costs, shape), seconds, found[counts].bound_s)
+        for counts, (seconds, shape) in sorted(best.items())
+    }
 
 
 def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplate]:
@@ -129,38 +158,23 @@ def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplat
     costs = stage_costs(_without_memory(problem))
     found = {size: paper_partition(costs, size) for size in sizes}
     return {
-        size: RankedTemplate(_template(shape, size), seconds, seconds, is_paper=True)
+        size: RankedTemplate(_template(costs, shape), seconds, seconds, is_paper=True)
         for size, (seconds, shape) in ((n, one) for n, one in found.items() if one is not None)
     }
 
 
-def _ranked(costs: StageCosts, microbatches: Mapping[int, int]) -> dict[int, RankedTemplate]:
-    """The fastest of each number of nodes, at so many microbatches."""
-    search = BoundSearch(costs, microbatches)
-    found = {size: one for size in microbatches if (one := search.lowest(size)) is not None}
-    starts = {num_nodes: one.shapes for num_nodes, one in found.items()}
-    # The last round is run for all that have as many microbatches at once.
-    finalists: dict[int, list[tuple[int, Shape]]] = {}
-    for num_nodes, shapes in nearby(costs, starts, microbatches).items():
-        pairs = finalists.setdefault(microbatches[num_nodes], [])
-        pairs.extend((num_nodes, shape) for shape in shapes)
-    best: dict[int, tuple[float, Shape]] = {}
-    for count, pairs in finalists.items():
-        makespans_s = makespans_of_each(
-            table_of(costs, rows_of([shape for _, shape in pairs])), count
-        )
-        for (num_nodes, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
-            best[num_nodes] = min(best.get(num_nodes, (seconds, shape)), (seconds, shape))
-    return {
-        num_nodes: RankedTemplate(_template(shape, num_nodes), seconds, found[num_nodes].bound_s)
-        for num_nodes, (seconds, shape) in sorted(best.items())
-    }
-
-
-def _template(shape: Shape, num_nodes: int) -> PipelineTemplate:
+def _template(costs: StageCosts, shape: Shape) -> PipelineTemplate:
     firsts = (0, *(end for end, _ in shape))
-    stages = (Stage(first, end, n) for first, (end, n) in zip(firsts, shape, strict=False))
-    return PipelineTemplate(tuple(stages), num_nodes)
+    stages = []
+    kinds = []
+    device = 0
+    for first, (end, group) in zip(firsts, shape, strict=False):
+        stages.append(Stage(first, end, costs.count_of(group)))
+        if device % costs.devices_per_node == 0:
+            kinds.append(costs.kinds[costs.kind_of(group)])
+        device += costs.count_of(group)
+    is_plain = all(kind == NodeKind() for kind in kinds)
+    return PipelineTemplate(tuple(stages), len(kinds), () if is_plain else tuple(kinds))
 
 
 def _without_memory(problem: Problem) -> Problem:
@@ -169,8 +183,8 @@ def _without_memory(problem: Problem) -> Problem:
 
 def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
     """The fewest nodes, of at most max_nodes, for which there is a partition."""
-    fitting = Fitting(costs, windows(costs, 1, np.inf))
-    return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible(n)), None)
+    fitting = Fitting(costs, Positions(costs, (max_nodes,)), windows(costs, 1, np.inf))
+    return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible((n,))), None)
 
 
 def _no_partition_error(problem: Problem) -> ConfigError:

@@ -19,7 +19,7 @@ Number = TypeVar("Number", np.float64, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """The stages on one count of devices; infinite, or 0, behind the end of the model.
+    """The stages of one group; infinite, or 0, behind the end of the model.
 
     Attributes:
         busy_s: [w, u], of a stage with all microbatches.
@@ -40,12 +40,12 @@ class Window:
         return int(np.searchsorted(self.least_s, limit_s, side="right"))
 
 
-Windows = Mapping[int, Window]  # By count of devices.
+Windows = Mapping[int, Window]  # By group.
 
 
 def windows(costs: StageCosts, num_microbatches: int, limit_s: float) -> Windows:
     """The stages that need no more than limit_s for all microbatches; some others among them."""
-    return {count: _window(costs, count, num_microbatches, limit_s) for count in costs.counts}
+    return {group: _window(costs, group, num_microbatches, limit_s) for group in costs.groups}
 
 
 def widest(some: Windows) -> int:
@@ -61,9 +61,9 @@ def behind(row: NDArray[Number], num_layers: int) -> NDArray[Number]:
     return np.ndarray(shape, row.dtype, buffer=row, offset=step, strides=(step, step))
 
 
-def _window(costs: StageCosts, count: int, num_microbatches: int, limit_s: float) -> Window:
+def _window(costs: StageCosts, group: int, num_microbatches: int, limit_s: float) -> Window:
     num_layers = costs.num_layers
-    seconds, most = costs.seconds[count], costs.most_in_flight[count]
+    seconds, most = costs.seconds[group], costs.most_in_flight[group]
     width = 0
     while width < num_layers and (np.diagonal(most, width + 1) > 0).any():
         if num_microbatches * np.diagonal(seconds, width + 1).min() > limit_s:

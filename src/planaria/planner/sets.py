@@ -1,0 +1,119 @@
+"""The fastest set of pipelines that uses all nodes: how many of which template.
+
+What reductions take after a pipeline's last backward depends on the number of pipelines. So the
+fastest set is found for each number of them, with reductions as among pipelines of one template,
+and of these sets the one with the lowest iteration time is taken, which is exact (times.py). It is
+ranked, not proved, in two points: pipelines of several templates wait for each other in reductions
+that they share, and more than NUMBERS_APART pipelines are priced as one more than these. Where
+there are no more than LISTED_MAX sets, each of them is priced.
+
+Source: Oobleck (SOSP '23), section 4.2.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from planaria.core.plan import PipelineTemplate
+from planaria.estimator.makespan import Seconds
+from planaria.planner.batches import check_microbatches, fastest_distribution
+from planaria.planner.instantiate import Range, fastest_sizes, sets_of
+from planaria.planner.problem import Counts, Problem
+from planaria.planner.times import PlainTimes
+
+LISTED_MAX: Final = 24
+NUMBERS_APART: Final = 8
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Instantiated:
+    """A set of pipelines. Of equally fast ones the least has more pipelines, which keeps more of
+    them alive, and is the first in order."""
+
+    iteration_s: float
+    num_fewer: int
+    sizes: tuple[Counts, ...]
+    microbatches: tuple[int, ...]
+
+
+class SetSearch:
+    """The fastest sets of pipelines of some templates, for any number of nodes."""
+
+    def __init__(
+        self, problem: Problem, templates: Mapping[Counts, PipelineTemplate], times: PlainTimes
+    ) -> None:
+        self._problem = problem
+        self._templates = templates
+        self._times = times
+        self._tables: dict[int, dict[Counts, Seconds]] = {}
+
+    def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+        """The fastest set that uses all of so many nodes; None if there is none."""
+        sizes = [size for size in self._templates if sum(size) <= sum(nodes)]
+        every = sets_of(nodes, sizes, min_pipelines=min_pipelines)
+        listed = list(islice(every, LISTED_MAX + 1))
+        if len(listed) <= LISTED_MAX:
+            few = [one for one in listed if len(one) <= self._problem.num_microbatches]
+            return min(map(self._instantiated, few), default=None)
+        return self._fastest_of_many(nodes, min_pipelines)
+
+    def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+        best: Instantiated | None = None
+        for pipelines in self._ranges(sum(nodes), min_pipelines):
+            found = fastest_sizes(
+                nodes,
+                self._of_each_number(pipelines.fewest),
+                num_microbatches=self._problem.num_microbatches,
+                pipelines=pipelines,
+                # Also what is as fast, and has more pipelines.
+                below_s=np.nextafter(best.iteration_s, np.inf) if best else np.inf,
+            )
+            if found is not None:
+                one = self._instantiated(found[1])
+                best = min(best, one) if best else one
+        return best
+
+    def _ranges(self, num_nodes: int, fewest: int) -> Iterator[Range]:
+        """The numbers of pipelines: one by one, then all others."""
+        would_fit = num_nodes // min(map(sum, self._templates))
+        most = min(would_fit, self._problem.num_microbatches)
+        for number in range(fewest, min(most, NUMBERS_APART) + 1):
+            yield Range(number, number)
+        fewest = max(fewest, NUMBERS_APART + 1)
+        if fewest <= most:
+            yield Range(fewest, None if most == would_fit else most)
+
+    def _of_each_number(self, num_pipelines: int) -> dict[Counts, Seconds]:
+        """By size, when one of so many pipelines ends."""
+        if num_pipelines not in self._tables:
+            self._tables[num_pipelines] = {
+                size: self._times.of_each_number(template, num_pipelines=num_pipelines)
+                for size, template in self._templates.items()
+            }
+        return self._tables[num_pipelines]
+
+    def _instantiated(self, sizes: tuple[Counts, ...]) -> Instantiated:
+        templates = [self._templates[size] for size in sizes]
+        microbatches = distribute_microbatches(self._problem, templates, times=self._times)
+        iteration_s = self._times.iteration_s(templates, microbatches)
+        return Instantiated(iteration_s, -len(sizes), sizes, microbatches)
+
+
+def distribute_microbatches(
+    problem: Problem, templates: Sequence[PipelineTemplate], *, times: PlainTimes
+) -> tuple[int, ...]:
+    """How many microbatches each pipeline gets, at least one, so that the last ends earliest.
+
+    Raises:
+        ConfigError: there are fewer microbatches than pipelines.
+    """
+    check_microbatches(problem, len(templates))
+    tables = {
+        template: times.of_each_number(template, num_pipelines=len(templates))
+        for template in set(templates)
+    }
+    by_pipeline = [tables[template] for template in templates]
+    return fastest_distribution(by_pipeline, problem.num_microbatches)

@@ -1,0 +1,186 @@
+"""Nodes that differ in speed and memory, against every way to use them."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+
+from exhaustive import all_shapes, small_problem, template_of
+from planaria.core.plan import NodeKind, PipelineTemplate
+from planaria.errors import ConfigError
+from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
+from planaria.estimator.memory import peak_bytes
+from planaria.planner.bound import BoundSearch
+from planaria.planner.plans import plan_iteration_s
+from planaria.planner.problem import Counts, Problem, stage_costs
+from planaria.planner.times import PlainTimes
+from planaria.planner.unequal import unequal_plan
+
+SEED = 20_261_121
+NUM_PIPELINES = 300
+NUM_CLUSTERS = 150
+
+
+def kinds(rng: random.Random, problem: Problem) -> list[NodeKind]:
+    """Two, of different speeds, and of different memory if it is limited."""
+    limit_bytes = problem.profile.device_memory_bytes
+    speeds = rng.sample((0.25, 0.5, 1.0, 2.0, 3.0), 2)
+    return sorted(NodeKind(speed, int(limit_bytes * rng.choice((0.7, 1, 2)))) for speed in speeds)
+
+
+def unequal_problem(rng: random.Random, most_nodes: int) -> tuple[Problem, int]:
+    """Two nodes or more, and few layers: there are many orders."""
+    while True:
+        problem, num_nodes = small_problem(rng)
+        if 2 <= num_nodes <= most_nodes and len(problem.profile.layers) <= 6:
+            return problem, num_nodes
+
+
+def templates(problem: Problem, kinds: list[NodeKind], counts: Counts) -> list[PipelineTemplate]:
+    """Every partition that fits, on these nodes in every order."""
+    of_nodes = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+    unlimited = replace(problem, profile=replace(problem.profile, device_memory_bytes=0))
+    shapes = all_shapes(unlimited, len(of_nodes))
+    found = [
+        replace(template_of(shape, len(of_nodes)), kinds=order)
+        for order in sorted(set(permutations(of_nodes)))
+        for shape in shapes
+    ]
+    return [template for template in found if fits(problem, template)]
+
+
+def fits(problem: Problem, template: PipelineTemplate) -> bool:
+    peaks = peak_bytes(
+        problem.profile,
+        template,
+        num_microbatches=problem.num_microbatches,
+        gradient_copies=problem.gradient_copies,
+    )
+    device = 0
+    for stage, peak in zip(template.stages, peaks, strict=True):
+        kind = template.node_kinds[device // problem.devices_per_node]
+        if peak > (kind.device_memory_bytes or problem.profile.device_memory_bytes or peak):
+            return False
+        device += stage.num_devices
+    return True
+
+
+def bound_s(problem: Problem, template: PipelineTemplate) -> float:
+    """The largest of: the way down to a stage and up again, and its work on all microbatches."""
+    seconds = stage_seconds(problem.profile, template)
+    bound = way_s = 0.0
+    trips_s = [2 * (a + b) for a, b in zip(seconds.transfer_s, seconds.latency_s, strict=True)]
+    for forward_s, backward_s, trip_s in zip(
+        seconds.forward_s, seconds.backward_s, [*trips_s, 0.0], strict=True
+    ):
+        bound = max(bound, way_s + problem.num_microbatches * (forward_s + backward_s))
+        way_s += forward_s + backward_s + trip_s
+    return bound
+
+
+def test_the_lowest_bound_of_unequal_nodes_is_that_of_exhaustive_search() -> None:
+    """In all orders of the nodes, with and without memory."""
+    rng = random.Random(SEED)
+    num_impossible = num_mixed = 0
+    for index in range(NUM_PIPELINES):
+        problem, num_nodes = unequal_problem(rng, 6)
+        of_kind = kinds(rng, problem)
+        first = rng.randint(0, num_nodes)
+        counts = (first, num_nodes - first)
+        every = templates(problem, of_kind, counts)
+        costs = stage_costs(problem, of_kind)
+        found = BoundSearch(costs, {counts: problem.num_microbatches}).lowest(counts)
+        where = f"seed {SEED}, instance {index}"
+        if found is None:
+            assert not every, where
+            num_impossible += 1
+            continue
+        num_mixed += min(counts) > 0
+        lowest_s = min(bound_s(problem, template) for template in every)
+        assert found.bound_s == pytest.approx(lowest_s, rel=1e-12), where
+    assert num_impossible > 10
+    assert num_mixed > 50
+
+
+def parts(counts: Counts) -> Iterator[Counts]:
+    return product(*(range(count + 1) for count in counts))
+
+
+def least_s(problem: Problem, of_kind: list[NodeKind], counts: Counts) -> float:
+    """The earliest end of the slowest pipeline, over all sets of pipelines, all their templates,
+    and all ways to deal microbatches."""
+    most = problem.num_microbatches
+
+    @cache
+    def alone_s(part: Counts, num_microbatches: int) -> float:
+        every = templates(problem, of_kind, part)
+        if not every:
+            return np.inf
+        table = stage_table([stage_seconds(problem.profile, template) for template in every])
+        return float(makespans_of_each(table, num_microbatches).min())
+
+    @cache
+    def together_s(left: Counts, pipelines: int, num_microbatches: int) -> float:
+        if not any(left):
+            return 0.0 if pipelines <= 0 and num_microbatches == 0 else np.inf
+        found_s = np.inf
+        for part in parts(left):
+            if not any(part):
+                continue
+            rest = tuple(a - b for a, b in zip(left, part, strict=True))
+            for count in range(1, num_microbatches + 1):
+                rest_s = together_s(rest, pipelines - 1, num_microbatches - count)
+                if rest_s < found_s:
+                    found_s = min(found_s, max(rest_s, alone_s(part, count)))
+        return found_s
+
+    return together_s(counts, problem.failures_tolerated + 1, most)
+
+
+def cluster(rng: random.Random) -> tuple[Problem, list[NodeKind], Counts]:
+    """At most four nodes and six microbatches; gradients cost nothing to reduce."""
+    problem, num_nodes = unequal_problem(rng, 4)
+    layers = tuple(
+        replace(layer, parameter_bytes=0, optimizer_bytes=layer.optimizer_bytes * 2)
+        for layer in problem.profile.layers
+    )
+    links = {kind: replace(link, latency_s=0.0) for kind, link in problem.profile.links.items()}
+    problem = replace(
+        problem,
+        profile=replace(problem.profile, layers=layers, links=links),
+        num_microbatches=rng.randint(2, 9),
+        failures_tolerated=rng.randint(0, 1),
+    )
+    first = rng.randint(1, num_nodes - 1)
+    return problem, kinds(rng, problem), (first, num_nodes - first)
+
+
+def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest() -> None:
+    """Of all pipelines, orders, partitions and batches: within 1% in 99 of 100, all within 3%."""
+    rng = random.Random(SEED)
+    regrets = []
+    for index in range(NUM_CLUSTERS):
+        problem, of_kind, counts = cluster(rng)
+        expected_s = least_s(problem, of_kind, counts)
+        where = f"seed {SEED}, instance {index}"
+        of_nodes = [kind for kind, count in zip(of_kind, counts, strict=True) for _ in range(count)]
+        nodes = dict(enumerate(of_nodes))
+        if np.isinf(expected_s):
+            with pytest.raises(ConfigError):
+                unequal_plan(problem, nodes, epoch=0)
+            continue
+        plan = unequal_plan(problem, nodes, epoch=0)
+        for pipeline in plan.pipelines:
+            places = tuple(of_nodes[node] for node in pipeline.nodes)
+            assert pipeline.template.node_kinds == places, where
+            assert fits(problem, pipeline.template), where
+        assert plan.nodes == tuple(nodes), where
+        found_s = plan_iteration_s(plan, PlainTimes(problem))
+        regrets.append(found_s / expected_s - 1)
+        assert regrets[-1] <= 0.03, where
+    assert len(regrets) > NUM_CLUSTERS * 0.8
+    assert np.quantile(regrets, 0.99) <= 0.01, f"seed {SEED}"
