@@ -2,7 +2,7 @@
 
 import random
 import time
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, islice
 
 import numpy as np
 from hypothesis import given, settings
@@ -43,6 +43,13 @@ def test_instantiations_of_oobleck_figure_4() -> None:
     found = set(instantiations(13, (2, 3, 4), min_pipelines=2))
 
     assert {(2, 3, 4, 4), (3, 3, 3, 4)} <= found
+
+
+def test_a_set_may_have_more_pipelines_than_python_has_frames() -> None:
+    """A plan for 1,000 nodes that each hold the model was refused with a RecursionError."""
+    found = islice(instantiations(5_000, range(1, 3_000), min_pipelines=2), 2)
+
+    assert [len(sizes) for sizes in found] == [5_000, 4_999]
 
 
 def test_no_node_idles_while_f_failures_are_tolerated() -> None:

@@ -218,23 +218,26 @@ def _too_fast_s(
 
 def _sets(
     nodes: Counts,
-    sizes: tuple[Counts, ...],
+    sizes: Sequence[Counts],
     min_pipelines: int,
     reachable: Collection[Counts] | None,
 ) -> Iterator[tuple[Counts, ...]]:
     """Sets of these sizes, ascending; `reachable` are the nodes that there are sets for."""
-    if not any(nodes) and min_pipelines <= 0:
-        yield ()
-    # The rest is at least as large as the smallest size, and cannot be that often.
-    if not sizes or sum(nodes) < sum(sizes[0]) * max(1, min_pipelines):
-        return
-    if reachable is not None and nodes not in reachable:
-        return
-    if _is_part(sizes[0], nodes):
-        rest = tuple(count - used for count, used in zip(nodes, sizes[0], strict=True))
-        for found in _sets(rest, sizes, min_pipelines - 1, reachable):
-            yield (sizes[0], *found)
-    yield from _sets(nodes, sizes[1:], min_pipelines, reachable)
+    open_sets: list[tuple[Counts, int, tuple[Counts, ...]]] = [(nodes, 0, ())]
+    while open_sets:  # A stack, as a set may have more pipelines than Python has frames.
+        left, index, chosen = open_sets.pop()
+        missing = min_pipelines - len(chosen)
+        if not any(left) and missing <= 0:
+            yield chosen
+        # The rest is at least as large as the smallest size, and cannot be that often.
+        if index == len(sizes) or sum(left) < sum(sizes[index]) * max(1, missing):
+            continue
+        if reachable is not None and left not in reachable:
+            continue
+        open_sets.append((left, index + 1, chosen))
+        if _is_part(sizes[index], left):
+            rest = tuple(count - used for count, used in zip(left, sizes[index], strict=True))
+            open_sets.append((rest, index, (*chosen, sizes[index])))
 
 
 def _reachable(nodes: Counts, sizes: Sequence[Counts]) -> set[Counts]:
