@@ -94,20 +94,21 @@ def fastest_sizes(
     if not sizes:
         return None
     tables = [times_s[size] for size in sizes]
+    ends_s = np.sort(np.concatenate(tables))
     sums = _Sums(nodes, sizes, pipelines)
 
     def suffices(time_s: float) -> bool:
         return sums.most(_capacities(tables, time_s)) >= num_microbatches
 
-    fast_enough_s = _largest_below(tables, below_s)
+    fast_enough_s = _largest_below(ends_s, below_s)
     if not suffices(fast_enough_s):
         return None
     too_fast_s = _too_fast_s(sum(nodes), list(map(sum, sizes)), tables, num_microbatches)
-    while (next_s := _largest_below(tables, fast_enough_s)) > too_fast_s:
+    while (next_s := _largest_below(ends_s, fast_enough_s)) > too_fast_s:
         middle_s = (too_fast_s + next_s) / 2
         if middle_s <= too_fast_s:  # There is no number between them.
             middle_s = next_s
-        time_s = _largest_below(tables, np.nextafter(middle_s, np.inf))
+        time_s = _largest_below(ends_s, np.nextafter(middle_s, np.inf))
         if time_s > too_fast_s and suffices(time_s):
             fast_enough_s = time_s
         else:
@@ -187,18 +188,14 @@ class _Sums:
 
 def _capacities(tables: Sequence[Seconds], time_s: float) -> Numbers:
     """Microbatches that a pipeline of each template ends in a time; _NEVER for none."""
-    ended = np.array([np.searchsorted(table, time_s, side="right") for table in tables])
+    ended = np.array([table.searchsorted(time_s, side="right") for table in tables])
     return np.where(ended > 0, ended, _NEVER)
 
 
-def _largest_below(tables: Sequence[Seconds], time_s: float) -> float:
+def _largest_below(ends_s: Seconds, time_s: float) -> float:
     """The largest time below another, 0 if there is none."""
-    found = 0.0
-    for table in tables:
-        index = int(np.searchsorted(table, time_s, side="left"))
-        if index:
-            found = max(found, float(table[index - 1]))
-    return found
+    index = int(ends_s.searchsorted(time_s, side="left"))
+    return float(ends_s[index - 1]) if index else 0.0
 
 
 def _too_fast_s(
