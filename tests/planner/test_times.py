@@ -60,6 +60,38 @@ def test_the_time_of_a_plan_is_that_of_its_schedule() -> None:
         found_s = times.iteration_s(chosen, microbatches)
         where = f"seed {SEED}, case {num_cases}"
         assert found_s == pytest.approx(expected.iteration_s, rel=1e-9), where
+        found = times.bubble_share(chosen, microbatches)
+        assert found == pytest.approx(expected.bubble_share, abs=1e-9), where
+
+
+def test_reductions_of_an_iteration_are_those_of_its_schedule() -> None:
+    """When each of them starts and ends; in the iteration's time they are only the last ones."""
+    rng = random.Random(SEED)
+    for case in range(30):
+        problem = random_problem(rng)
+        templates = random_templates(rng, problem)
+        microbatches = tuple(rng.randint(1, 9) for _ in templates)
+        nodes = range(sum(template.num_nodes for template in templates))
+        plan = plain_plan(0, pipelines_of(templates, nodes), microbatches)
+        timeline = predicted_timeline(
+            lowered(plan, tied=problem.profile.tied),
+            problem.profile,
+            plan=plan,
+            reduce_bytes_factor=problem.reduce_bytes_factor,
+        )
+        spans = {
+            span.action.bucket: (span.start_s, span.end_s)
+            for span in timeline.spans
+            if span.lane == "reduce"
+        }
+
+        times = PlainTimes(replace(problem, num_microbatches=sum(microbatches)), templates)
+
+        found = times.iteration(templates, microbatches).reductions
+        where = f"seed {SEED}, case {case}"
+        assert len(found) == len(spans), where
+        for index, reduction in enumerate(found):
+            assert (reduction.start_s, reduction.end_s) == pytest.approx(spans[index]), where
 
 
 def test_reductions_among_equal_pipelines_are_those_of_their_buckets() -> None:

@@ -147,6 +147,12 @@ def plan_iteration_s(plan: Plan, times: PlainTimes) -> float:
     return times.iteration_s([pipeline.template for pipeline in plan.pipelines], microbatches)
 
 
+def plan_bubble_share(plan: Plan, times: PlainTimes) -> float:
+    """The predicted part of an iteration in which the ranks that compute do not, 0 to 1."""
+    templates = [pipeline.template for pipeline in plan.pipelines]
+    return times.bubble_share(templates, pipeline_microbatches(plan))
+
+
 def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, PipelineTemplate]:
     """The templates where nodes are all of one kind."""
     return {(size,): template for size, template in templates.items()}

@@ -7,13 +7,37 @@ Source: Oobleck (SOSP '23), section 4.2.2, which takes the slowest pipeline for 
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan
 from planaria.estimator.ends import StageEnds, stage_ends
 from planaria.estimator.makespan import Seconds, stage_seconds
 from planaria.estimator.reductions import Reductions, equal_reduce_s, reduction_starts_s
 from planaria.planner.problem import Problem
+from planaria.schedule.action import Bucket
 from planaria.schedule.lower import buckets_of
+
+
+class Reduction(NamedTuple):
+    """The reduction of a bucket, and when it runs."""
+
+    bucket: Bucket
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """What follows the forwards and backwards of an iteration.
+
+    Attributes:
+        reductions: in the order of their buckets, whose ranks are those of nodes 0, 1, .. in order.
+        end_s: of the commit vector.
+    """
+
+    reductions: tuple[Reduction, ...]
+    end_s: float
 
 
 class PlainTimes:
@@ -56,6 +80,12 @@ class PlainTimes:
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> float:
         """The iteration of pipelines of these templates, with so many microbatches each."""
+        return self.iteration(templates, microbatches).end_s
+
+    def iteration(
+        self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
+    ) -> Iteration:
+        """As `iteration_s`, with its reductions."""
         profile = self._problem.profile
         plan = Plan(0, pipelines_of(templates, range(sum(t.num_nodes for t in templates))), ())
         ends_s: dict[int, float] = {}
@@ -69,8 +99,28 @@ class PlainTimes:
         reductions = Reductions(profile, plan, bytes_factor=factor)
         reduce_s = [reductions.seconds(bucket) for bucket in buckets]
         starts_s = reduction_starts_s(buckets, handed_over_s, reduce_s)
-        reduced_s = (start_s + lasts_s for start_s, lasts_s in zip(starts_s, reduce_s, strict=True))
-        return max((*ends_s.values(), *reduced_s)) + reductions.commit_s()
+        run = tuple(
+            Reduction(bucket, start_s, start_s + lasts_s)
+            for bucket, start_s, lasts_s in zip(buckets, starts_s, reduce_s, strict=True)
+        )
+        last_s = max((*ends_s.values(), *(one.end_s for one in run)))
+        return Iteration(run, last_s + reductions.commit_s())
+
+    def bubble_share(
+        self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
+    ) -> float:
+        """The part of the iteration in which the stages of these pipelines do not compute, 0 to 1,
+        as `Timeline.bubble_share`."""
+        both = zip(templates, microbatches, strict=True)
+        busy_s = sum(count * self.computing_s(template) for template, count in both)
+        num_stages = sum(len(template.stages) for template in templates)
+        all_s = num_stages * self.iteration_s(templates, microbatches)
+        return max(0.0, 1.0 - busy_s / all_s) if all_s else 0.0
+
+    def computing_s(self, template: PipelineTemplate) -> float:
+        """Of the template's stages together, for one microbatch."""
+        seconds = stage_seconds(self._problem.profile, template)
+        return sum(seconds.forward_s) + sum(seconds.backward_s)
 
     def _add(self, templates: Iterable[PipelineTemplate]) -> None:
         new = [template for template in dict.fromkeys(templates) if template not in self._ends]
