@@ -9,6 +9,7 @@ from planaria.errors import ConfigError
 from planaria.planner.plans import (
     best_plan,
     every_plan,
+    foreseen_plans,
     pipeline_microbatches,
     plan_iteration_s,
 )
@@ -99,3 +100,37 @@ def test_distribution_is_that_of_the_planner_also_for_templates_not_planned_with
     of_two = every.distribution([pipeline.template for pipeline in two.pipelines])
     assert (plan_iteration_s(two, every.times), pipeline_microbatches(two)) == of_two
     assert iteration_s < of_two[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_foreseen_plans_are_those_of_every_plan(data: st.DataObject) -> None:
+    """From all nodes down to f fewer; with more than eight failures eight numbers, 1 and f too."""
+    memory_bytes = data.draw(st.sampled_from((0, 100, 60, 40))) * MEBIBYTE
+    f = data.draw(st.sampled_from((0, 1, 2, 3, 8, 11)))
+    problem = equal_problem(
+        num_layers=9, failures_tolerated=f, device_memory_bytes=memory_bytes, num_microbatches=12
+    )
+    n0 = smallest_num_nodes(problem)
+    num_nodes = (f + 1) * n0 + data.draw(st.integers(0, 4))
+    templates = pipeline_templates(problem, num_nodes)
+
+    foreseen = foreseen_plans(problem, num_nodes, templates)
+
+    failures = [num_nodes - num_left for num_left in sorted(foreseen.plans, reverse=True)]
+    expected = {11: [0, 1, 2, 3, 5, 6, 8, 9, 11]}.get(f, list(range(f + 1)))
+    assert failures == expected
+    every = every_plan(problem, num_nodes, templates)
+    for num_left, plan in foreseen.plans.items():
+        assert plan == every.plans[num_left]
+
+
+def test_all_nodes_work_in_what_is_foreseen_before_failures() -> None:
+    """As with `best_plan`; an idle node is a mistake that can be mended at the start."""
+    problem = equal_problem(failures_tolerated=0)
+    templates = {2: pipeline_templates(problem, 2)[2]}
+
+    with pytest.raises(ConfigError) as raised:
+        foreseen_plans(problem, 5, templates)
+
+    assert "cluster.nodes = 4 would do" in str(raised.value)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planaria.planner.instantiate import (
     Range,
     fastest_sizes,
+    first_gap,
     instantiations,
     numbers_of_pipelines,
 )
@@ -50,6 +51,32 @@ def test_a_set_may_have_more_pipelines_than_python_has_frames() -> None:
     found = islice(instantiations(5_000, range(1, 3_000), min_pipelines=2), 2)
 
     assert [len(sizes) for sizes in found] == [5_000, 4_999]
+
+
+def test_the_first_gap_is_that_of_exhaustive_search() -> None:
+    """For n0 <= 6, f <= 3 and N <= 40, also where some sizes between have no template; by Oobleck's
+    first condition (4.1.1) there is none from (f + 2) n0 - 1 nodes on."""
+    rng = random.Random(SEED)
+    for n0 in range(1, 7):
+        for f in range(4):
+            for num_nodes in range((f + 1) * n0, 41):
+                every = range(n0, num_nodes - f * n0 + 1)
+                some = [size for size in every if size == n0 or rng.random() < 0.5]
+                for sizes in (every, some):
+                    numbers = numbers_of_pipelines(num_nodes + 3 * n0, sizes)
+                    works = [number >> (f + 1) > 0 for number in numbers]
+                    if not works[num_nodes]:
+                        continue
+                    found = first_gap(num_nodes, sizes, min_pipelines=f + 1)
+
+                    case = (n0, f, num_nodes, sizes)
+                    if all(works[num_nodes:]):
+                        assert not found, case
+                    else:
+                        first = works.index(False, num_nodes)
+                        assert found == range(first, works.index(True, first)), case
+                    if sizes is every and num_nodes >= (f + 2) * n0 - 1:
+                        assert not found, case
 
 
 def test_no_node_idles_while_f_failures_are_tolerated() -> None:

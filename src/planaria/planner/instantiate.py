@@ -71,6 +71,26 @@ def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
     return numbers
 
 
+def first_gap(num_nodes: int, sizes: Sequence[int], *, min_pipelines: int) -> range:
+    """The first numbers above num_nodes to which no min_pipelines or more of these sizes add up.
+
+    Empty if there are none, as where the sizes are n0 consecutive numbers from n0 on.
+
+    Args:
+        sizes: ascending; sets of them add up to num_nodes.
+    """
+    n0 = sizes[0]
+    if tuple(sizes[:n0]) == tuple(range(n0, 2 * n0)):
+        return range(0)
+    # To what n adds up n + n0 does too, so the first gap is less than n0 away.
+    numbers = numbers_of_pipelines(num_nodes + n0, sizes)
+    gaps = [n for n in range(num_nodes + 1, num_nodes + n0) if not numbers[n] >> min_pipelines]
+    if not gaps:
+        return range(0)
+    end = next(n for n in range(gaps[0], num_nodes + n0 + 1) if numbers[n] >> min_pipelines)
+    return range(gaps[0], end)
+
+
 def fastest_sizes(
     nodes: Counts,
     times_s: Mapping[Counts, Seconds],

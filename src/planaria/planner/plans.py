@@ -5,7 +5,8 @@ In three steps, for the nodes that there are:
 2. Microbatches: the distribution with which the slowest pipeline ends earliest (batches.py).
 3. Nodes, in their order.
 
-`every_plan` takes them for every number of nodes that failures may leave.
+`every_plan` takes them for every number of nodes that failures may leave, `foreseen_plans` for as
+many failures as a job tolerates.
 
 Source: Oobleck (SOSP '23), section 4.2.
 """
@@ -13,6 +14,7 @@ Source: Oobleck (SOSP '23), section 4.2.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
@@ -22,6 +24,8 @@ from planaria.planner.problem import Counts, Problem
 from planaria.planner.sets import SetSearch, distribute_microbatches
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
+
+FORESEEN_MAX: Final = 8  # A plan for 24 nodes of 8 devices takes 0.1 s.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,19 +102,34 @@ def every_plan(
     Raises:
         ConfigError: some number of nodes works only in more pipelines than there are microbatches.
     """
-    n0 = min(templates)
-    extra = {n: pipeline_template(problem, n) for n in range(max(templates) + 1, 2 * n0)}
-    templates = dict(templates) | {n: template for n, template in extra.items() if template}
-    at_work = _nodes_at_work(problem, num_nodes, n0=n0, sizes=tuple(templates))
-    times = PlainTimes(problem, templates.values())
-    search = SetSearch(problem, _by_counts(templates), times)
-    plans = {}
-    for num_left, (num_working, min_pipelines) in at_work.items():
-        best = search.fastest((num_working,), min_pipelines)
-        assert best is not None
-        pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
-        plans[num_left] = plain_plan(0, pipelines, best.microbatches)
-    return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
+    left = range(min(templates), num_nodes + 1)
+    return _plans_for(problem, left, _with_company(problem, templates))
+
+
+def foreseen_plans(
+    problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
+) -> EveryPlan:
+    """The best plan for all nodes, and for what one to f failures leave of them.
+
+    As `every_plan`, but all nodes work before the first failure, and of more than FORESEEN_MAX
+    numbers of failures that many are looked at, from 1 to f.
+
+    Raises:
+        ConfigError: as `best_plan` and `every_plan`.
+    """
+    f, n0 = problem.failures_tolerated, min(templates)
+    check_microbatches(problem, f + 1)
+    failures: Sequence[int] = range(f + 1)
+    if f > FORESEEN_MAX:
+        steps = FORESEEN_MAX - 1
+        failures = (0, *(1 + (f - 1) * step // steps for step in range(steps + 1)))
+    left = sorted(num_nodes - number for number in failures)
+    if left[0] < (f + 1) * n0:
+        templates = _with_company(problem, templates)
+    every = _plans_for(problem, left, templates)
+    if len(every.plans[num_nodes].nodes) < num_nodes:
+        raise _no_plan_error(problem, num_nodes, templates)
+    return every
 
 
 def every_plan_of(
@@ -158,18 +177,43 @@ def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, Pipeli
     return {(size,): template for size, template in templates.items()}
 
 
+def _with_company(
+    problem: Problem, templates: Mapping[int, PipelineTemplate]
+) -> dict[int, PipelineTemplate]:
+    """These templates and larger ones, of up to 2 * n0 - 1 nodes."""
+    company = range(max(templates) + 1, 2 * min(templates))
+    extra = {n: pipeline_template(problem, n) for n in company}
+    return dict(templates) | {n: template for n, template in extra.items() if template}
+
+
+def _plans_for(
+    problem: Problem, left: Sequence[int], templates: Mapping[int, PipelineTemplate]
+) -> EveryPlan:
+    """The best plan for each number of nodes left, ascending, with as many of them as can work."""
+    at_work = _nodes_at_work(problem, left, n0=min(templates), sizes=tuple(templates))
+    times = PlainTimes(problem, templates.values())
+    search = SetSearch(problem, _by_counts(templates), times)
+    plans = {}
+    for num_left, (num_working, min_pipelines) in at_work.items():
+        best = search.fastest((num_working,), min_pipelines)
+        assert best is not None
+        pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
+        plans[num_left] = plain_plan(0, pipelines, best.microbatches)
+    return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
+
+
 def _nodes_at_work(
-    problem: Problem, num_nodes: int, *, n0: int, sizes: Sequence[int]
+    problem: Problem, left: Sequence[int], *, n0: int, sizes: Sequence[int]
 ) -> dict[int, tuple[int, int]]:
-    """For n0 .. num_nodes nodes left, how many can work, and in how many pipelines at least.
+    """For each number of nodes left, how many can work, and in how many pipelines at least.
 
     Raises:
         ConfigError: there are fewer microbatches than pipelines.
     """
-    counts = numbers_of_pipelines(num_nodes, sizes)
+    counts = numbers_of_pipelines(left[-1], sizes)
     at_work = {}
     needed: tuple[int, int] = (0, 0)
-    for num_left in range(n0, num_nodes + 1):
+    for num_left in left:
         min_pipelines = min(problem.failures_tolerated + 1, num_left // n0)
         num_working = next(n for n in range(num_left, 0, -1) if counts[n] >> min_pipelines)
         at_work[num_left] = (num_working, min_pipelines)
