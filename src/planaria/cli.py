@@ -30,7 +30,7 @@ from planaria.core.profile_json import encode_profile
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.library import Job, TrainingResult
 from planaria.observe.metrics import IterationRecord
-from planaria.planner.plans import best_plan
+from planaria.planner.plans import foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import paper_templates, ranked_templates
 from planaria.planning import Planned, check_size, read_profile
@@ -236,10 +236,11 @@ def plan(
     is_paper = objective is Objective.PAPER
     templates = (paper_templates if is_paper else ranked_templates)(problem, nodes)
     by_size = {size: ranked.template for size, ranked in templates.items()}
-    chosen = best_plan(problem, range(nodes), by_size, epoch=0)
+    every = foreseen_plans(problem, nodes, by_size)
+    chosen = every.plans[nodes]
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
-        _write(plot, plan_figure(problem, chosen, picture=picture))
+        _write(plot, plan_figure(every, chosen, picture=picture))
     if as_json:
         shown = plan_json(problem, templates, chosen, planning_s=planning_s)
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")

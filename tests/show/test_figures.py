@@ -17,12 +17,27 @@ from hypothesis import given, settings
 
 from command import PACED, assert_mistake, command
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.planner.plans import (
+    every_plan_of,
+    pipeline_microbatches,
+    plan_bubble_share,
+    plan_iteration_s,
+)
 from planaria.planner.problem import Problem
+from planaria.planner.times import PlainTimes
 from planaria.schedule.action import FORWARD
 from planaria.show.alike import alike
 from planaria.show.figures import plan_figure
-from planaria.show.lanes import BOXES_MAX, Lanes, Window, drawn_lanes, lane_boxes, time_windows
-from planaria.show.page import Font, Format, Page
+from planaria.show.page import PLOT_LEFT_PT, PLOT_WIDTH_PT, Font, Format, Page
+from planaria.show.timelines import (
+    Lanes,
+    Window,
+    drawn_lanes,
+    lane_boxes,
+    lane_reductions,
+    time_windows,
+)
+from planaria.show.words import seconds_text
 from strategies import MEBIBYTE, layer_profile, model_profile, planned
 
 MIB_SVG_MAX = 2
@@ -95,6 +110,11 @@ def plans() -> dict[str, tuple[Problem, Plan]]:
     }
 
 
+def figure(problem: Problem, plan: Plan, *, picture: Format = "svg") -> bytes:
+    """The picture of a plan alone: what failures would leave is not in it."""
+    return plan_figure(every_plan_of(problem, {}, {}), plan, picture=picture)
+
+
 class Words(NamedTuple):
     """Text in a picture and the points that it takes, from left to right and from top to bottom."""
 
@@ -107,7 +127,7 @@ class Words(NamedTuple):
 
 def words_of(svg: bytes) -> list[Words]:
     """Every text of a picture, in the font that it was measured with."""
-    page = Page(1.0)
+    page = Page()
     found = []
     for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
         text = element.text or ""
@@ -128,7 +148,7 @@ def joined(svg: bytes) -> str:
 @pytest.mark.parametrize("name", plans())
 def test_no_text_overlaps_another_or_leaves_the_page(name: str) -> None:
     """All that is measured is for this; viewers with narrower fonts are safe too."""
-    svg = plan_figure(*plans()[name], picture="svg")
+    svg = figure(*plans()[name])
     found = words_of(svg)
 
     width, height = (float(n) for n in re.findall(rb'viewBox="0 0 (\S+) (\S+)"', svg)[0])
@@ -144,7 +164,7 @@ def test_no_text_overlaps_another_or_leaves_the_page(name: str) -> None:
 @pytest.mark.parametrize("name", plans())
 def test_a_picture_is_small_enough_to_send(name: str) -> None:
     """64 stages with 768 microbatches have 98,304 boxes."""
-    size_bytes = len(plan_figure(*plans()[name], picture="svg"))
+    size_bytes = len(figure(*plans()[name]))
 
     assert size_bytes < MIB_SVG_MAX * MEBIBYTE
 
@@ -154,13 +174,13 @@ def test_the_same_plan_gives_the_same_bytes_whatever_the_users_settings_are(
     picture: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A picture in a repository changes only if the plan does; and the settings stay."""
-    first = plan_figure(*plans()["alike"], picture=picture)
+    first = figure(*plans()["alike"], picture=picture)
     monkeypatch.setitem(matplotlib.rcParams, "font.size", 20.0)
     monkeypatch.setitem(matplotlib.rcParams, "font.style", "italic")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "path")
     before = dict(matplotlib.rcParams)
 
-    second = plan_figure(*plans()["alike"], picture=picture)
+    second = figure(*plans()["alike"], picture=picture)
 
     assert first == second
     assert before == dict(matplotlib.rcParams)
@@ -169,7 +189,7 @@ def test_the_same_plan_gives_the_same_bytes_whatever_the_users_settings_are(
 
 def test_a_picture_says_what_the_plan_is() -> None:
     """Pipelines that do the same stand there once."""
-    text = joined(plan_figure(*plans()["shared nodes"], picture="svg"))
+    text = joined(figure(*plans()["shared nodes"]))
 
     assert "layers\n" in text
     assert "2 nodes" in text
@@ -194,16 +214,16 @@ def test_a_name_may_hold_anything() -> None:
     model = "a$^2$ <b>&\x00\n" + "long " * 100
     named = replace(problem, profile=replace(problem.profile, model=model))
 
-    text = joined(plan_figure(named, plan, picture="svg"))
+    text = joined(figure(named, plan))
 
     assert "a$^2$ <b>&  long long" in text
 
 
 def test_what_is_left_out_is_named() -> None:
     """A picture that leaves out something in silence is wrong."""
-    many = joined(plan_figure(*plans()["many"], picture="svg")).replace("\n", " ")
-    large = joined(plan_figure(*plans()["large"], picture="svg"))
-    narrow = joined(plan_figure(*plans()["narrow"], picture="svg"))
+    many = joined(figure(*plans()["many"])).replace("\n", " ")
+    large = joined(figure(*plans()["large"]))
+    narrow = joined(figure(*plans()["narrow"]))
 
     assert "Not drawn are the stages of 1 pipeline of 9 nodes (18 microbatches), " in many
     assert "Not drawn are the timelines of 1 pipeline of 5 nodes (10 microbatches), " in many
@@ -219,47 +239,88 @@ def test_boxes_of_a_lane_are_as_long_as_its_stage_computes(
 ) -> None:
     """That of each microbatch, one forward and one backward; none overlaps the next."""
     problem, _, plan = planned
-    for group in alike(problem.profile, plan):
-        whole = Window(0.0, group.iteration_s, 0.0, 1.0)
-        for stage, stage_s in enumerate(group.stages_s):
-            boxes = sorted(lane_boxes(group, stage, [whole]), key=lambda box: box.start_s)
+    for one in drawn_lanes(alike(problem.profile, plan)):
+        whole = Window(0.0, one.computed_s, 0.0, 1.0)
+        for stage, stage_s in enumerate(one.group.stages_s):
+            boxes = sorted(lane_boxes(one, stage, [whole]), key=lambda box: box.start_s)
 
             busy_s = sum(box.end_s - box.start_s for box in boxes)
-            assert busy_s == pytest.approx(group.num_microbatches * stage_s)
+            assert busy_s == pytest.approx(one.group.num_microbatches * stage_s)
             forwards = [box.microbatch for box in boxes if box.kind is FORWARD]
             backwards = [box.microbatch for box in boxes if box.kind is not FORWARD]
-            assert forwards == backwards == list(range(group.num_microbatches))
+            assert forwards == backwards == list(range(one.group.num_microbatches))
             assert all(b.start_s >= a.end_s - 1e-9 for a, b in pairwise(boxes))
+
+
+@settings(max_examples=20, deadline=None)
+@given(planned())
+def test_reductions_of_a_lane_follow_its_last_backward(
+    planned: tuple[Problem, dict[int, PipelineTemplate], Plan],
+) -> None:
+    """One after the other, up to the end of the iteration but for the commit; each of them stands
+    on one lane of every pipeline."""
+    problem, _, plan = planned
+    templates = [pipeline.template for pipeline in plan.pipelines]
+    iteration = PlainTimes(problem).iteration(templates, pipeline_microbatches(plan))
+
+    for one in drawn_lanes(alike(problem.profile, plan)):
+        lanes = [list(lane_reductions(s, iteration)) for s in one.group.template.stages]
+        for stage, reductions in enumerate(lanes):
+            ends_s = [one.ends.backward_s[stage].max(), *(r.end_s for r in reductions)]
+            starts_s = [reduction.start_s for reduction in reductions]
+            pairs = zip(ends_s, [*starts_s, iteration.end_s], strict=True)
+            assert all(start_s >= end_s - 1e-9 for end_s, start_s in pairs)
+        shown = [reduction for reductions in lanes for reduction in reductions]
+        assert len(shown) == len(iteration.reductions)
+        assert set(shown) == set(iteration.reductions)
+
+
+@pytest.mark.parametrize("name", ["alike", "two pipelines", "large"])
+def test_the_picture_has_the_iteration_that_the_command_prints(name: str) -> None:
+    """The commit after the last reduction ends there, at the right edge."""
+    problem, plan = plans()[name]
+    iteration_s = plan_iteration_s(plan, PlainTimes(problem))
+    drawn, windows = windows_for(name)
+
+    svg = figure(problem, plan)
+
+    assert windows[-1].end_s == iteration_s
+    assert windows[-1].place(iteration_s) == pytest.approx(PLOT_LEFT_PT + PLOT_WIDTH_PT)
+    assert max(one.computed_s for one in drawn) < iteration_s
+    text = joined(svg)
+    assert f"{seconds_text(iteration_s)} an iteration" in text
+    bubbles = plan_bubble_share(plan, PlainTimes(problem))
+    assert f"samples/s, {100 * bubbles:.1f}% bubbles" in text
 
 
 def windows_for(name: str) -> tuple[tuple[Lanes, ...], tuple[Window, ...]]:
     problem, plan = plans()[name]
     drawn = drawn_lanes(alike(problem.profile, plan))
-    return drawn, time_windows(drawn, left=100.0, width=600.0, gap=20.0)
+    return drawn, time_windows(drawn, plan_iteration_s(plan, PlainTimes(problem)))
 
 
 def test_a_short_iteration_is_shown_whole() -> None:
     """A cut hides what little there is."""
     _, windows = windows_for("two pipelines")
 
-    assert [(window.left, window.width) for window in windows] == [(100.0, 600.0)]
+    assert [(window.left, window.width) for window in windows] == [(PLOT_LEFT_PT, PLOT_WIDTH_PT)]
 
 
 @pytest.mark.parametrize("name", ["large", "four long"])
 def test_a_long_iteration_is_cut_in_the_middle_and_keeps_its_scale(name: str) -> None:
-    """Both ends are shown, at one scale, with no more boxes than a file may have."""
+    """Both ends are shown, at one scale; the last one with its reductions."""
     drawn, windows = windows_for(name)
 
     first, last = windows
-    num_boxes = sum(
-        len(list(lane_boxes(one.group, stage, windows))) for one in drawn for stage in one.stages
-    )
+    computed_s = max(one.computed_s for one in drawn)
     assert first.start_s == 0.0
-    assert last.end_s == max(one.group.iteration_s for one in drawn)
     assert first.end_s < last.start_s
-    assert first.end_s == pytest.approx(last.end_s - last.start_s)
-    assert first.left + first.width + 20.0 == pytest.approx(last.left)
-    assert num_boxes <= BOXES_MAX + sum(len(one.stages) for one in drawn)
+    assert first.end_s == pytest.approx(computed_s - last.start_s)
+    scales = [(window.end_s - window.start_s) / window.width for window in windows]
+    assert scales[0] == pytest.approx(scales[1])
+    assert first.left == PLOT_LEFT_PT
+    assert first.left + first.width < last.left
+    assert last.left + last.width == pytest.approx(PLOT_LEFT_PT + PLOT_WIDTH_PT)
 
 
 def test_the_command_draws_beside_its_table_and_its_json(tmp_path: Path) -> None:

@@ -1,28 +1,28 @@
-"""Pipelines that do the same: one template, as many microbatches. A picture draws them once."""
+"""Pipelines that do the same: one template, as many microbatches. They are shown once."""
 
 from dataclasses import dataclass
 
 from planaria.core.plan import ModelProfile, Pipeline, PipelineTemplate, Plan
-from planaria.estimator.makespan import ActionEnds, StageSeconds, action_ends, stage_seconds
+from planaria.estimator.makespan import StageSeconds, stage_seconds
 from planaria.planner.plans import pipeline_microbatches
 from planaria.show.words import counted
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Alike:
-    """Pipelines of one template with as many microbatches, and one iteration of any of them.
+    """Pipelines of one template with as many microbatches.
 
     Attributes:
         num_microbatches: of each of the pipelines.
+        indices: of the pipelines in the plan, as they stand in pipelines.
         seconds: of one microbatch, by stage.
-        ends: of every forward and backward, since the iteration began.
     """
 
     template: PipelineTemplate
     num_microbatches: int
+    indices: tuple[int, ...]
     pipelines: tuple[Pipeline, ...]
     seconds: StageSeconds
-    ends: ActionEnds
 
     @property
     def name(self) -> str:
@@ -38,8 +38,8 @@ class Alike:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Of all of them."""
-        return tuple(node for pipeline in self.pipelines for node in pipeline.nodes)
+        """Of all of them, ascending."""
+        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
 
     @property
     def stages_s(self) -> tuple[float, ...]:
@@ -47,24 +47,26 @@ class Alike:
         both = zip(self.seconds.forward_s, self.seconds.backward_s, strict=True)
         return tuple(map(sum, both))
 
-    @property
-    def iteration_s(self) -> float:
-        return float(self.ends.backward_s.max())
-
-    @property
-    def bubble_share(self) -> float:
-        """The part of the iteration in which stages do not compute, 0 to 1."""
-        all_s = len(self.stages_s) * self.iteration_s
-        return 1.0 - self.num_microbatches * sum(self.stages_s) / all_s if all_s else 0.0
+    def bubble_share(self, iteration_s: float) -> float:
+        """The part of the plan's iteration in which the stages do not compute, 0 to 1."""
+        busy_s = self.num_microbatches * sum(self.stages_s)
+        all_s = len(self.stages_s) * iteration_s
+        return max(0.0, 1.0 - busy_s / all_s) if all_s else 0.0
 
 
 def alike(profile: ModelProfile, plan: Plan) -> tuple[Alike, ...]:
     """The pipelines of a plan in groups, in the order of their first ones."""
-    groups: dict[tuple[PipelineTemplate, int], list[Pipeline]] = {}
-    for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
-        groups.setdefault((pipeline.template, count), []).append(pipeline)
+    groups: dict[tuple[PipelineTemplate, int], list[int]] = {}
+    counts = pipeline_microbatches(plan)
+    for index, (pipeline, count) in enumerate(zip(plan.pipelines, counts, strict=True)):
+        groups.setdefault((pipeline.template, count), []).append(index)
     return tuple(
-        Alike(template, count, tuple(pipelines), seconds, action_ends(seconds, count))
-        for (template, count), pipelines in groups.items()
-        for seconds in (stage_seconds(profile, template),)
+        Alike(
+            template=template,
+            num_microbatches=count,
+            indices=tuple(indices),
+            pipelines=tuple(plan.pipelines[index] for index in indices),
+            seconds=stage_seconds(profile, template),
+        )
+        for (template, count), indices in groups.items()
     )

@@ -1,8 +1,7 @@
-"""A plan as a picture: what every stage holds and costs, and when it computes.
+"""A plan as a picture: what every stage holds and costs, and what it does in an iteration.
 
-Pipelines that do the same are drawn once. Times are those of `planaria plan`'s tables: an iteration
-from the first forward to the last backward, without the reduction of gradients and the optimizer.
-What there is no room for is left out, and the last lines of the picture say what that is.
+Pipelines that do the same are drawn once. What there is no room for is left out, and the last lines
+of the picture say what that is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,10 +9,9 @@ from textwrap import wrap
 from typing import Final
 
 from planaria.core.plan import Plan
-from planaria.planner.problem import Problem
+from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_bubble_share
 from planaria.show.alike import Alike, alike
-from planaria.show.lanes import TIMELINES_MAX, Lanes, Window, drawn_lanes
-from planaria.show.layout import (
+from planaria.show.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
     GROUND_COLOUR,
@@ -21,37 +19,48 @@ from planaria.show.layout import (
     LABEL,
     LEFT_PT,
     MEMORY_COLOUR,
-    PAGE_WIDTH_PT,
+    REDUCTION_COLOUR,
     RIGHT_PT,
     SUBTITLE,
     TITLE,
+    Format,
+    Page,
+    Rectangle,
 )
-from planaria.show.page import Format, Page, Rectangle
 from planaria.show.stage_map import ROWS_MAX, draw_stage_map
-from planaria.show.tables import job_text, model_text, num_samples
-from planaria.show.timelines import draw_timelines, windows_of
-from planaria.show.words import counted, seconds_text
+from planaria.show.tables import job_text, model_text, samples_per_s
+from planaria.show.timelines import (
+    TIMELINES_MAX,
+    Lanes,
+    Window,
+    draw_timelines,
+    drawn_lanes,
+    time_windows,
+)
+from planaria.show.words import counted, seconds_text, share_text
 
 _CAPTION_COLUMNS: Final = 170
 _NAMED_MAX: Final = 12
 
 
-def plan_figure(problem: Problem, plan: Plan, *, picture: Format) -> bytes:
+def plan_figure(every: EveryPlan, plan: Plan, *, picture: Format) -> bytes:
     """The picture as a file: the same bytes for the same plan.
 
     64 stages with 768 microbatches take about a second.
     """
-    groups = alike(problem.profile, plan)
+    templates = [pipeline.template for pipeline in plan.pipelines]
+    iteration = every.times.iteration(templates, pipeline_microbatches(plan))
+    groups = alike(every.problem.profile, plan)
     drawn = drawn_lanes(groups)
-    windows = windows_of(drawn)
-    page = Page(PAGE_WIDTH_PT)
-    top = _draw_title(page, problem, plan, groups)
+    windows = time_windows(drawn, iteration.end_s)
+    page = Page()
+    top = _draw_title(page, every, plan, iteration_s=iteration.end_s)
     note = "seconds of one microbatch, and peak memory of a device"
     _draw_heading(page, top, heading="Stages", note=note, legend=_STAGE_LEGEND)
-    top = draw_stage_map(page, problem, groups[:ROWS_MAX], top=top + 14)
-    note = "one iteration"
+    top = draw_stage_map(page, every.problem, groups[:ROWS_MAX], top=top + 14)
+    note = "one iteration up to its commit, as predicted; reductions count as bubbles"
     _draw_heading(page, top + 34, heading="Timeline", note=note, legend=_TIMELINE_LEGEND)
-    top = draw_timelines(page, drawn, windows, top=top + 48)
+    top = draw_timelines(page, drawn, windows, iteration=iteration, top=top + 48)
     for caption in _captions(groups, drawn, windows):
         for line in wrap(caption, _CAPTION_COLUMNS):
             top += 11
@@ -67,20 +76,23 @@ _STAGE_LEGEND: Final = (
 _TIMELINE_LEGEND: Final = (
     (FORWARD_COLOUR, "forward"),
     (BACKWARD_COLOUR, "backward"),
+    (REDUCTION_COLOUR, "reduction"),
     (GROUND_COLOUR, "bubble"),
 )
 
 
-def _draw_title(page: Page, problem: Problem, plan: Plan, groups: Sequence[Alike]) -> float:
-    iteration_s = max(group.iteration_s for group in groups)
+def _draw_title(page: Page, every: EveryPlan, plan: Plan, *, iteration_s: float) -> float:
+    problem = every.problem
     width = RIGHT_PT - LEFT_PT
-    speed = f"{num_samples(problem) / iteration_s:,.1f} samples/s" if iteration_s else ""
     predicted = f"{seconds_text(iteration_s)} an iteration"
+    bubbles = f"{share_text(plan_bubble_share(plan, every.times))} bubbles"
+    speed = f"{samples_per_s(problem, iteration_s):,.1f} samples/s, {bubbles}"
     page.text((LEFT_PT, 42), page.shortened(problem.profile.model, width - 190, TITLE), TITLE)
     page.text((RIGHT_PT, 42), predicted, HEADING, align="right")
     page.text((RIGHT_PT, 58), speed, SUBTITLE, align="right")
-    facts = f"{model_text(problem)}; {job_text(problem, plan)}"
-    page.text((LEFT_PT, 58), page.shortened(facts, width - 110, SUBTITLE), SUBTITLE)
+    job = f"{model_text(problem)}; {job_text(problem, plan)}"
+    left_over = width - page.text_width(speed, SUBTITLE) - 20
+    page.text((LEFT_PT, 58), page.shortened(job, left_over, SUBTITLE), SUBTITLE)
     return 92.0
 
 
@@ -106,11 +118,7 @@ def _draw_heading(
 def _captions(
     groups: Sequence[Alike], drawn: Sequence[Lanes], windows: Sequence[Window]
 ) -> Iterator[str]:
-    """What the times mean, and what is left out."""
-    yield (
-        "Predicted, from the first forward to the last backward: without the reduction of "
-        "gradients and the optimizer."
-    )
+    """What is left out."""
     if len(windows) > 1:
         start_s, end_s = windows[0].end_s, windows[1].start_s
         yield (

@@ -1,9 +1,12 @@
-"""A page on which boxes, lines and text are put, in points from its upper left corner.
+"""A page on which boxes, lines and text are put, in points from its upper left corner; its look.
 
 matplotlib measures text and draws the page. It is an extra and takes a third of a second, so only
 `Page` imports it. Nothing of it that is global stays changed: there is no pyplot, and the settings
 are the user's again when a call returns. The same page gives the same bytes: text stays text in an
 SVG, ids are hashed with a constant, and no file says when it was made.
+
+Colours are of Okabe and Ito's palette, which people who confuse red and green can tell apart, and
+which differ in lightness too, so that a grey print still shows them.
 """
 
 import importlib.util
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from planaria.errors import ConfigError
+from planaria.show.words import printable
 
 if TYPE_CHECKING:
     from matplotlib.path import Path
@@ -51,6 +55,28 @@ class Font(NamedTuple):
     size_pt: float = 7.0
     colour: str = INK
     weight: Literal["normal", "bold"] = "normal"
+
+
+PAGE_WIDTH_PT: Final = 900.0  # 1,200 pixels of a browser.
+LEFT_PT: Final = 32.0
+RIGHT_PT: Final = PAGE_WIDTH_PT - LEFT_PT
+PLOT_LEFT_PT: Final = 178.0
+PLOT_RIGHT_PT: Final = 812.0
+PLOT_WIDTH_PT: Final = PLOT_RIGHT_PT - PLOT_LEFT_PT
+
+TITLE: Final = Font(16.0, INK, "bold")
+SUBTITLE: Final = Font(9.0, FAINT_INK)
+HEADING: Final = Font(11.0, INK, "bold")
+NAME: Final = Font(8.5, INK, "bold")
+LABEL: Final = Font(7.5, FAINT_INK)
+SMALL: Final = Font(7.0, FAINT_INK)
+
+FORWARD_COLOUR: Final = "#3d94c7"
+BACKWARD_COLOUR: Final = "#eeb23c"
+REDUCTION_COLOUR: Final = "#c583ad"
+MEMORY_COLOUR: Final = "#4cb393"
+GROUND_COLOUR: Final = "#eef1f4"
+GRID_COLOUR: Final = "#d5dbe1"
 
 
 class _Text(NamedTuple):
@@ -90,11 +116,10 @@ def picture_format(option: str, name: str) -> Format:
 class Page:
     """What has been put on a page so far; from below: the ground, boxes, lines, text."""
 
-    def __init__(self, width_pt: float) -> None:
+    def __init__(self) -> None:
         from matplotlib.font_manager import FontProperties
         from matplotlib.textpath import text_to_path
 
-        self.width_pt = width_pt
         with _settings():
             self._measured_fonts = {
                 weight: FontProperties(family=_FAMILIES[0], weight=weight, size=_MEASURED_PT)
@@ -131,11 +156,11 @@ class Page:
     ) -> None:
         """Puts text on the page; its baseline goes through the place."""
         if text:
-            self._texts.append(_Text(*place, _printable(text), font, align))
+            self._texts.append(_Text(*place, printable(text), font, align))
 
     def text_width(self, text: str, font: Font) -> float:
         """The points that a text takes."""
-        key = (_printable(text), font.weight)
+        key = (printable(text), font.weight)
         if key not in self._widths_em:
             measured_font = self._measured_fonts[font.weight]
             width, _, _ = self._text_to_path.get_text_width_height_descent(
@@ -181,12 +206,12 @@ class Page:
         from matplotlib.figure import Figure
         from matplotlib.patches import PathPatch
 
-        size_inches = (self.width_pt / _POINTS_PER_INCH, height_pt / _POINTS_PER_INCH)
+        size_inches = (PAGE_WIDTH_PT / _POINTS_PER_INCH, height_pt / _POINTS_PER_INCH)
         figure = Figure(figsize=size_inches, dpi=_DOTS_PER_INCH, facecolor="white")
         FigureCanvasAgg(figure)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
-        axes.set_xlim(0, self.width_pt)
+        axes.set_xlim(0, PAGE_WIDTH_PT)
         axes.set_ylim(height_pt, 0)
         for colour, boxes in (*self._ground.items(), *self._boxes.items()):
             # One path for many boxes: with one for each, files are ten times larger.
@@ -223,11 +248,6 @@ def _settings() -> Iterator[None]:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         yield
-
-
-def _printable(text: str) -> str:
-    """The text on one line, without what no XML may hold."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _path(lines: Sequence[Sequence[tuple[float, float]]]) -> "Path":

@@ -14,11 +14,12 @@ from planaria.core.plan import PipelineTemplate, Stage
 from planaria.estimator.memory import peak_bytes
 from planaria.planner.problem import Problem
 from planaria.show.alike import Alike
-from planaria.show.layout import (
+from planaria.show.page import (
     BACKWARD_COLOUR,
     FORWARD_COLOUR,
     GRID_COLOUR,
     GROUND_COLOUR,
+    INK,
     LABEL,
     LEFT_PT,
     MEMORY_COLOUR,
@@ -27,16 +28,17 @@ from planaria.show.layout import (
     PLOT_RIGHT_PT,
     PLOT_WIDTH_PT,
     SMALL,
-    nice_step,
+    Font,
+    Page,
+    Rectangle,
 )
-from planaria.show.page import INK, Font, Page, Rectangle
 from planaria.show.words import (
     bytes_text,
     bytes_unit,
     counted,
     layers_text,
+    nice_step,
     ranges_text,
-    seconds_text,
     seconds_unit,
 )
 
@@ -112,11 +114,10 @@ def _peak_bytes(problem: Problem, group: Alike) -> tuple[int, ...]:
 
 def _draw_name(page: Page, group: Alike, *, baseline: float) -> None:
     width = PLOT_LEFT_PT - LEFT_PT - 10
-    nodes = f"{'node' if len(group.nodes) == 1 else 'nodes'} {ranges_text(sorted(group.nodes))}"
+    nodes = f"{'node' if len(group.nodes) == 1 else 'nodes'} {ranges_text(group.nodes)}"
     page.text((LEFT_PT, baseline), page.shortened(group.name, width, NAME), NAME)
     stages = counted(len(group.template.stages), "stage")
-    lasts = f"{seconds_text(group.iteration_s)} an iteration"
-    for index, text in enumerate((nodes, stages, group.work, lasts)):
+    for index, text in enumerate((nodes, stages, group.work)):
         place = (LEFT_PT, baseline + 12 + 11 * index)
         page.text(place, page.shortened(text, width, LABEL), LABEL)
 

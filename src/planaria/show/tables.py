@@ -79,7 +79,7 @@ def plan_json(
                 for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
             ],
             "iteration_s": iteration_s,
-            "samples_per_s": num_samples(problem) / iteration_s,
+            "samples_per_s": samples_per_s(problem, iteration_s),
         },
         "planning_s": planning_s,
     }
@@ -88,7 +88,7 @@ def plan_json(
 def model_text(problem: Problem) -> str:
     """What the profile was measured of."""
     profile = problem.profile
-    return f"{len(profile.layers)} layers, {profile.dtype} on {profile.device}"
+    return f"{counted(len(profile.layers), 'layer')}, {profile.dtype} on {profile.device}"
 
 
 def job_text(problem: Problem, plan: Plan) -> str:
@@ -101,9 +101,10 @@ def job_text(problem: Problem, plan: Plan) -> str:
     )
 
 
-def num_samples(problem: Problem) -> int:
-    """Of one iteration, the whole job's."""
-    return problem.num_microbatches * problem.profile.microbatch_size
+def samples_per_s(problem: Problem, iteration_s: float) -> float:
+    """Of the whole job; 0 if an iteration takes no time."""
+    num_samples = problem.num_microbatches * problem.profile.microbatch_size
+    return num_samples / iteration_s if iteration_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ def _summary(problem: Problem, plan: Plan) -> Text:
         "iteration ",
         (seconds_text(iteration_s), "bold"),
         "   ",
-        (f"{num_samples(problem) / iteration_s:,.1f} samples/s", "bold"),
+        (f"{samples_per_s(problem, iteration_s):,.1f} samples/s", "bold"),
     )
 
 

@@ -1,18 +1,24 @@
-"""The timelines of a plan's pipelines: a lane per stage, a box per forward and backward.
+"""The timelines of a plan's pipelines: a lane per stage, boxes for what it does in an iteration.
 
-Tints come and go, so that a microbatch can be followed from lane to lane; numbers stand where
-they fit. All timelines have one axis of time. What shows between boxes is a bubble.
+Tints of forwards and backwards come and go, so that a microbatch can be followed from lane to lane;
+numbers stand where they fit. All timelines have one axis of time. What shows between boxes is a
+bubble. What would be too narrow to see or too much for a file is cut out: of time the middle, where
+an iteration repeats itself, and of many lanes those in the middle.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import Final, NamedTuple
 
-from planaria.core.plan import PipelineTemplate
-from planaria.schedule.action import FORWARD
+import numpy as np
+
+from planaria.core.plan import PipelineTemplate, Stage
+from planaria.estimator.makespan import ActionEnds, action_ends
+from planaria.planner.times import Iteration, Reduction
+from planaria.schedule.action import BACKWARD, FORWARD, Kind
 from planaria.show.alike import Alike
-from planaria.show.lanes import LANES_MAX, Box, Lanes, Window, lane_boxes, time_windows
-from planaria.show.layout import (
+from planaria.show.page import (
     GRID_COLOUR,
     GROUND_COLOUR,
     LABEL,
@@ -21,23 +27,88 @@ from planaria.show.layout import (
     PLOT_LEFT_PT,
     PLOT_RIGHT_PT,
     PLOT_WIDTH_PT,
+    REDUCTION_COLOUR,
     SMALL,
-    nice_step,
+    Font,
+    Page,
+    Rectangle,
 )
-from planaria.show.page import Font, Page, Rectangle
-from planaria.show.words import counted, layers_text, seconds_text, seconds_unit
+from planaria.show.words import (
+    counted,
+    layers_text,
+    nice_step,
+    seconds_text,
+    seconds_unit,
+    share_text,
+)
 
+TIMELINES_MAX: Final = 4
+
+_LANES_MAX: Final = 96  # Of a picture, so that the page stays a page.
+_LANES_OF_ONE_MAX: Final = 64
+_LANES_OF_ONE_MIN: Final = 4
+_BOXES_MAX: Final = 20_000  # About: 65 bytes each, in an SVG.
+_PERIOD_WHOLE_PT: Final = 8.0  # A microbatch's forward and backward take this much, or it is cut
+_PERIOD_CUT_PT: Final = 14.0  # so that they take this much, and numbers fit.
+_WORTH_CUTTING: Final = 0.8
 _NUMBERS_MAX: Final = 2_000
 _CUT_PT: Final = 16.0
 _TICK_PT: Final = 70.0
 _LEFT_OUT_PT: Final = 14.0
 
-_LANE_PT: Final = {16: 15.0, 40: 11.0, 56: 8.0, LANES_MAX: 5.5}  # By lanes at most.
+_LANE_PT: Final = {16: 15.0, 40: 11.0, 56: 8.0, _LANES_MAX: 5.5}  # By lanes at most.
 _NUMBERED_PT: Final = 10.0  # On lower lanes, numbers would be too small to read.
 
 # From the first microbatch on, then back to it, and so on.
 _FORWARD_TINTS: Final = ("#2f87bd", "#549fcc", "#7cb7da", "#a3cde6")
 _BACKWARD_TINTS: Final = ("#e5a11a", "#edb647", "#f3ca77", "#f8dea8")
+
+
+class Box(NamedTuple):
+    """A forward or backward on its stage's lane."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+class Window(NamedTuple):
+    """A piece of the iteration and where on the page it lies."""
+
+    start_s: float
+    end_s: float
+    left: float
+    width: float
+
+    def place(self, time_s: float) -> float:
+        """Where a time lies; times outside lie on the nearer edge."""
+        inside_s = min(max(time_s, self.start_s), self.end_s) - self.start_s
+        return self.left + self.width * inside_s / ((self.end_s - self.start_s) or 1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes:
+    """Some or all of the lanes of alike pipelines.
+
+    Attributes:
+        ends: of every forward and backward of one of them.
+        stages: in order; a number is missing where lanes are left out.
+    """
+
+    group: Alike
+    ends: ActionEnds
+    stages: tuple[int, ...]
+
+    @property
+    def num_left_out(self) -> int:
+        return len(self.group.stages_s) - len(self.stages)
+
+    @property
+    def computed_s(self) -> float:
+        """When the last backward ends."""
+        return float(self.ends.backward_s.max())
 
 
 class _Lane(NamedTuple):
@@ -58,13 +129,81 @@ class _Number(NamedTuple):
     font: Font
 
 
-def windows_of(drawn: Sequence[Lanes]) -> tuple[Window, ...]:
-    """The pieces of time that all of these timelines show."""
-    return time_windows(drawn, left=PLOT_LEFT_PT, width=PLOT_WIDTH_PT, gap=_CUT_PT)
+def drawn_lanes(groups: Sequence[Alike]) -> tuple[Lanes, ...]:
+    """The first few timelines, with the lanes for which there is room."""
+    drawn = groups[:TIMELINES_MAX]
+    affordable = _BOXES_MAX // (4 * _num_periods(drawn) * len(drawn))
+    most = min(_LANES_OF_ONE_MAX, _LANES_MAX // len(drawn), max(_LANES_OF_ONE_MIN, affordable))
+    return tuple(
+        Lanes(
+            group,
+            action_ends(group.seconds, group.num_microbatches),
+            _shown_stages(len(group.stages_s), most),
+        )
+        for group in drawn
+    )
+
+
+def _num_periods(drawn: Sequence[Alike]) -> int:
+    """Until the last stage is in its steady part, the first one is too, and a few more."""
+    depth = max(len(group.stages_s) for group in drawn)
+    return max(depth + 8, int(PLOT_WIDTH_PT / 2 / _PERIOD_CUT_PT))
+
+
+def _shown_stages(num_stages: int, most: int) -> tuple[int, ...]:
+    """All, or as many of the first as of the last."""
+    if num_stages <= most:
+        return tuple(range(num_stages))
+    return (*range(most // 2), *range(num_stages - most // 2, num_stages))
+
+
+def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[Window, ...]:
+    """What is shown of an iteration: all of it, or its beginning and its end."""
+    whole = (Window(0.0, iteration_s, PLOT_LEFT_PT, PLOT_WIDTH_PT),)
+    period_s = min(max(one.group.stages_s) for one in drawn)
+    if not period_s or PLOT_WIDTH_PT * period_s >= _PERIOD_WHOLE_PT * iteration_s:
+        return whole
+    first_s = _num_periods([one.group for one in drawn]) * period_s
+    computed_s = max(one.computed_s for one in drawn)
+    if 2 * first_s >= _WORTH_CUTTING * computed_s:
+        return whole
+    last_s = first_s + iteration_s - computed_s
+    pt_per_s = (PLOT_WIDTH_PT - _CUT_PT) / (first_s + last_s)
+    return (
+        Window(0.0, first_s, PLOT_LEFT_PT, pt_per_s * first_s),
+        Window(
+            iteration_s - last_s, iteration_s, PLOT_RIGHT_PT - pt_per_s * last_s, pt_per_s * last_s
+        ),
+    )
+
+
+def lane_boxes(one: Lanes, stage: int, windows: Sequence[Window]) -> Iterator[Box]:
+    """The forwards and backwards of a lane of which some part lies in a window."""
+    seconds = one.group.seconds
+    for kind, lasts_s, ends_s in (
+        (FORWARD, seconds.forward_s[stage], one.ends.forward_s[stage]),
+        (BACKWARD, seconds.backward_s[stage], one.ends.backward_s[stage]),
+    ):
+        starts_s = ends_s - lasts_s
+        inside = [(starts_s < w.end_s) & (ends_s > w.start_s) for w in windows]
+        for microbatch in np.flatnonzero(np.logical_or.reduce(inside)).tolist():
+            start_s, end_s = float(starts_s[microbatch]), float(ends_s[microbatch])
+            yield Box(stage, kind, microbatch, start_s, end_s)
+
+
+def lane_reductions(stage: Stage, iteration: Iteration) -> Iterator[Reduction]:
+    """Those that a stage takes part in, of a layer that it holds."""
+    held = range(stage.first_layer, stage.end_layer)
+    return (one for one in iteration.reductions if not set(held).isdisjoint(one.bucket.layers))
 
 
 def draw_timelines(
-    page: Page, drawn: Sequence[Lanes], windows: Sequence[Window], *, top: float
+    page: Page,
+    drawn: Sequence[Lanes],
+    windows: Sequence[Window],
+    *,
+    iteration: Iteration,
+    top: float,
 ) -> float:
     """Draws them one below the other.
 
@@ -75,12 +214,14 @@ def draw_timelines(
     height = next(height for most, height in _LANE_PT.items() if num_lanes <= most)
     numbers: list[_Number] = []
     for one in drawn:
-        _draw_title(page, one.group, baseline=top + 9)
+        _draw_title(page, one, iteration_s=iteration.end_s, baseline=top + 9)
         placed = _placed(page, one, top=top + 16, height=height)
         _draw_grounds(page, one, placed=placed, windows=windows)
-        for stage, lane in placed.items():
-            for box in lane_boxes(one.group, stage, windows):
+        for index, lane in placed.items():
+            for box in lane_boxes(one, index, windows):
                 numbers += _draw_box(page, box, lane=lane, windows=windows)
+            for reduction in lane_reductions(one.group.template.stages[index], iteration):
+                _draw_reduction(page, reduction, lane=lane, windows=windows)
         bottom = placed[one.stages[-1]].top + height
         _draw_axis(page, windows, top=bottom + 3)
         top = bottom + 34
@@ -88,11 +229,12 @@ def draw_timelines(
     return top - 14
 
 
-def _draw_title(page: Page, group: Alike, *, baseline: float) -> None:
+def _draw_title(page: Page, one: Lanes, *, iteration_s: float, baseline: float) -> None:
+    group = one.group
     page.text((LEFT_PT, baseline), group.name, NAME)
     facts = (
-        f"{group.work} in {seconds_text(group.iteration_s)}, "
-        f"{100 * group.bubble_share:.1f}% bubbles"
+        f"{group.work}, computed in {seconds_text(one.computed_s)}; "
+        f"{share_text(group.bubble_share(iteration_s))} bubbles"
     )
     page.text((LEFT_PT + page.text_width(group.name, NAME) + 8, baseline), facts, LABEL)
 
@@ -152,16 +294,29 @@ def _draw_box(page: Page, box: Box, *, lane: _Lane, windows: Sequence[Window]) -
     tints = _FORWARD_TINTS if box.kind is FORWARD else _BACKWARD_TINTS
     turn = len(tints) - 1
     colour = tints[turn - abs(turn - box.microbatch % (2 * turn))]
-    for window in windows:
-        left, right = window.place(box.start_s), window.place(box.end_s)
-        seam = min(0.35, (right - left) / 10)
-        width = right - left - 2 * seam
-        if width <= 0:
-            continue
-        page.box(colour, Rectangle(left + seam, lane.top, width, lane.height))
-        if lane.numbered_width <= width:
+    for drawn in _rectangles(box.start_s, box.end_s, lane=lane, windows=windows):
+        page.box(colour, drawn)
+        if lane.numbered_width <= drawn.width:
             baseline = lane.top + lane.height / 2 + 0.36 * lane.font.size_pt
-            yield _Number(box.microbatch, (left + right) / 2, baseline, lane.font)
+            yield _Number(box.microbatch, drawn.left + drawn.width / 2, baseline, lane.font)
+
+
+def _draw_reduction(
+    page: Page, reduction: Reduction, *, lane: _Lane, windows: Sequence[Window]
+) -> None:
+    for drawn in _rectangles(reduction.start_s, reduction.end_s, lane=lane, windows=windows):
+        page.box(REDUCTION_COLOUR, drawn)
+
+
+def _rectangles(
+    start_s: float, end_s: float, *, lane: _Lane, windows: Sequence[Window]
+) -> Iterator[Rectangle]:
+    """What windows show of a piece of time, with a seam before and behind it."""
+    for window in windows:
+        left, right = window.place(start_s), window.place(end_s)
+        seam = min(0.35, (right - left) / 10)
+        if right > left:
+            yield Rectangle(left + seam, lane.top, right - left - 2 * seam, lane.height)
 
 
 def _draw_numbers(page: Page, numbers: Sequence[_Number]) -> None:

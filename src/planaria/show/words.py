@@ -1,6 +1,7 @@
 """Numbers as people read them: ranges, counts, seconds and bytes in words."""
 
 from collections.abc import Iterable
+from math import floor, log10
 
 from planaria.core.plan import Stage
 
@@ -33,6 +34,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
+def printable(text: str) -> str:
+    """The text on one line, without what no terminal should obey and no XML may hold."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def share_text(share: float) -> str:
+    """0.123 as "12.3%"."""
+    return f"{100 * share:.1f}%"
+
+
 def seconds_text(seconds: float) -> str:
     """In seconds, or the smaller unit that gives a number of 1 or more."""
     unit, unit_s = seconds_unit(seconds)
@@ -56,3 +67,11 @@ def bytes_unit(num_bytes: int) -> tuple[str, int]:
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(0, num_bytes.bit_length() - 1) // 10, len(units) - 1)
     return units[power], 1024**power
+
+
+def nice_step(span: float, num_steps_max: int) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten of which a span has no more steps."""
+    if span <= 0:
+        return 1.0
+    power = 10.0 ** floor(log10(span / num_steps_max))
+    return next(power * times for times in (1, 2, 5, 10) if span / (power * times) <= num_steps_max)
