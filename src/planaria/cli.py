@@ -242,10 +242,10 @@ def plan(
     if plot is not None and picture is not None:
         _write(plot, plan_figure(every, chosen, picture=picture))
     if as_json:
-        shown = plan_json(problem, templates, chosen, planning_s=planning_s)
+        shown = plan_json(every, chosen, templates=templates, planning_s=planning_s)
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
-    Console().print(plan_table(problem, templates, chosen))
+    Console().print(plan_table(every, chosen, templates=templates))
 
 
 class _Shown:

@@ -2,35 +2,122 @@
 
 import io
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
 from planaria.core.plan import PipelineTemplate, Plan
-from planaria.planner.plans import bind, plan_iteration_s
+from planaria.planner.plans import (
+    best_plan,
+    bind,
+    foreseen_plans,
+    plan_bubble_share,
+    plan_iteration_s,
+)
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.times import PlainTimes
 from planaria.show.tables import plan_json, plan_table
-from strategies import equal_problem, planned
+from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, planned
+
+
+def printed(
+    problem: Problem, plan: Plan, templates: Mapping[int, RankedTemplate], *, columns: int = 100
+) -> str:
+    """What `planaria plan` prints, each line with single spaces."""
+    by_size = {size: ranked.template for size, ranked in templates.items()}
+    every = foreseen_plans(problem, len(plan.nodes), by_size)
+    console = Console(width=columns, record=True, file=io.StringIO())
+    console.print(plan_table(every, plan, templates=templates))
+    return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
 def test_table_shows_templates_pipelines_and_speed() -> None:
-    """(N_b + S - 1) stages: 5 of 180 ms for one node, 12 of 90 ms for two, then reductions."""
+    """(N_b + S - 1) stages: 5 of 180 ms for one node, 12 of 90 ms for two, then reductions. Of the
+    three stages' 1.107 s they compute 5 * 180 + 2 * 11 * 90 ms."""
     problem = equal_problem(failures_tolerated=0)
     templates = ranked_templates(problem, 3)
     plan = bind(problem, [templates[1].template, templates[2].template], (0, 1, 2), epoch=0)
-    console = Console(width=100, record=True, file=io.StringIO())
 
-    console.print(plan_table(problem, templates, plan))
+    text = printed(problem, plan, templates)
 
-    text = " ".join(console.export_text().split())
     assert "3 nodes of 1 device, 16 microbatches of 2 samples, 0 failures tolerated" in text
     assert "2 1 0-2 | 3-5 1.08 s < 0.1% 54.0 MiB" in text
     assert "3 - 0-1 | 2-3 | 4-5 1.08 s < 0.2% 38.0 MiB" in text
-    assert "0 0 1 5 900.0 ms 102.0 MiB" in text
-    assert "1 1-2 2 11 1.08 s 54.0 MiB" in text
-    assert "iteration 1.11 s 28.9 samples/s" in text
+    assert "0 1 0 5 900.0 ms 18.7% 102.0 MiB" in text
+    assert "1 1 1-2 11 1.08 s 10.6% 54.0 MiB" in text
+    assert "iteration 1.11 s 28.9 samples/s 13.3% bubbles" in text
+    assert "After failures" not in text
+    assert "should some join" not in text
+
+
+def test_equal_pipelines_are_one_row() -> None:
+    """Also where one of them gets a microbatch more: that is a row of its own."""
+    problem = equal_problem(num_layers=1, num_microbatches=9)
+    templates = ranked_templates(problem, 4)
+
+    text = printed(
+        problem, bind(problem, [templates[1].template] * 4, range(4), epoch=0), templates
+    )
+
+    assert "\n0 1 0 3 " in text
+    assert "\n1-3 3 1-3 2 " in text
+
+
+def test_the_table_says_what_failures_leave() -> None:
+    """Two pipelines of two nodes, 9 stages of 90 ms and reductions; then one, 18 of 60 ms."""
+    problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
+    templates = ranked_templates(problem, 4)
+    plan = best_plan(problem, range(4), {2: templates[2].template}, epoch=0)
+
+    text = printed(problem, plan, templates)
+
+    assert "\n3 1 x 3 nodes 1.08 s 29.6 +31.4%" in text
+
+
+def test_the_table_says_which_nodes_that_join_could_not_work() -> None:
+    """n0 = 2 and N = 4 make templates of two nodes only: Oobleck's p = 1 is below n0."""
+    problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
+    few, more = ranked_templates(problem, 4), ranked_templates(problem, 5)
+
+    few_text, more_text = (
+        printed(problem, best_plan(problem, range(n), sizes, epoch=0), templates)
+        for n, templates in ((4, few), (5, more))
+        for sizes in ({size: ranked.template for size, ranked in templates.items()},)
+    )
+
+    assert "With 5 nodes, should some join, not all could work: templates of 2 nodes" in few_text
+    assert "should some join" not in more_text
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_numbers_are_whole_in_narrow_terminals(columns: int) -> None:
+    """Where a column is too narrow rich writes dots for the rest."""
+    problem = equal_problem(num_layers=12, failures_tolerated=2, num_microbatches=400)
+    templates = ranked_templates(problem, 30)
+    by_size = {size: ranked.template for size, ranked in templates.items()}
+
+    text = printed(
+        problem, best_plan(problem, range(30), by_size, epoch=0), templates, columns=columns
+    )
+
+    assert "\u2026" not in text
+
+
+def test_a_model_may_be_called_anything_and_take_no_time() -> None:
+    """No markup, no control characters, no division by the seconds of an iteration."""
+    layer = layer_profile("none", 0.0, parameter_bytes=0, activation_bytes=0)
+    profile = replace(model_profile((layer,)), model="a\x1b[31m [bold]b\n")
+    problem = replace(equal_problem(failures_tolerated=0), profile=profile)
+    templates = ranked_templates(problem, 1)
+
+    text = printed(problem, bind(problem, [templates[1].template], [0], epoch=0), templates)
+
+    assert text.startswith("a [31m [bold]b 1 layer, float32 on cpu\n1 node of 1 device")
+    assert "iteration 0.0 us 0.0 samples/s 0.0% bubbles" in text
 
 
 @settings(max_examples=20, deadline=None)
@@ -42,9 +129,11 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
     problem, found, plan = planned
     templates = {size: RankedTemplate(one, 1.1, 1.0) for size, one in found.items()}
 
-    shown = json.loads(json.dumps(plan_json(problem, templates, plan, planning_s=0.25)))
+    every = foreseen_plans(problem, len(plan.nodes), found)
 
-    assert sorted(shown) == ["plan", "planning_s", "templates"]
+    shown = json.loads(json.dumps(plan_json(every, plan, templates=templates, planning_s=0.25)))
+
+    assert sorted(shown) == ["fewer_nodes", "plan", "planning_s", "templates"]
     assert sorted(templates) == [template["nodes"] for template in shown["templates"]]
     keys = {"nodes", "stages", "iteration_s", "peak_bytes", "gap"}
     assert all(keys == set(template) for template in shown["templates"])
@@ -54,11 +143,20 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
     assert problem.num_microbatches == sum(counts)
     iteration_s = plan_iteration_s(plan, PlainTimes(problem))
     used = {len(pipeline.nodes) for pipeline in plan.pipelines}
-    assert iteration_s == shown["plan"]["iteration_s"]
+    assert iteration_s == pytest.approx(shown["plan"]["iteration_s"])
     slowest_s = max(t["iteration_s"] for t in shown["templates"] if t["nodes"] in used)
     assert iteration_s >= slowest_s * (1 - 1e-9)  # Reductions and the commit follow.
     samples = problem.num_microbatches * problem.profile.microbatch_size
-    assert samples / iteration_s == shown["plan"]["samples_per_s"]
+    assert samples / iteration_s == pytest.approx(shown["plan"]["samples_per_s"])
+    assert plan_bubble_share(plan, every.times) == shown["plan"]["bubble_share"]
+    left = [fewer["nodes"] for fewer in shown["fewer_nodes"]]
+    assert left == [n for n in sorted(every.plans, reverse=True) if n < len(plan.nodes)]
+    for fewer in shown["fewer_nodes"]:
+        assert {"nodes", "pipelines", "iteration_s", "samples_per_s", "bubble_share"} == set(fewer)
+        assert sum(pipeline["nodes"] for pipeline in fewer["pipelines"]) <= fewer["nodes"]
+        counts = [pipeline["microbatches"] for pipeline in fewer["pipelines"]]
+        assert problem.num_microbatches == sum(counts)
+        assert fewer["iteration_s"] == plan_iteration_s(every.plans[fewer["nodes"]], every.times)
     assert shown["planning_s"] == 0.25
 
 
@@ -68,7 +166,9 @@ def test_json_with_the_papers_objective_has_its_value() -> None:
     templates = paper_templates(problem, 2)
     plan = bind(problem, [templates[2].template], (0, 1), epoch=0)
 
-    shown = plan_json(problem, templates, plan, planning_s=0.25)
+    every = foreseen_plans(problem, 2, {size: one.template for size, one in templates.items()})
+
+    shown = plan_json(every, plan, templates=templates, planning_s=0.25)
 
     two = shown["templates"][1]
     assert (two["nodes"], len(two["stages"])) == (2, 2)

@@ -1,60 +1,85 @@
-"""Templates and a plan as `planaria plan` shows them: tables for a terminal, or JSON.
+"""Templates and plans as `planaria plan` shows them: tables for a terminal, or JSON.
 
 The iteration time of a template is that at the microbatches which it gets in the plan; of one that
 the plan does not use, at the job's microbatches divided among as many such pipelines as its nodes
 would hold, rounded up. The peak memory is that of the fullest device at the same microbatches. The
 gap is how much slower than the best partition of as many nodes a template can be at most, at the
-latter microbatches.
+latter microbatches. Bubbles are parts of the plan's whole iteration, reductions included.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.memory import peak_bytes
-from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
+from planaria.planner.instantiate import first_gap
+from planaria.planner.plans import (
+    EveryPlan,
+    pipeline_microbatches,
+    plan_bubble_share,
+    plan_iteration_s,
+)
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate
-from planaria.planner.times import PlainTimes
-from planaria.show.words import bytes_text, counted, range_text, ranges_text, seconds_text
+from planaria.show.alike import alike
+from planaria.show.words import (
+    bytes_text,
+    counted,
+    printable,
+    range_text,
+    ranges_text,
+    seconds_text,
+    share_text,
+)
+
+_STAGES_MAX: Final = 8
 
 
-def plan_table(problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan) -> Group:
-    """What rich prints: the templates, those in use first to the eye, then the plan."""
-    return Group(
-        _heading(problem, plan),
-        Text(),
-        _templates_table(problem, templates, plan),
-        Text(),
-        _pipelines_table(problem, plan),
-        Text(),
-        _summary(problem, plan),
-    )
+def plan_table(every: EveryPlan, plan: Plan, *, templates: Mapping[int, RankedTemplate]) -> Group:
+    """What rich prints: the templates, those in use first to the eye, the plan, and what follows
+    failures.
+
+    Args:
+        every: has the plans for fewer nodes.
+    """
+    parts: list[RenderableType] = [
+        _heading(every.problem, plan),
+        _templates_table(every.problem, templates, plan),
+        _pipelines_table(every, plan),
+        _summary(every, plan),
+    ]
+    fewer = _fewer_plans(every, plan)
+    if fewer:
+        parts.append(_fewer_table(every, plan, fewer))
+    note = _joins_note(every.problem, plan, sizes=sorted(templates))
+    if note:
+        parts.append(Text(note, style="yellow"))
+    return Group(*(line for part in parts for line in (part, Text())))
 
 
 def plan_json(
-    problem: Problem,
-    templates: Mapping[int, RankedTemplate],
+    every: EveryPlan,
     plan: Plan,
     *,
+    templates: Mapping[int, RankedTemplate],
     planning_s: float,
 ) -> dict[str, Any]:
     """The same as `planaria plan --json` prints it; templates that were chosen by Oobleck's own
     objective are given with that.
 
     Args:
-        planning_s: what it took to make templates and plan.
+        planning_s: what it took to make templates and plans.
     """
     ranked_by_size = [templates[size] for size in sorted(templates)]
-    iteration_s = plan_iteration_s(plan, PlainTimes(problem))
-    costs = [_cost(problem, templates[size], plan) for size in sorted(templates)]
+    costs = _costs(every.problem, templates, plan)
     return {
         "templates": [
             {
@@ -78,10 +103,31 @@ def plan_json(
                 {"nodes": list(pipeline.nodes), "microbatches": count}
                 for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
             ],
-            "iteration_s": iteration_s,
-            "samples_per_s": samples_per_s(problem, iteration_s),
+            **_speed(every, plan),
         },
+        "fewer_nodes": [
+            {
+                "nodes": num_left,
+                "pipelines": [
+                    {"nodes": pipeline.template.num_nodes, "microbatches": count}
+                    for pipeline, count in zip(
+                        fewer.pipelines, pipeline_microbatches(fewer), strict=True
+                    )
+                ],
+                **_speed(every, fewer),
+            }
+            for num_left, fewer in _fewer_plans(every, plan).items()
+        ],
         "planning_s": planning_s,
+    }
+
+
+def _speed(every: EveryPlan, plan: Plan) -> dict[str, float]:
+    iteration_s = plan_iteration_s(plan, every.times)
+    return {
+        "iteration_s": iteration_s,
+        "samples_per_s": samples_per_s(every.problem, iteration_s),
+        "bubble_share": plan_bubble_share(plan, every.times),
     }
 
 
@@ -122,23 +168,31 @@ class _Cost:
     peak_bytes: int
 
 
-def _cost(problem: Problem, ranked: RankedTemplate, plan: Plan) -> _Cost:
-    template = ranked.template
-    used = [
-        count
-        for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
-        if pipeline.template == template
-    ]
-    would_fit = max(1, len(plan.nodes) // template.num_nodes)
-    microbatches = max(used, default=-(-problem.num_microbatches // would_fit))
-    iteration_s = ranked.objective_s
-    if used or ranked.is_paper:  # It was chosen by another number.
-        iteration_s = makespan_s(stage_seconds(problem.profile, template), microbatches)
+def _costs(
+    problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan
+) -> Iterator[_Cost]:
+    """Of each template, by its size."""
+    used: dict[PipelineTemplate, list[int]] = {}
+    for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
+        used.setdefault(pipeline.template, []).append(count)
+    for size in sorted(templates):
+        counts = used.get(templates[size].template, [])
+        would_fit = max(1, len(plan.nodes) // size)
+        microbatches = max(counts, default=-(-problem.num_microbatches // would_fit))
+        yield _cost(problem, templates[size], num_used=len(counts), num_microbatches=microbatches)
+
+
+def _cost(
+    problem: Problem, ranked: RankedTemplate, *, num_used: int, num_microbatches: int
+) -> _Cost:
+    template, iteration_s = ranked.template, ranked.objective_s
+    if num_used or ranked.is_paper:  # It was chosen by another number.
+        iteration_s = makespan_s(stage_seconds(problem.profile, template), num_microbatches)
     return _Cost(
         template=template,
-        num_used=len(used),
+        num_used=num_used,
         iteration_s=iteration_s,
-        peak_bytes=_peak_bytes(problem, template, microbatches),
+        peak_bytes=_peak_bytes(problem, template, num_microbatches),
     )
 
 
@@ -154,26 +208,30 @@ def _peak_bytes(problem: Problem, template: PipelineTemplate, num_microbatches: 
 
 
 def _heading(problem: Problem, plan: Plan) -> Text:
-    model, what = problem.profile.model, model_text(problem)
+    model, what = printable(problem.profile.model), model_text(problem)
     return Text.assemble((model, "bold"), f"  {what}\n{job_text(problem, plan)}")
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
 def _templates_table(
     problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan
 ) -> Table:
-    table = Table(title="Pipeline templates", title_justify="left", box=box.SIMPLE_HEAD)
+    table = _table("Pipeline templates")
     table.add_column("nodes", justify="right")
     table.add_column("used", justify="right")
     table.add_column("stages: layers x devices")
     table.add_column("iteration", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
-    table.add_column("peak memory", justify="right", no_wrap=True)
-    for size in sorted(templates):
-        cost = _cost(problem, templates[size], plan)
+    table.add_column("peak\nmemory", justify="right", no_wrap=True)
+    for cost in _costs(problem, templates, plan):
+        size = cost.template.num_nodes
         table.add_row(
             str(size),
             str(cost.num_used or "-"),
-            _stages_text(cost.template.stages),
+            _stages_text(cost.template.stages, is_used=cost.num_used > 0),
             seconds_text(cost.iteration_s),
             "-" if templates[size].is_paper else _gap_text(templates[size].gap),
             bytes_text(cost.peak_bytes),
@@ -182,44 +240,102 @@ def _templates_table(
     return table
 
 
-def _pipelines_table(problem: Problem, plan: Plan) -> Table:
-    table = Table(title="Plan", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("pipeline", justify="right")
+def _pipelines_table(every: EveryPlan, plan: Plan) -> Table:
+    """A row for all pipelines that do the same."""
+    problem = every.problem
+    iteration_s = plan_iteration_s(plan, every.times)
+    table = _table("Plan")
+    table.add_column("pipe-\nlines")
+    table.add_column("how\nmany", justify="right")
     table.add_column("nodes")
-    table.add_column("stages", justify="right")
-    table.add_column("microbatches", justify="right")
-    table.add_column("iteration", justify="right", no_wrap=True)
-    table.add_column("peak memory", justify="right", no_wrap=True)
-    counts = pipeline_microbatches(plan)
-    for index, (pipeline, count) in enumerate(zip(plan.pipelines, counts, strict=True)):
-        seconds = stage_seconds(problem.profile, pipeline.template)
+    table.add_column("micro-\nbatches", justify="right")
+    table.add_column("computed", justify="right", no_wrap=True)
+    table.add_column("bubbles", justify="right", no_wrap=True)
+    table.add_column("peak\nmemory", justify="right", no_wrap=True)
+    for group in alike(problem.profile, plan):
         table.add_row(
-            str(index),
-            ranges_text(pipeline.nodes),
-            str(len(pipeline.template.stages)),
-            str(count),
-            seconds_text(makespan_s(seconds, count)),
-            bytes_text(_peak_bytes(problem, pipeline.template, count)),
+            ranges_text(group.indices),
+            str(len(group.pipelines)),
+            ranges_text(group.nodes),
+            str(group.num_microbatches),
+            seconds_text(every.times.makespan_s(group.template, group.num_microbatches)),
+            share_text(group.bubble_share(iteration_s)),
+            bytes_text(_peak_bytes(problem, group.template, group.num_microbatches)),
         )
     return table
 
 
-def _summary(problem: Problem, plan: Plan) -> Text:
-    iteration_s = plan_iteration_s(plan, PlainTimes(problem))
+def _summary(every: EveryPlan, plan: Plan) -> Text:
+    iteration_s = plan_iteration_s(plan, every.times)
     return Text.assemble(
         "iteration ",
         (seconds_text(iteration_s), "bold"),
         "   ",
-        (f"{samples_per_s(problem, iteration_s):,.1f} samples/s", "bold"),
+        (f"{samples_per_s(every.problem, iteration_s):,.1f} samples/s", "bold"),
+        f"   {share_text(plan_bubble_share(plan, every.times))} bubbles",
     )
 
 
-def _stages_text(stages: Iterable[Stage]) -> str:
-    return " | ".join(
-        range_text(stage.first_layer, stage.end_layer - 1)
-        + (f" x{stage.num_devices}" if stage.num_devices > 1 else "")
-        for stage in stages
+def _fewer_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
+    """By the number of nodes left, after one failure first."""
+    num_nodes = len(plan.nodes)
+    return {n: every.plans[n] for n in sorted(every.plans, reverse=True) if n < num_nodes}
+
+
+def _fewer_table(every: EveryPlan, plan: Plan, fewer: Mapping[int, Plan]) -> Table:
+    now_s = plan_iteration_s(plan, every.times)
+    table = _table("After failures")
+    table.add_column("nodes\nleft", justify="right")
+    table.add_column("pipelines")
+    table.add_column("iteration", justify="right", no_wrap=True)
+    table.add_column("samples/s", justify="right", no_wrap=True)
+    table.add_column("longer\nthan now", justify="right", no_wrap=True)
+    for num_left, left in fewer.items():
+        iteration_s = plan_iteration_s(left, every.times)
+        table.add_row(
+            str(num_left),
+            ", ".join(_pipelines_texts(left, num_left)),
+            seconds_text(iteration_s),
+            f"{samples_per_s(every.problem, iteration_s):,.1f}",
+            f"{100 * (iteration_s / now_s - 1 if now_s else 0.0):+.1f}%",
+        )
+    return table
+
+
+def _pipelines_texts(plan: Plan, num_left: int) -> Iterator[str]:
+    """Such as "3 x 4 nodes", by size."""
+    by_size = Counter(pipeline.template.num_nodes for pipeline in plan.pipelines)
+    for num_nodes, count in sorted(by_size.items()):
+        yield f"{count} x {counted(num_nodes, 'node')}"
+    if num_left > len(plan.nodes):
+        yield f"{num_left - len(plan.nodes)} idle"
+
+
+def _joins_note(problem: Problem, plan: Plan, *, sizes: Sequence[int]) -> str:
+    """Which nodes that join could not all work, as Oobleck's first condition (4.1.1) is not met."""
+    num_nodes = len(plan.nodes)
+    gap = first_gap(num_nodes, sizes, min_pipelines=problem.failures_tolerated + 1)
+    if not gap:
+        return ""
+    return (
+        f"With {range_text(gap[0], gap[-1])} nodes, should some join, not all could work: "
+        f"templates of {ranges_text(sizes)} nodes do not add up to so many."
     )
+
+
+def _stages_text(stages: Sequence[Stage], *, is_used: bool) -> str:
+    """Each stage; of many that are not used how many there are, and of what sizes."""
+    if is_used or len(stages) <= _STAGES_MAX:
+        return " | ".join(
+            range_text(stage.first_layer, stage.end_layer - 1)
+            + (f" x{stage.num_devices}" if stage.num_devices > 1 else "")
+            for stage in stages
+        )
+    layers = sorted(stage.end_layer - stage.first_layer for stage in stages)
+    devices = sorted(stage.num_devices for stage in stages)
+    times = f" x{range_text(devices[0], devices[-1])}" if devices[-1] > 1 else ""
+    noun = "layer" if layers[-1] == 1 else "layers"
+    return f"{len(stages)} stages of {range_text(layers[0], layers[-1])} {noun}{times}"
 
 
 def _gap_text(gap: float) -> str:
