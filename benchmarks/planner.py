@@ -1,7 +1,7 @@
 """How long the planner takes, and how good what it finds is, beside the paper's.
 
     python benchmarks/planner.py            all parts
-    python benchmarks/planner.py times      one of: times, large, command, regret, ranks
+    python benchmarks/planner.py times      one of: times, large, command, regret, ranks, unequal
 
 times    one template for 8 - 24 nodes of 1 - 8 devices and 24 - 96 layers, as in Table 3 of Oobleck
          (SOSP '23), whose seconds stand beside ours, with each objective. Both of our columns are
@@ -11,6 +11,8 @@ command  `planaria plan` as a process, all template sizes, from its start to its
 regret   small problems, against all partitions there are: how much slower than the best one is what
          the paper's objective chooses, and what ours does, by the number of microbatches.
 ranks    the iteration of 1,000 ranks with 128 microbatches, from its schedule, the best of three.
+unequal  some nodes at half the speed: the iteration of a plan that takes all for equal, of ours and
+         of the same work without bubbles, transfers and reductions.
 
 Exits 1 if a goal is missed.
 """
@@ -33,6 +35,7 @@ from planaria.core.plan import (
     LayerProfile,
     Link,
     ModelProfile,
+    NodeKind,
     Pipeline,
     PipelineTemplate,
     Stage,
@@ -42,8 +45,10 @@ from planaria.core.profile_json import encode_profile
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.paper import paper_partition
+from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import Problem, stage_costs
-from planaria.planner.templates import pipeline_template, ranked_template
+from planaria.planner.templates import pipeline_template, pipeline_templates, ranked_template
+from planaria.planner.unequal import UnequalPlanner
 from planaria.schedule.lower import lowered
 
 # Oobleck, Table 3: seconds by nodes, devices per node and layers.
@@ -199,6 +204,37 @@ def regret() -> Iterator[str]:
             yield f"{num_microbatches} microbatches: {100 * max(ours):.1f}% slower than the best"
 
 
+def unequal() -> Iterator[str]:
+    """What it gains to plan for nodes that are slower than others."""
+    print("iteration of a plan that takes all nodes for equal, of ours, and of the work alone")
+    for nodes, devices, num_slow in ((4, 1, 1), (8, 1, 2), (16, 1, 4), (24, 8, 1)):
+        problem = replace(planning_problem(32, nodes, devices, spread=1.0), failures_tolerated=1)
+        kinds = {node: NodeKind(0.5 if node < num_slow else 1.0) for node in range(nodes)}
+        templates = pipeline_templates(problem, nodes)
+        ignorant = best_plan(problem, range(nodes), templates, epoch=0)
+        start_s = time.perf_counter()
+        planner = UnequalPlanner(problem, kinds)
+        plan = planner.plan(range(nodes), min_pipelines=2, epoch=0)
+        spent_s = time.perf_counter() - start_s
+        pipelines = [
+            replace(one, template=replace(one.template, kinds=tuple(kinds[n] for n in one.nodes)))
+            for one in ignorant.pipelines
+        ]
+        by_pipeline = pipeline_microbatches(ignorant)
+        ignorant_s = plan_iteration_s(plain_plan(0, tuple(pipelines), by_pipeline), planner.times)
+        ours_s = plan_iteration_s(plan, planner.times)
+        work_s = sum(layer.forward_s[1] + layer.backward_s(1) for layer in problem.profile.layers)
+        speed = devices * sum(kind.speed for kind in kinds.values())
+        least_s = problem.num_microbatches * work_s / speed
+        print(
+            f"{nodes} nodes x {devices} devices, {num_slow} at half speed: {ignorant_s:.3f} s, "
+            f"{ours_s:.3f} s, {least_s:.3f} s; planned in {spent_s:.2f} s",
+            flush=True,
+        )
+        if ours_s > ignorant_s:
+            yield f"{nodes} unequal nodes: slower than a plan that takes them for equal"
+
+
 def _share(regrets: list[float]) -> str:
     return f"{100 * statistics.fmean(regrets):.2f}%  {100 * max(regrets):.1f}%"
 
@@ -231,6 +267,7 @@ PARTS: Final = {
     "command": command,
     "regret": regret,
     "ranks": ranks,
+    "unequal": unequal,
 }
 
 

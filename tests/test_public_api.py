@@ -50,6 +50,8 @@ COMMANDS = {
         "--microbatches",
         "--objective",
         "--json",
+        "--node-speed",
+        "--node-memory",
         "--plot",
     },
 }

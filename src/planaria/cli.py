@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -25,14 +25,16 @@ from rich.console import Console
 import planaria
 from planaria.config import NODES_MAX, overridden_job
 from planaria.core.inject import check_injections, parse_injection
-from planaria.core.plan import Plan
+from planaria.core.node_kinds import parse_node_kinds
+from planaria.core.plan import NodeKind, Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.library import Job, TrainingResult
 from planaria.observe.metrics import IterationRecord
-from planaria.planner.plans import foreseen_plans
+from planaria.planner.plans import EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
-from planaria.planner.templates import paper_templates, ranked_templates
+from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
+from planaria.planner.unequal import unequal_plans
 from planaria.planning import Planned, check_size, read_profile
 from planaria.profiles.shipped import NAMES
 from planaria.show.figures import plan_figure
@@ -213,6 +215,14 @@ def plan(
         Objective,
         typer.Option(help="What templates minimise: simulated time, or Oobleck's T1 + T2 + T3."),
     ] = Objective.EXACT,
+    node_speed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NODES=FACTOR", help="Nodes of another speed, as in 0-3,7=0.5."),
+    ] = None,
+    node_memory: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NODES=BYTES", help="Nodes whose devices have another memory."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         Path | None,
@@ -232,11 +242,9 @@ def plan(
         failures_tolerated=failures,
     )
     check_size(problem, nodes)
+    kinds = parse_node_kinds(nodes, speeds=node_speed or (), memories=node_memory or ())
     start_s = time.perf_counter()
-    is_paper = objective is Objective.PAPER
-    templates = (paper_templates if is_paper else ranked_templates)(problem, nodes)
-    by_size = {size: ranked.template for size, ranked in templates.items()}
-    every = foreseen_plans(problem, nodes, by_size)
+    every, templates = _plans(problem, kinds, objective)
     chosen = every.plans[nodes]
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
@@ -246,6 +254,21 @@ def plan(
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     Console().print(plan_table(every, chosen, templates=templates))
+
+
+def _plans(
+    problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective
+) -> tuple[EveryPlan, Sequence[RankedTemplate]]:
+    """The plans for nodes of these kinds, and the templates to choose from; for unequal nodes those
+    that were chosen."""
+    is_paper = objective is Objective.PAPER
+    if set(kinds.values()) == {NodeKind()}:
+        by_size = (paper_templates if is_paper else ranked_templates)(problem, len(kinds))
+        sizes = {size: ranked.template for size, ranked in by_size.items()}
+        return foreseen_plans(problem, len(kinds), sizes), tuple(by_size.values())
+    if is_paper:
+        raise ConfigError("--objective", "paper", "the paper's nodes are all as the profile says")
+    return unequal_plans(problem, kinds)
 
 
 class _Shown:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
-from planaria.core.plan import PipelineTemplate, Plan
+from planaria.core.plan import NodeKind, PipelineTemplate, Plan
 from planaria.planner.plans import (
     best_plan,
     bind,
@@ -20,6 +20,7 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.times import PlainTimes
+from planaria.planner.unequal import unequal_plans
 from planaria.show.tables import plan_json, plan_table
 from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, planned
 
@@ -31,7 +32,7 @@ def printed(
     by_size = {size: ranked.template for size, ranked in templates.items()}
     every = foreseen_plans(problem, len(plan.nodes), by_size)
     console = Console(width=columns, record=True, file=io.StringIO())
-    console.print(plan_table(every, plan, templates=templates))
+    console.print(plan_table(every, plan, templates=tuple(templates.values())))
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
 
 
@@ -131,7 +132,9 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
 
     every = foreseen_plans(problem, len(plan.nodes), found)
 
-    shown = json.loads(json.dumps(plan_json(every, plan, templates=templates, planning_s=0.25)))
+    shown = json.loads(
+        json.dumps(plan_json(every, plan, templates=tuple(templates.values()), planning_s=0.25))
+    )
 
     assert sorted(shown) == ["fewer_nodes", "plan", "planning_s", "templates"]
     assert sorted(templates) == [template["nodes"] for template in shown["templates"]]
@@ -168,9 +171,37 @@ def test_json_with_the_papers_objective_has_its_value() -> None:
 
     every = foreseen_plans(problem, 2, {size: one.template for size, one in templates.items()})
 
-    shown = plan_json(every, plan, templates=templates, planning_s=0.25)
+    shown = plan_json(every, plan, templates=tuple(templates.values()), planning_s=0.25)
 
     two = shown["templates"][1]
     assert (two["nodes"], len(two["stages"])) == (2, 2)
     assert abs(two["iteration_s"] - 9 * 0.09) < 1e-9
     assert "gap" not in two
+
+
+def test_unequal_nodes_are_shown_with_their_speed_and_memory() -> None:
+    """Nodes 0 and 2 share a pipeline; failures are those of the fastest."""
+    problem = equal_problem(device_memory_bytes=120 * MEBIBYTE)
+    kinds = {0: NodeKind(0.5, 80 * MEBIBYTE), 1: NodeKind(), 2: NodeKind(2.0)}
+    every, templates = unequal_plans(problem, kinds)
+    plan = every.plans[3]
+    console = Console(width=100, record=True, file=io.StringIO())
+
+    console.print(plan_table(every, plan, templates=templates))
+    shown = json.loads(json.dumps(plan_json(every, plan, templates=templates, planning_s=0.25)))
+
+    text = "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
+    assert "\n1 1 of 1 1 0-5 " in text
+    assert "\n2 1 of 2, 1 of 0.5 and 80.0 1 0-4 | 5 " in text
+    assert "After failures of the fastest nodes" in text
+    assert "\n2 1 x 2 nodes " in text
+    assert "should some join" not in text
+    assert [one.get("node_kinds") for one in shown["templates"]] == [
+        None,
+        [
+            {"speed": 2.0, "device_memory_bytes": 0},
+            {"speed": 0.5, "device_memory_bytes": 80 * MEBIBYTE},
+        ],
+    ]
+    assert [one["nodes"] for one in shown["plan"]["pipelines"]] == [[1], [2, 0]]
+    assert [one["nodes"] for one in shown["fewer_nodes"]] == [2]

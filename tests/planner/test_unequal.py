@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from exhaustive import all_shapes, small_problem, template_of
-from planaria.core.plan import NodeKind, PipelineTemplate
+from planaria.core.plan import Link, NodeKind, PipelineTemplate, Plan
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
 from planaria.estimator.memory import peak_bytes
+from planaria.estimator.time import predicted_timeline
 from planaria.planner.bound import BoundSearch
-from planaria.planner.plans import plan_iteration_s
+from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import Counts, Problem, stage_costs
+from planaria.planner.templates import pipeline_templates
 from planaria.planner.times import PlainTimes
-from planaria.planner.unequal import unequal_plan
+from planaria.planner.unequal import UnequalPlanner
+from planaria.schedule.lower import lowered
+from strategies import MEBIBYTE, equal_problem
 
 SEED = 20_261_121
 NUM_PIPELINES = 300
@@ -159,6 +163,11 @@ def cluster(rng: random.Random) -> tuple[Problem, list[NodeKind], Counts]:
     return problem, kinds(rng, problem), (first, num_nodes - first)
 
 
+def planned(problem: Problem, nodes: dict[int, NodeKind]) -> Plan:
+    planner = UnequalPlanner(problem, nodes)
+    return planner.plan(nodes, min_pipelines=problem.failures_tolerated + 1, epoch=0)
+
+
 def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest() -> None:
     """Of all pipelines, orders, partitions and batches: within 1% in 99 of 100, all within 3%."""
     rng = random.Random(SEED)
@@ -171,9 +180,9 @@ def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest() -> None:
         nodes = dict(enumerate(of_nodes))
         if np.isinf(expected_s):
             with pytest.raises(ConfigError):
-                unequal_plan(problem, nodes, epoch=0)
+                planned(problem, nodes)
             continue
-        plan = unequal_plan(problem, nodes, epoch=0)
+        plan = planned(problem, nodes)
         for pipeline in plan.pipelines:
             places = tuple(of_nodes[node] for node in pipeline.nodes)
             assert pipeline.template.node_kinds == places, where
@@ -184,3 +193,87 @@ def test_plans_for_unequal_nodes_are_as_fast_as_the_fastest() -> None:
         assert regrets[-1] <= 0.03, where
     assert len(regrets) > NUM_CLUSTERS * 0.8
     assert np.quantile(regrets, 0.99) <= 0.01, f"seed {SEED}"
+
+
+def test_a_slow_node_gets_fewer_layers_or_a_pipeline_of_fewer_microbatches() -> None:
+    """Half the speed: four of six equal layers stand on the other node, or the job's work is dealt
+    as 2 to 1."""
+    slow, other = NodeKind(0.5), NodeKind()
+    joined = equal_problem(failures_tolerated=0, device_memory_bytes=80 * MEBIBYTE)
+    apart = equal_problem(failures_tolerated=1, num_microbatches=9)
+
+    (one,) = planned(joined, {0: slow, 1: other}).pipelines
+    plan = planned(apart, {0: slow, 1: other})
+
+    layers = {
+        node: stage.end_layer - stage.first_layer
+        for node, stage in zip(one.nodes, one.template.stages, strict=True)
+    }
+    assert layers == {0: 2, 1: 4}
+    by_node = dict(zip((p.nodes for p in plan.pipelines), pipeline_microbatches(plan), strict=True))
+    assert by_node == {(0,): 3, (1,): 6}
+    assert plan_iteration_s(plan, PlainTimes(apart)) == pytest.approx(
+        predicted_timeline(lowered(plan), apart.profile, plan=plan).iteration_s
+    )
+
+
+def test_work_is_proportional_to_speed() -> None:
+    """Seven nodes, each a pipeline: none gets a microbatch more or less than its share."""
+    speeds = (0.3, 0.5, 0.9, 1.0, 1.0, 2.0, 3.1)
+    problem = equal_problem(failures_tolerated=6, num_microbatches=500, num_layers=2)
+
+    plan = planned(problem, {node: NodeKind(speed) for node, speed in enumerate(speeds)})
+
+    for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
+        share = 500 * speeds[pipeline.nodes[0]] / sum(speeds)
+        assert abs(count - share) <= 1.0
+
+
+def test_a_node_of_little_memory_holds_the_end_of_a_pipeline() -> None:
+    """There fewer microbatches are in flight; and it gets no more than it can hold."""
+    problem = equal_problem(failures_tolerated=0, device_memory_bytes=100 * MEBIBYTE)
+    small = NodeKind(1.0, 40 * MEBIBYTE)
+
+    (one,) = planned(problem, {0: small, 1: NodeKind()}).pipelines
+
+    assert one.nodes == (1, 0)
+    assert fits(problem, one.template)
+    with pytest.raises(ConfigError, match="no pipeline of them holds the model"):
+        planned(problem, {0: small, 1: small})
+
+
+def test_a_speed_that_all_nodes_have_changes_nothing_but_the_time() -> None:
+    """Where transfers and reductions are free; else they would count for more."""
+    problem = equal_problem(num_layers=5, num_microbatches=20)
+    links = {kind: Link(0.0, 1e18) for kind in problem.profile.links}
+    problem = replace(problem, profile=replace(problem.profile, links=links))
+    templates = pipeline_templates(problem, 5)
+    plain = best_plan(problem, range(5), templates, epoch=0)
+
+    fast = planned(problem, dict.fromkeys(range(5), NodeKind(4.0)))
+
+    times = PlainTimes(problem)
+    assert plan_iteration_s(fast, times) == pytest.approx(plan_iteration_s(plain, times) / 4)
+    assert sorted(pipeline_microbatches(fast)) == sorted(pipeline_microbatches(plain))
+
+
+def test_a_planner_answers_for_those_that_are_left() -> None:
+    """Without making templates anew; and says which f would do where they are too few."""
+    problem = equal_problem(failures_tolerated=2, num_microbatches=20)
+    nodes = {node: NodeKind(0.5 if node < 2 else 1.0) for node in range(5)}
+    planner = UnequalPlanner(problem, nodes)
+
+    left = planner.plan((0, 2, 4), min_pipelines=3, epoch=7)
+
+    assert left.nodes == (0, 2, 4)
+    assert left.epoch == 7
+    assert sorted(pipeline_microbatches(left)) == [4, 8, 8]
+    with pytest.raises(ConfigError, match="failures_tolerated = 1 would do"):
+        planner.plan((0, 4), min_pipelines=3, epoch=8)
+
+
+def test_too_many_kinds_are_refused() -> None:
+    problem = equal_problem(num_microbatches=50)
+
+    with pytest.raises(ConfigError, match="nearly alike"):
+        planned(problem, {node: NodeKind(1 + node / 100) for node in range(16)})

@@ -33,7 +33,7 @@ class EveryPlan:
     """What a job can be re-formed to, computed at its start so that a failure finds it ready.
 
     Attributes:
-        templates: by number of nodes.
+        templates: by number of nodes; none where nodes differ.
         plans: by the number of nodes that are left, on nodes 0, 1, ..; without it a job is
             re-formed by Oobleck's three steps only.
         times: of the templates.

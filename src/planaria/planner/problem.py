@@ -83,6 +83,7 @@ class StageCosts:
             or where there is no such stage. A stage keeps as many as stages are left, itself
             included, and at most the job's: a template outlives plans, and after failures one
             pipeline may get them all.
+        has_memory_limit: there may be stages that do not fit.
         transfer_s, latency_s: by whether the link lies between nodes; that an output, or its
             gradient, occupies the link behind layer v - 1 (shape [L + 1]), and until it arrives.
     """
@@ -95,6 +96,7 @@ class StageCosts:
     backward_s: Mapping[int, Seconds]
     seconds: Mapping[int, Seconds]
     most_in_flight: Mapping[int, NDArray[np.int64]]
+    has_memory_limit: bool
     transfer_s: tuple[Seconds, Seconds]
     latency_s: tuple[float, float]
 
@@ -105,12 +107,6 @@ class StageCosts:
     @property
     def devices_per_node(self) -> int:
         return self.problem.devices_per_node
-
-    @property
-    def has_memory_limit(self) -> bool:
-        """Whether there are stages that do not fit."""
-        limited = (kind.device_memory_bytes for kind in self.kinds)
-        return bool(self.problem.profile.device_memory_bytes) or any(limited)
 
     def group(self, kind: int, count: int) -> int:
         """So many devices of a node of that kind."""
@@ -136,6 +132,8 @@ def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> 
     counts = tuple(
         sorted({c for layer in layers for c in layer.forward_s if c <= problem.devices_per_node})
     )
+    profile_bytes = problem.profile.device_memory_bytes
+    limits_bytes = [kind.device_memory_bytes or profile_bytes for kind in kinds]
     forward_s, backward_s, most_in_flight = {}, {}, {}
     for count in counts:
         once_s = _sums([_of(layer.forward_s, count) for layer in layers])
@@ -143,8 +141,7 @@ def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> 
         for index, kind in enumerate(kinds):
             group = index * (problem.devices_per_node + 1) + count
             forward_s[group], backward_s[group] = once_s / kind.speed, back_s / kind.speed
-            limit_bytes = kind.device_memory_bytes or problem.profile.device_memory_bytes
-            most = _most_in_flight(problem, count, limit_bytes)
+            most = _most_in_flight(problem, count, limits_bytes[index])
             most_in_flight[group] = np.where(np.isfinite(once_s), most, 0)
     links = [problem.profile.links[kind] for kind in ("intra_node", "inter_node")]
     output_bytes = np.array([0, *(layer.output_bytes for layer in layers)])
@@ -157,6 +154,7 @@ def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> 
         backward_s=backward_s,
         seconds={group: forward_s[group] + backward_s[group] for group in forward_s},
         most_in_flight=most_in_flight,
+        has_memory_limit=any(limits_bytes),
         transfer_s=(
             output_bytes / links[0].bandwidth_bytes_per_s,
             output_bytes / links[1].bandwidth_bytes_per_s,

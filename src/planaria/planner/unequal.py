@@ -11,9 +11,10 @@ tests/planner/test_unequal.py.
 Source: none of the papers; they assume equal nodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
-from math import isfinite, prod
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -23,10 +24,11 @@ from planaria.errors import ConfigError
 from planaria.planner.batches import check_microbatches
 from planaria.planner.fitting import Fitting
 from planaria.planner.instantiate import sets_of
+from planaria.planner.plans import EveryPlan
 from planaria.planner.positions import Positions
-from planaria.planner.problem import Counts, Problem, StageCosts, stage_costs
+from planaria.planner.problem import Counts, Problem, stage_costs
 from planaria.planner.sets import Instantiated, SetSearch, distribute_microbatches
-from planaria.planner.templates import fastest_templates
+from planaria.planner.templates import RankedTemplate, fastest_templates
 from planaria.planner.times import PlainTimes
 from planaria.planner.windows import windows
 
@@ -34,113 +36,150 @@ PARTS_MAX: Final = 1500
 _ROUNDING: Final = 1e-9  # Of sums of speeds.
 
 
-def unequal_plan(problem: Problem, nodes: Mapping[int, NodeKind], *, epoch: int) -> Plan:
-    """The plan with the lowest predicted iteration time in which every node works.
+class UnequalPlanner:
+    """Plans for some of these nodes, as they are left.
 
     Args:
         nodes: their kinds, by number.
 
+    Attributes:
+        times: of the templates.
+        ranked: what is known of the templates so far.
+
     Raises:
-        ConfigError: a speed is not above 0, there are too many kinds, the nodes make no f + 1
-            pipelines that hold the model, or there are fewer microbatches than pipelines.
+        ConfigError: there are too many kinds, or no pipeline of these nodes holds the model.
     """
-    kinds = sorted(set(nodes.values()))
-    numbers = {kind: [node for node in sorted(nodes) if nodes[node] == kind] for kind in kinds}
-    counts = tuple(map(len, numbers.values()))
-    _check_kinds(kinds, counts)
-    check_microbatches(problem, problem.failures_tolerated + 1)
-    costs = stage_costs(problem, kinds)
-    templates = _templates(costs, counts)
-    times = PlainTimes(problem, templates.values())
-    best = None
-    if templates:
-        search = SetSearch(problem, templates, times)
-        best = search.fastest(counts, problem.failures_tolerated + 1)
-    if best is None:
-        raise _no_plan_error(problem, counts, templates)
-    chosen, microbatches = _suited(costs, [templates[size] for size in best.sizes], best, times)
-    unused = {kind: iter(of_kind) for kind, of_kind in numbers.items()}
-    pipelines = tuple(
-        Pipeline(template, tuple(next(unused[kind]) for kind in template.node_kinds))
-        for template in chosen
-    )
-    return plain_plan(epoch, pipelines, microbatches)
 
+    def __init__(self, problem: Problem, nodes: Mapping[int, NodeKind]) -> None:
+        self._problem = problem
+        self._nodes = nodes
+        self._costs = stage_costs(problem, sorted(set(nodes.values())))
+        counts = self._counts(nodes)
+        num_parts = prod(count + 1 for count in counts)
+        if num_parts > PARTS_MAX:
+            remedy = f"make {num_parts} different pipelines; at most {PARTS_MAX} would do: give "
+            remedy += "nodes that are nearly alike the same speed and memory"
+            raise ConfigError("nodes of different kinds", len(self._costs.kinds), remedy)
+        self.ranked: dict[PipelineTemplate, RankedTemplate] = {}
+        self._templates = self._fastest(self._microbatches(counts))
+        self.times = PlainTimes(problem, self._templates.values())
+        self._search = SetSearch(problem, self._templates, self.times)
 
-def _templates(costs: StageCosts, nodes: Counts) -> dict[Counts, PipelineTemplate]:
-    """By nodes of each kind, up to all but those of f of the smallest pipelines."""
-    problem = costs.problem
-    fitting = Fitting(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
-    parts = product(*(range(count + 1) for count in nodes))
-    feasible = [part for part in parts if any(part) and fitting.is_feasible(part)]
-    n0 = min(map(sum, feasible), default=0)
-    most = sum(nodes) - problem.failures_tolerated * n0
-    speeds = np.array([kind.speed for kind in costs.kinds])
-    microbatches: dict[Counts, int] = {}
-    for part in feasible:
-        if sum(part) <= most:
-            alike = max(1, int(nodes @ speeds / (part @ speeds) + _ROUNDING))
-            microbatches[part] = -(-problem.num_microbatches // alike)
-    ranked = fastest_templates(costs, microbatches) if microbatches else {}
-    return {part: one.template for part, one in ranked.items()}
+    def plan(self, nodes: Collection[int], *, min_pipelines: int, epoch: int) -> Plan:
+        """The plan with the lowest predicted iteration time in which each of the nodes works.
 
+        Raises:
+            ConfigError: the nodes make no so many pipelines that hold the model, or there are fewer
+                microbatches than pipelines.
+        """
+        check_microbatches(self._problem, min_pipelines)
+        counts = self._counts(nodes)
+        best = self._search.fastest(counts, min_pipelines)
+        if best is None:
+            raise self._no_plan_error(nodes, min_pipelines)
+        templates, microbatches = self._suited(best)
+        unused = {
+            kind: iter([node for node in sorted(nodes) if self._nodes[node] == kind])
+            for kind in self._costs.kinds
+        }
+        pipelines = tuple(
+            Pipeline(template, tuple(next(unused[kind]) for kind in template.node_kinds))
+            for template in templates
+        )
+        return plain_plan(epoch, pipelines, microbatches)
 
-def _suited(
-    costs: StageCosts,
-    templates: Sequence[PipelineTemplate],
-    best: Instantiated,
-    times: PlainTimes,
-) -> tuple[Sequence[PipelineTemplate], tuple[int, ...]]:
-    """Templates for the microbatches that they get, and what they get, until nothing is faster."""
-    iteration_s, microbatches = best.iteration_s, best.microbatches
-    while True:
-        by_count: dict[int, dict[Counts, PipelineTemplate]] = {}
-        for count in set(microbatches):
-            asked = {
-                size: count for size, n in zip(best.sizes, microbatches, strict=True) if n == count
+    def most_pipelines(self, nodes: Collection[int], *, at_most: int) -> int:
+        """So many pipelines of these nodes hold the model, with all of them at work; 0 for none."""
+        sizes, counts = list(self._templates), self._counts(nodes)
+        for number in range(at_most, 0, -1):
+            if next(sets_of(counts, sizes, min_pipelines=number), None) is not None:
+                return number
+        return 0
+
+    def _counts(self, nodes: Collection[int]) -> Counts:
+        kinds = Counter(self._nodes[node] for node in nodes)
+        return tuple(kinds[kind] for kind in self._costs.kinds)
+
+    def _microbatches(self, nodes: Counts) -> dict[Counts, int]:
+        """Of a pipeline where all were as fast, by its nodes of each kind: those that hold the
+        model, up to all nodes but those of f of the smallest."""
+        costs = self._costs
+        fitting = Fitting(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
+        parts = product(*(range(count + 1) for count in nodes))
+        feasible = [part for part in parts if any(part) and fitting.is_feasible(part)]
+        if not feasible:
+            remedy = "no pipeline of them holds the model; give them more memory, or more of them"
+            raise ConfigError("cluster.nodes", sum(nodes), remedy)
+        n0 = min(map(sum, feasible))
+        most = max(n0, sum(nodes) - self._problem.failures_tolerated * n0)
+        speeds = np.array([kind.speed for kind in costs.kinds])
+        microbatches: dict[Counts, int] = {}
+        for part in feasible:
+            if sum(part) <= most:
+                alike = max(1, int(nodes @ speeds / (part @ speeds) + _ROUNDING))
+                microbatches[part] = -(-self._problem.num_microbatches // alike)
+        return microbatches
+
+    def _fastest(self, microbatches: Mapping[Counts, int]) -> dict[Counts, PipelineTemplate]:
+        ranked = fastest_templates(self._costs, microbatches)
+        self.ranked.update((one.template, one) for one in ranked.values())
+        return {part: one.template for part, one in ranked.items()}
+
+    def _suited(self, best: Instantiated) -> tuple[Sequence[PipelineTemplate], tuple[int, ...]]:
+        """Templates for the microbatches that they get, and what they get, until nothing is
+        faster."""
+        templates: Sequence[PipelineTemplate] = [self._templates[size] for size in best.sizes]
+        iteration_s, microbatches = best.iteration_s, best.microbatches
+        while True:
+            pairs = list(zip(best.sizes, microbatches, strict=True))
+            by_count = {
+                count: self._fastest({size: count for size, number in pairs if number == count})
+                for count in set(microbatches)
             }
-            ranked = fastest_templates(costs, asked)
-            by_count[count] = {size: one.template for size, one in ranked.items()}
-        suited = [by_count[n][size] for size, n in zip(best.sizes, microbatches, strict=True)]
-        dealt = distribute_microbatches(costs.problem, suited, times=times)
-        next_s = times.iteration_s(suited, dealt)
-        if next_s >= iteration_s:
-            return templates, microbatches
-        iteration_s, templates, microbatches = next_s, suited, dealt
+            suited = [by_count[count][size] for size, count in pairs]
+            dealt = distribute_microbatches(self._problem, suited, times=self.times)
+            next_s = self.times.iteration_s(suited, dealt)
+            if next_s >= iteration_s:
+                return templates, microbatches
+            iteration_s, templates, microbatches = next_s, suited, dealt
+
+    def _no_plan_error(self, nodes: Collection[int], min_pipelines: int) -> ConfigError:
+        """Why no pipelines of these nodes will do."""
+        would_do = self.most_pipelines(nodes, at_most=min_pipelines)
+        if would_do == min_pipelines:
+            size = self._problem.profile.microbatch_size
+            samples = self._problem.num_microbatches * size
+            remedy = "all nodes work only in more pipelines than there are microbatches; "
+            remedy += f"{len(nodes) * size} is enough for any"
+            return ConfigError("training.global_batch_size", samples, remedy)
+        remedy = f"they make no {min_pipelines} pipelines that hold the model; "
+        if would_do:
+            remedy += f"resilience.failures_tolerated = {would_do - 1} would do"
+        else:
+            remedy += "some are in none with any of the others: leave them out"
+        return ConfigError("cluster.nodes", len(nodes), remedy)
 
 
-def _check_kinds(kinds: Sequence[NodeKind], counts: Counts) -> None:
-    for kind in kinds:
-        if not (isfinite(kind.speed) and kind.speed > 0):
-            raise ConfigError("speed", kind.speed, "must be above 0, 1 for the profile's own")
-        if kind.device_memory_bytes < 0:
-            raise ConfigError("memory", kind.device_memory_bytes, "must be 0 or more bytes")
-    num_parts = prod(count + 1 for count in counts)
-    if num_parts > PARTS_MAX:
-        remedy = f"make {num_parts} different pipelines; at most {PARTS_MAX} would do: give nodes "
-        remedy += "that are nearly alike the same speed and memory"
-        raise ConfigError("nodes of different kinds", len(kinds), remedy)
+def unequal_plans(
+    problem: Problem, nodes: Mapping[int, NodeKind]
+) -> tuple[EveryPlan, tuple[RankedTemplate, ...]]:
+    """The best plan for all nodes, and for what one to f failures of the fastest leave of them; and
+    the templates that all nodes use.
 
+    Where too few are left for f + 1 pipelines there are as many as can be; none has no plan.
 
-def _no_plan_error(
-    problem: Problem, counts: Counts, templates: Mapping[Counts, PipelineTemplate]
-) -> ConfigError:
-    """Why no pipelines of unequal nodes will do."""
-    num_nodes = sum(counts)
-    if not templates:
-        remedy = "none of them holds the model, alone or with others; give nodes more memory"
-        return ConfigError("cluster.nodes", num_nodes, remedy)
-    for would_do in range(problem.failures_tolerated, -1, -1):
-        found = next(sets_of(counts, list(templates), min_pipelines=would_do + 1), None)
-        if found is not None and would_do == problem.failures_tolerated:
-            size = problem.profile.microbatch_size
-            remedy = f"all nodes work only in {len(found)} pipelines or so, of a microbatch each"
-            return ConfigError(
-                "training.global_batch_size", problem.num_microbatches * size, remedy
-            )
-        if found is not None:
-            remedy = f"they make no {problem.failures_tolerated + 1} pipelines that hold the model"
-            remedy += f"; resilience.failures_tolerated = {would_do} would do"
-            return ConfigError("cluster.nodes", num_nodes, remedy)
-    remedy = "some of them are in no pipeline that holds the model; leave them out"
-    return ConfigError("cluster.nodes", num_nodes, remedy)
+    Raises:
+        ConfigError: as `UnequalPlanner`.
+    """
+    planner = UnequalPlanner(problem, nodes)
+    min_pipelines = problem.failures_tolerated + 1
+    plans = {len(nodes): planner.plan(nodes, min_pipelines=min_pipelines, epoch=0)}
+    slowest_first = sorted(nodes, key=lambda node: (nodes[node].speed, -node))
+    for num_left in range(len(nodes) - 1, len(nodes) - min_pipelines, -1):
+        left = slowest_first[:num_left]
+        most = planner.most_pipelines(left, at_most=min_pipelines)
+        if most:
+            plans[num_left] = planner.plan(left, min_pipelines=most, epoch=0)
+    every = EveryPlan(problem=problem, templates={}, plans=plans, times=planner.times)
+    used = dict.fromkeys(pipeline.template for pipeline in plans[len(nodes)].pipelines)
+    return every, tuple(planner.ranked[template] for template in used)

@@ -9,7 +9,8 @@ latter microbatches. Bubbles are parts of the plan's whole iteration, reductions
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Final
 
 from rich import box
@@ -43,7 +44,7 @@ from planaria.show.words import (
 _STAGES_MAX: Final = 8
 
 
-def plan_table(every: EveryPlan, plan: Plan, *, templates: Mapping[int, RankedTemplate]) -> Group:
+def plan_table(every: EveryPlan, plan: Plan, *, templates: Sequence[RankedTemplate]) -> Group:
     """What rich prints: the templates, those in use first to the eye, the plan, and what follows
     failures.
 
@@ -59,7 +60,7 @@ def plan_table(every: EveryPlan, plan: Plan, *, templates: Mapping[int, RankedTe
     fewer = _fewer_plans(every, plan)
     if fewer:
         parts.append(_fewer_table(every, plan, fewer))
-    note = _joins_note(every.problem, plan, sizes=sorted(templates))
+    note = _joins_note(every.problem, plan, templates)
     if note:
         parts.append(Text(note, style="yellow"))
     return Group(*(line for part in parts for line in (part, Text())))
@@ -69,7 +70,7 @@ def plan_json(
     every: EveryPlan,
     plan: Plan,
     *,
-    templates: Mapping[int, RankedTemplate],
+    templates: Sequence[RankedTemplate],
     planning_s: float,
 ) -> dict[str, Any]:
     """The same as `planaria plan --json` prints it; templates that were chosen by Oobleck's own
@@ -78,7 +79,6 @@ def plan_json(
     Args:
         planning_s: what it took to make templates and plans.
     """
-    ranked_by_size = [templates[size] for size in sorted(templates)]
     costs = _costs(every.problem, templates, plan)
     return {
         "templates": [
@@ -92,11 +92,12 @@ def plan_json(
                     }
                     for stage in cost.template.stages
                 ],
+                **_kinds_json(cost.template),
                 "iteration_s": ranked.objective_s if ranked.is_paper else cost.iteration_s,
                 "peak_bytes": cost.peak_bytes,
                 **({} if ranked.is_paper else {"gap": ranked.gap}),
             }
-            for cost, ranked in zip(costs, ranked_by_size, strict=True)
+            for cost, ranked in zip(costs, templates, strict=True)
         ],
         "plan": {
             "pipelines": [
@@ -120,6 +121,11 @@ def plan_json(
         ],
         "planning_s": planning_s,
     }
+
+
+def _kinds_json(template: PipelineTemplate) -> dict[str, Any]:
+    """The nodes of a template, in order, if they differ from the profile's."""
+    return {"node_kinds": [asdict(kind) for kind in template.kinds]} if template.kinds else {}
 
 
 def _speed(every: EveryPlan, plan: Plan) -> dict[str, float]:
@@ -168,18 +174,16 @@ class _Cost:
     peak_bytes: int
 
 
-def _costs(
-    problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan
-) -> Iterator[_Cost]:
-    """Of each template, by its size."""
+def _costs(problem: Problem, templates: Sequence[RankedTemplate], plan: Plan) -> Iterator[_Cost]:
+    """Of each template."""
     used: dict[PipelineTemplate, list[int]] = {}
     for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
         used.setdefault(pipeline.template, []).append(count)
-    for size in sorted(templates):
-        counts = used.get(templates[size].template, [])
-        would_fit = max(1, len(plan.nodes) // size)
+    for ranked in templates:
+        counts = used.get(ranked.template, [])
+        would_fit = max(1, len(plan.nodes) // ranked.template.num_nodes)
         microbatches = max(counts, default=-(-problem.num_microbatches // would_fit))
-        yield _cost(problem, templates[size], num_used=len(counts), num_microbatches=microbatches)
+        yield _cost(problem, ranked, num_used=len(counts), num_microbatches=microbatches)
 
 
 def _cost(
@@ -216,24 +220,25 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
-def _templates_table(
-    problem: Problem, templates: Mapping[int, RankedTemplate], plan: Plan
-) -> Table:
+def _templates_table(problem: Problem, templates: Sequence[RankedTemplate], plan: Plan) -> Table:
     table = _table("Pipeline templates")
     table.add_column("nodes", justify="right")
+    if _is_unequal(plan):
+        table.add_column("their speed\nand memory")
     table.add_column("used", justify="right")
     table.add_column("stages: layers x devices")
     table.add_column("iteration", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
     table.add_column("peak\nmemory", justify="right", no_wrap=True)
-    for cost in _costs(problem, templates, plan):
-        size = cost.template.num_nodes
+    for ranked, cost in zip(templates, _costs(problem, templates, plan), strict=True):
+        kinds = [", ".join(_kinds_texts(cost.template))] if _is_unequal(plan) else []
         table.add_row(
-            str(size),
+            str(cost.template.num_nodes),
+            *kinds,
             str(cost.num_used or "-"),
             _stages_text(cost.template.stages, is_used=cost.num_used > 0),
             seconds_text(cost.iteration_s),
-            "-" if templates[size].is_paper else _gap_text(templates[size].gap),
+            "-" if ranked.is_paper else _gap_text(ranked.gap),
             bytes_text(cost.peak_bytes),
             style="bold green" if cost.num_used else "dim",
         )
@@ -284,7 +289,7 @@ def _fewer_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
 
 def _fewer_table(every: EveryPlan, plan: Plan, fewer: Mapping[int, Plan]) -> Table:
     now_s = plan_iteration_s(plan, every.times)
-    table = _table("After failures")
+    table = _table(f"After failures{' of the fastest nodes' if _is_unequal(plan) else ''}")
     table.add_column("nodes\nleft", justify="right")
     table.add_column("pipelines")
     table.add_column("iteration", justify="right", no_wrap=True)
@@ -311,8 +316,11 @@ def _pipelines_texts(plan: Plan, num_left: int) -> Iterator[str]:
         yield f"{num_left - len(plan.nodes)} idle"
 
 
-def _joins_note(problem: Problem, plan: Plan, *, sizes: Sequence[int]) -> str:
+def _joins_note(problem: Problem, plan: Plan, templates: Sequence[RankedTemplate]) -> str:
     """Which nodes that join could not all work, as Oobleck's first condition (4.1.1) is not met."""
+    if _is_unequal(plan):
+        return ""
+    sizes = [ranked.template.num_nodes for ranked in templates]
     num_nodes = len(plan.nodes)
     gap = first_gap(num_nodes, sizes, min_pipelines=problem.failures_tolerated + 1)
     if not gap:
@@ -321,6 +329,18 @@ def _joins_note(problem: Problem, plan: Plan, *, sizes: Sequence[int]) -> str:
         f"With {range_text(gap[0], gap[-1])} nodes, should some join, not all could work: "
         f"templates of {ranges_text(sizes)} nodes do not add up to so many."
     )
+
+
+def _is_unequal(plan: Plan) -> bool:
+    return any(pipeline.template.kinds for pipeline in plan.pipelines)
+
+
+def _kinds_texts(template: PipelineTemplate) -> Iterator[str]:
+    """Such as "2 of 1", "1 of 0.5, 8.0 GiB", in the order of the nodes."""
+    for kind, alike_nodes in groupby(template.node_kinds):
+        memory = kind.device_memory_bytes
+        of = f"{kind.speed:g}" + (f" and {bytes_text(memory)}" if memory else "")
+        yield f"{len(list(alike_nodes))} of {of}"
 
 
 def _stages_text(stages: Sequence[Stage], *, is_used: bool) -> str:

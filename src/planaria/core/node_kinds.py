@@ -1,0 +1,56 @@
+"""Nodes that differ, as a command is told of them: NODES=VALUE, such as `3,5-7=0.5`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Final
+
+from planaria.core.plan import NodeKind
+from planaria.errors import ConfigError
+
+_NODES: Final = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*")
+
+
+def parse_node_kinds(
+    num_nodes: int, *, speeds: Sequence[str], memories: Sequence[str]
+) -> dict[int, NodeKind]:
+    """The kind of every node.
+
+    Args:
+        speeds, memories: NODES=VALUE each; of what names a node twice the last holds.
+
+    Raises:
+        ConfigError: one is not of the form, names a node that there is not, or has a value that
+            cannot be.
+    """
+    kinds = dict.fromkeys(range(num_nodes), NodeKind())
+    for text in speeds:
+        nodes, speed = _parsed("--node-speed", text, num_nodes)
+        if speed <= 0:
+            raise ConfigError("--node-speed", text, "a speed is above 0; the profile's own is 1")
+        kinds.update({node: replace(kinds[node], speed=speed) for node in nodes})
+    for text in memories:
+        nodes, num_bytes = _parsed("--node-memory", text, num_nodes)
+        if num_bytes < 1:
+            raise ConfigError("--node-memory", text, "bytes of a device are 1 or more")
+        memory = int(num_bytes)
+        kinds.update({node: replace(kinds[node], device_memory_bytes=memory) for node in nodes})
+    return kinds
+
+
+def _parsed(option: str, text: str, num_nodes: int) -> tuple[set[int], float]:
+    names, _, number = text.replace(" ", "").partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = float("nan")
+    if not _NODES.fullmatch(names) or not isfinite(value):
+        raise ConfigError(option, text, "write NODES=VALUE, as in 3=0.5 or 0-3,7=0.5")
+    nodes = set[int]()
+    for name in names.split(","):
+        first, last = (int(number) for number in (name.split("-") * 2)[:2])
+        if not first <= last < num_nodes:
+            raise ConfigError(option, text, f"{name} is none of the nodes 0 to {num_nodes - 1}")
+        nodes.update(range(first, last + 1))
+    return nodes, value
