@@ -155,8 +155,8 @@ class BoundSearch:
         return tails
 
     def _least_s(self, num_microbatches: int) -> Seconds:
-        """Where a limit begins, by position: that of the slowest pipeline that has as many nodes;
-        no time where none has."""
+        """Where a limit begins, by position up to the last that is asked for: that of the slowest
+        pipeline that has as many nodes; no time where none has."""
         asked = np.array(
             [
                 counts
@@ -168,7 +168,8 @@ class BoundSearch:
         alone_s, work_s = _layers_before_s(self._costs)[:, -1]
         speed = self._costs.devices_per_node * (asked @ speeds)
         asked_s = np.maximum(alone_s, num_microbatches * work_s / speed)
-        nodes_left = self._positions.nodes_left()
+        last = max(self._positions.of(tuple(counts)) for counts in asked.tolist())
+        nodes_left = self._positions.nodes_left()[: last + 1]
         least_s: Seconds = np.full(len(nodes_left), -np.inf)
         for counts, seconds in zip(asked, asked_s.tolist(), strict=True):
             is_part = (nodes_left <= counts).all(axis=1)

@@ -131,6 +131,10 @@ def fastest_templates(
     costs: StageCosts, microbatches: Mapping[Counts, int]
 ) -> dict[Counts, RankedTemplate]:
     """By nodes of each kind the fastest at so many microbatches; none where nothing fits."""
+    # Each node needs a stage, and each stage a layer.
+    microbatches = {n: count for n, count in microbatches.items() if sum(n) <= costs.num_layers}
+    if not microbatches:
+        return {}
     search = BoundSearch(costs, microbatches)
     found = {counts: one for counts in microbatches if (one := search.lowest(counts)) is not None}
     starts = {counts: one.shapes for counts, one in found.items()}
