@@ -91,8 +91,8 @@ class BoundSearch:
         if shape is None or not self._fitting.is_feasible(counts):
             return None
         others = self._many(counts)
-        lowest_s, shapes = self._held(counts, others[0])
-        return Found(lowest_s, (*shapes, *others))
+        lowest_s, shape = self._held(counts, others[0])
+        return Found(lowest_s, (shape, *others))
 
     def _many(self, counts: Counts) -> tuple[Shape, ...]:
         """Partitions for very many microbatches that fit: the fastest one may lie nearer to one of
@@ -107,8 +107,8 @@ class BoundSearch:
         steady = _soonest(self._rates_at, counts, least_s, rate_s)
         return (shape,) if steady is None else (shape, steady)
 
-    def _held(self, counts: Counts, some: Shape) -> tuple[float, list[Shape]]:
-        """The lowest bound of the partitions that fit, and some of those, given any one of them."""
+    def _held(self, counts: Counts, some: Shape) -> tuple[float, Shape]:
+        """The lowest bound of the partitions that fit, and one that has it, given any of them."""
         num_microbatches = self._microbatches[counts]
         limit_s = _bound_s(self._costs, some, num_microbatches) * (1 + 1e-9)
         held = Held(
@@ -120,8 +120,7 @@ class BoundSearch:
             fewest=self._fitting_at(_steps_to(limit_s / num_microbatches) + 1),
             above_s=_layers_before_s(self._costs)[0],
         )
-        found = held.shapes(limit_s)
-        return found[0][0], [shape for _, shape in found]
+        return held.lowest()
 
     def _fitting_at(self, steps: int) -> Fitting:
         """With stages that take no longer than so many steps."""

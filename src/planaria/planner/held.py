@@ -14,7 +14,6 @@ Source: Odyssey, equation 14, for what a stage holds.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -24,8 +23,6 @@ from planaria.planner.fitting import Fitting
 from planaria.planner.positions import Option, Positions
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 from planaria.planner.windows import Window, Windows, widest, windows
-
-_SHAPES_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +40,7 @@ class _Band:
 
 
 class Held:
-    """The lowest bounds of the whole model on so many nodes, by its number of stages.
+    """The lowest bound of the whole model on so many nodes.
 
     Args:
         limit_s: of bounds; some partition that fits must have one as low.
@@ -73,15 +70,11 @@ class Held:
             least = fewest.fewest(position)
             self._bands.append(self._band(position, least, most[position]))
 
-    def shapes(self, limit_s: float) -> list[tuple[float, Shape]]:
-        """The lowest bound and a partition that has it; and others up to a limit, which have fewer
-        stages, to choose from: the fewer, the higher their bound."""
+    def lowest(self) -> tuple[float, Shape]:
+        """The lowest bound and a partition that has it, with the fewest stages that it needs."""
         band = self._bands[-1]
-        bounds_s = band.bounds_s[:, 0]
-        lower = np.append(True, bounds_s[1:] < bounds_s[:-1]) & (bounds_s <= limit_s)
-        rows = np.flatnonzero(lower)[::-1]
-        rows = rows[:: max(1, len(rows) // _SHAPES_MAX)]
-        return [(float(bounds_s[row]), self._shape(band.first_stages + int(row))) for row in rows]
+        row = int(band.bounds_s[:, 0].argmin())
+        return float(band.bounds_s[row, 0]), self._shape(band.first_stages + row)
 
     def _shape(self, stages_left: int) -> Shape:
         """A partition with the lowest bound of those whose first stage fits with so many stages."""
