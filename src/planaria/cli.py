@@ -31,7 +31,8 @@ from planaria.core.profile_json import encode_profile
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.library import Job, TrainingResult
 from planaria.observe.metrics import IterationRecord
-from planaria.planner.plans import EveryPlan, foreseen_plans
+from planaria.planner.paper_sets import PAPER_METHOD
+from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.unequal import unequal_plans
@@ -213,7 +214,7 @@ def plan(
     ] = None,
     objective: Annotated[
         Objective,
-        typer.Option(help="What templates minimise: simulated time, or Oobleck's T1 + T2 + T3."),
+        typer.Option(help="Plan by simulated time, or as Oobleck does by T1 + T2 + T3."),
     ] = Objective.EXACT,
     node_speed: Annotated[
         list[str] | None,
@@ -265,7 +266,9 @@ def _plans(
     if set(kinds.values()) == {NodeKind()}:
         by_size = (paper_templates if is_paper else ranked_templates)(problem, len(kinds))
         sizes = {size: ranked.template for size, ranked in by_size.items()}
-        return foreseen_plans(problem, len(kinds), sizes), tuple(by_size.values())
+        method = PAPER_METHOD if is_paper else METHOD
+        every = foreseen_plans(problem, len(kinds), sizes, method=method)
+        return every, tuple(by_size.values())
     if is_paper:
         raise ConfigError("--objective", "paper", "the paper's nodes are all as the profile says")
     return unequal_plans(problem, kinds)

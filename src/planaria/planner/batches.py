@@ -11,16 +11,21 @@ slower pipelines become cheaper, and microbatches move to them one by one. The m
 the lowest sum, so the answer is among the distributions that are passed on the way.
 
 Source: Oobleck (SOSP '23), section 4.2.2, equation 6.
-Differs: N_b * T ignores that a pipeline fills and drains; plans are made with the first. The
-constraint of equation 6 sums over templates where it means pipelines.
+Differs: N_b * T ignores that a pipeline fills and drains; plans are made with the first, and with
+the second to compare (paper_sets.py). The constraint of equation 6 sums over templates where it
+means pipelines.
 """
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from math import sqrt
+from statistics import fmean, pstdev
+from typing import Final
 
 from planaria.errors import ConfigError
 from planaria.planner.problem import Problem, Seconds
+
+_ROUNDING: Final = 1e-9
 
 
 def fastest_distribution(times_s: Sequence[Seconds], num_microbatches: int) -> tuple[int, ...]:
@@ -51,18 +56,22 @@ def levelled_distribution(seconds: Sequence[float], num_microbatches: int) -> tu
         seconds: T by pipeline, of one microbatch; above 0.
         num_microbatches: as many as pipelines or more.
     """
-    middle_s = num_microbatches / sum(1 / one_s for one_s in seconds)
+    rates = [1 / one_s for one_s in seconds]
+    middle_s = num_microbatches / sum(rates)
     best = _cheapest(seconds, num_microbatches, middle_s)
-    # No product of the answer is further from its mean than this, and so neither is the mean from
-    # where it would be without rounding.
-    spread_s = sqrt(_unevenness(seconds, best))
+    # Microbatches are products times rates. So the mean of the answer is off the middle by the mean
+    # of what its products are off times what their rates are: by Cauchy and Schwarz no more than
+    spread_s = sqrt(_unevenness(seconds, best) / len(seconds)) * pstdev(rates) / fmean(rates)
+    spread_s += _ROUNDING * middle_s
     counts = list(_cheapest(seconds, num_microbatches, middle_s - spread_s))
     while True:
         best = min(best, tuple(counts), key=lambda found: _unevenness(seconds, found))
+        # Of pipelines that are alike one stands for all.
+        alike = {pair: i for i, pair in enumerate(zip(seconds, counts, strict=True))}.values()
         moves = [
             (_turn_s(seconds, counts, source, target), source, target)
-            for source in range(len(counts))
-            for target in range(len(counts))
+            for source in alike
+            for target in alike
             if counts[source] > 1 and seconds[source] < seconds[target]
         ]
         if not moves or min(moves)[0] > middle_s + spread_s:

@@ -12,13 +12,14 @@ as b where it limits, it finds a lower bound for all t* in there. Intervals whos
 than the best partition so far are dropped, the others are cut, down to single values, where the
 bound is exact. One run of the program treats many intervals.
 
-Exact: the minimum over all partitions (tests/planner/test_paper.py).
+Exact: the minimum over all partitions (tests/planner/test_partitions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, equations 1 - 4.
 Differs: equations 1 and 3 start the second half at layer k + 1, which skips layer k; T2 is computed
 for the whole pipeline, for it is not the sum of those of its halves. The paper's divide and conquer
 keeps the best of each half only, which need not give the best whole; this does not. Communication
-and memory are left out, as there. Used for comparison: planaria plans by `templates.py`.
+and memory are left out, as there. Used for comparison, as `paper_sets.py` is: planaria plans by
+`templates.py` and `sets.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,11 @@ def paper_s(costs: StageCosts, shape: Shape) -> float:
     for end, count in shape:
         stage_s.append(float(costs.seconds[count][first, end]))
         first = end
+    return paper_iteration_s(stage_s)
+
+
+def paper_iteration_s(stage_s: Sequence[float]) -> float:
+    """T1 + T2 + T3 at N_b = 4S of stages that take so long for a microbatch."""
     num_stages = len(stage_s)
     slowest = max(range(num_stages), key=lambda i: (stage_s[i], i))
     steady_s = (3 * num_stages + slowest - 1) * stage_s[slowest]

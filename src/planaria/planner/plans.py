@@ -8,24 +8,49 @@ In three steps, for the nodes that there are:
 `every_plan` takes them for every number of nodes that failures may leave, `foreseen_plans` for as
 many failures as a job tolerates.
 
+The first two steps are planaria's own unless a `Method` says otherwise.
+
 Source: Oobleck (SOSP '23), section 4.2.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
 from planaria.planner.batches import check_microbatches
 from planaria.planner.instantiate import numbers_of_pipelines
 from planaria.planner.problem import Counts, Problem
-from planaria.planner.sets import SetSearch, distribute_microbatches
+from planaria.planner.sets import Instantiated, SetSearch, distribute_microbatches
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
 
 FORESEEN_MAX: Final = 8  # A plan for 24 nodes of 8 devices takes 0.1 s.
+
+
+class Sets(Protocol):
+    """Chooses sets of pipelines of some templates, with their microbatches."""
+
+    def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+        """The one for so many nodes, which uses all of them; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How plans are made.
+
+    Attributes:
+        template: of so many nodes, None if there is none.
+        sets: of templates.
+    """
+
+    template: Callable[[Problem, int], PipelineTemplate | None]
+    sets: Callable[[Problem, Mapping[Counts, PipelineTemplate], PlainTimes], Sets]
+
+
+METHOD: Final = Method(template=pipeline_template, sets=SetSearch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,11 +128,15 @@ def every_plan(
         ConfigError: some number of nodes works only in more pipelines than there are microbatches.
     """
     left = range(min(templates), num_nodes + 1)
-    return _plans_for(problem, left, _with_company(problem, templates))
+    return _plans_for(problem, left, _with_company(problem, templates, METHOD), METHOD)
 
 
 def foreseen_plans(
-    problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
+    problem: Problem,
+    num_nodes: int,
+    templates: Mapping[int, PipelineTemplate],
+    *,
+    method: Method = METHOD,
 ) -> EveryPlan:
     """The best plan for all nodes, and for what one to f failures leave of them.
 
@@ -125,8 +154,8 @@ def foreseen_plans(
         failures = (0, *(1 + (f - 1) * step // steps for step in range(steps + 1)))
     left = sorted(num_nodes - number for number in failures)
     if left[0] < (f + 1) * n0:
-        templates = _with_company(problem, templates)
-    every = _plans_for(problem, left, templates)
+        templates = _with_company(problem, templates, method)
+    every = _plans_for(problem, left, templates, method)
     if len(every.plans[num_nodes].nodes) < num_nodes:
         raise _no_plan_error(problem, num_nodes, templates)
     return every
@@ -178,21 +207,24 @@ def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, Pipeli
 
 
 def _with_company(
-    problem: Problem, templates: Mapping[int, PipelineTemplate]
+    problem: Problem, templates: Mapping[int, PipelineTemplate], method: Method
 ) -> dict[int, PipelineTemplate]:
     """These templates and larger ones, of up to 2 * n0 - 1 nodes."""
     company = range(max(templates) + 1, 2 * min(templates))
-    extra = {n: pipeline_template(problem, n) for n in company}
+    extra = {n: method.template(problem, n) for n in company}
     return dict(templates) | {n: template for n, template in extra.items() if template}
 
 
 def _plans_for(
-    problem: Problem, left: Sequence[int], templates: Mapping[int, PipelineTemplate]
+    problem: Problem,
+    left: Sequence[int],
+    templates: Mapping[int, PipelineTemplate],
+    method: Method,
 ) -> EveryPlan:
     """The best plan for each number of nodes left, ascending, with as many of them as can work."""
     at_work = _nodes_at_work(problem, left, n0=min(templates), sizes=tuple(templates))
     times = PlainTimes(problem, templates.values())
-    search = SetSearch(problem, _by_counts(templates), times)
+    search = method.sets(problem, _by_counts(templates), times)
     plans = {}
     for num_left, (num_working, min_pipelines) in at_work.items():
         best = search.fastest((num_working,), min_pipelines)

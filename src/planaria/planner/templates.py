@@ -167,6 +167,13 @@ def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplat
     }
 
 
+def paper_template(problem: Problem, num_nodes: int) -> PipelineTemplate | None:
+    """One of them, of any number of nodes; None if there is no partition."""
+    costs = stage_costs(_without_memory(problem))
+    found = paper_partition(costs, num_nodes)
+    return None if found is None else _template(costs, found[1])
+
+
 def _template(costs: StageCosts, shape: Shape) -> PipelineTemplate:
     firsts = (0, *(end for end, _ in shape))
     stages = []

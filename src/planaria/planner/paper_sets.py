@@ -1,0 +1,103 @@
+"""Oobleck's own choice of a set of pipelines and of their microbatches, to compare.
+
+Of all sets of equation 5 that have f + 1 pipelines or more it takes the one whose slowest pipeline
+is through first, N_b * T of it, with the microbatches that equation 6 gives. T is what a microbatch
+takes in a template by the paper's own measure: T1 + T2 + T3 at N_b = 4S, over 4S.
+
+No set is through before its pipelines would be if microbatches could be cut. In the order of that
+sets are looked at until no further one can be faster: exact. More than LISTED_MAX sets are not
+listed; of these it is the one that would be fastest with its best distribution (instantiate.py),
+and it gets that of equation 6.
+
+Source: Oobleck (SOSP '23), section 4.2.
+Differs: the paper calls T the iteration time of a pipeline with a single microbatch. That hardly
+depends on the number of stages, and would give a small pipeline as much work as a large one;
+Oobleck's code has (T1 + T2 + T3) / S, which is this but for a constant. Of equally fast sets the
+one with more pipelines is taken, as in sets.py.
+"""
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Final
+
+import numpy as np
+
+from planaria.core.plan import PipelineTemplate
+from planaria.estimator.makespan import stage_seconds
+from planaria.planner.batches import levelled_distribution
+from planaria.planner.instantiate import Range, fastest_sizes, sets_of
+from planaria.planner.paper import paper_iteration_s
+from planaria.planner.plans import Method
+from planaria.planner.problem import Counts, Problem, Seconds
+from planaria.planner.sets import Instantiated
+from planaria.planner.templates import paper_template
+from planaria.planner.times import PlainTimes
+
+LISTED_MAX: Final = 10_000
+_ROUNDING: Final = 1e-9
+_LEAST_S: Final = 1e-15  # Layers of a profile may take no time.
+
+
+class PaperSets:
+    """Oobleck's sets of pipelines of some templates, for any number of nodes."""
+
+    def __init__(self, problem: Problem, templates: Mapping[Counts, PipelineTemplate]) -> None:
+        self._num_microbatches = problem.num_microbatches
+        self._microbatch_s = {
+            size: paper_microbatch_s(problem, template) for size, template in templates.items()
+        }
+
+    def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+        """The set that is fastest by the paper's measure, which is its `iteration_s`, and uses all
+        of so many nodes; None if there is none."""
+        sizes = [size for size in self._microbatch_s if sum(size) <= sum(nodes)]
+        every = sets_of(nodes, sizes, min_pipelines=min_pipelines)
+        listed = list(islice(every, LISTED_MAX + 1))
+        if len(listed) > LISTED_MAX:
+            return self._fastest_of_many(nodes, min_pipelines)
+        few = [one for one in listed if len(one) <= self._num_microbatches]
+        best: Instantiated | None = None
+        for level_s, one in sorted((self._level_s(one), one) for one in few):
+            if best and level_s > best.iteration_s * (1 + _ROUNDING):
+                break
+            found = self._instantiated(one)
+            best = min(best, found) if best else found
+        return best
+
+    def _level_s(self, sizes: tuple[Counts, ...]) -> float:
+        """When all pipelines would be through if microbatches could be cut."""
+        return self._num_microbatches / sum(1 / self._microbatch_s[size] for size in sizes)
+
+    def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
+        numbers: Seconds = np.arange(1.0, self._num_microbatches + 1)
+        would_fit = sum(nodes) // min(map(sum, self._microbatch_s))
+        most = None if would_fit <= self._num_microbatches else self._num_microbatches
+        found = fastest_sizes(
+            nodes,
+            {size: numbers * one_s for size, one_s in self._microbatch_s.items()},
+            num_microbatches=self._num_microbatches,
+            pipelines=Range(min_pipelines, most),
+        )
+        return None if found is None else self._instantiated(found[1])
+
+    def _instantiated(self, sizes: tuple[Counts, ...]) -> Instantiated:
+        seconds = [self._microbatch_s[size] for size in sizes]
+        microbatches = levelled_distribution(seconds, self._num_microbatches)
+        slowest_s = max(one_s * n for one_s, n in zip(seconds, microbatches, strict=True))
+        return Instantiated(slowest_s, -len(sizes), sizes, microbatches)
+
+
+def paper_microbatch_s(problem: Problem, template: PipelineTemplate) -> float:
+    """T of equation 6: T1 + T2 + T3 of a template's 4S microbatches, for each of them."""
+    seconds = stage_seconds(problem.profile, template)
+    stage_s = [sum(both) for both in zip(seconds.forward_s, seconds.backward_s, strict=True)]
+    return max(_LEAST_S, paper_iteration_s(stage_s) / (4 * len(stage_s)))
+
+
+def _paper_sets(
+    problem: Problem, templates: Mapping[Counts, PipelineTemplate], _times: PlainTimes
+) -> PaperSets:
+    return PaperSets(problem, templates)
+
+
+PAPER_METHOD: Final = Method(template=paper_template, sets=_paper_sets)
