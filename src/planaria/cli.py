@@ -23,7 +23,8 @@ import typer
 from rich.console import Console
 
 import planaria
-from planaria.config import NODES_MAX, overridden_job
+from planaria.config import overridden_job
+from planaria.config_checks import NODES_MAX
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind, Plan

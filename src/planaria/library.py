@@ -23,7 +23,8 @@ import msgspec
 
 from planaria.checkpoint.digest import digests
 from planaria.checkpoint.tiers import DiskTier
-from planaria.config import check_job, load_job
+from planaria.config import load_job
+from planaria.config_checks import check_job
 from planaria.coordinator.state import Ending
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from planaria.checkpoint.tiers import DiskTier, Manifest
-from planaria.config import NUM_MICROBATCHES_MAX
+from planaria.config_checks import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile

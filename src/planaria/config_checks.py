@@ -1,0 +1,154 @@
+"""Refuses jobs whose values are out of range, do not fit together, or name what is not there.
+
+Not checked here: what only torch and transformers know (keys of model.config, of the optimizer and
+of the learning rate's schedule); the engine checks those before it trains, in the same words. Nor
+what only the planner knows, as how many nodes can have work; planning.py does.
+"""
+
+import re
+from operator import attrgetter
+from pathlib import Path
+
+from planaria.core.job import DataConfig, JobConfig, ModelConfig, TrainingConfig
+from planaria.errors import ConfigError
+from planaria.profiles.shipped import NOT_FOUND, profile_path
+
+_MINIMUM = {
+    "data.sequence_length": 1,
+    "training.iterations": 1,
+    "training.target_loss": 0,
+    "training.global_batch_size": 1,
+    "training.microbatch_size": 1,
+    "training.gradient_clip": 0,
+    "training.seed": 0,
+    "resilience.failures_tolerated": 0,
+    "checkpoint.persist_every": 0,
+    "checkpoint.keep": 0,
+    "cluster.nodes": 1,
+    "cluster.devices_per_node": 1,
+    "cluster.device_memory_bytes": 0,
+    "cluster.lease_s": 0.5,
+}
+NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once.
+_MAXIMUM = dict.fromkeys(("cluster.nodes", "cluster.devices_per_node"), NODES_MAX)
+# A plan has a route for each microbatch: beyond this, planning takes longer than training.
+NUM_MICROBATCHES_MAX = 1 << 16
+_POSITIVE = ("training.learning_rate", "model.time_scale")
+
+# Which kinds of its table a key has a meaning for; keys that are not here fit every kind.
+_KINDS = {
+    "model.config": ("hf",),
+    "model.path": ("hf",),
+    "model.target": ("python",),
+    "model.time_scale": ("paced",),
+    "data.path": ("text", "hf"),
+    "data.target": ("python",),
+}
+
+_BYTE_TOKENS = 256
+
+
+def check_job(job: JobConfig) -> None:
+    """Refuses values out of range, keys that do not fit together and inputs that are not there.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    _check_ranges(job)
+    _check_kinds(job)
+    _check_model(job.model)
+    _check_data(job.data)
+    _check_training(job.training)
+    _check_paths(job)
+
+
+def _check_ranges(job: JobConfig) -> None:
+    for name, minimum in _MINIMUM.items():
+        value = attrgetter(name)(job)
+        if value < minimum:
+            raise ConfigError(name, value, f"must be at least {minimum}")
+    for name, maximum in _MAXIMUM.items():
+        value = attrgetter(name)(job)
+        if value > maximum:
+            raise ConfigError(name, value, f"must be at most {maximum}")
+    for name in _POSITIVE:
+        if (value := attrgetter(name)(job)) <= 0:
+            raise ConfigError(name, value, "must be more than 0")
+    if not job.name or "/" in job.name:
+        raise ConfigError("name", job.name, "must not be empty and must not contain a slash")
+
+
+def _check_kinds(job: JobConfig) -> None:
+    """Refuses a key that is set and has no meaning for the kind of its table."""
+    unset = JobConfig()
+    for name, kinds in _KINDS.items():
+        table = name.partition(".")[0]
+        kind, value = getattr(job, table).kind, attrgetter(name)(job)
+        if kind not in kinds and value != attrgetter(name)(unset):
+            allowed = " or ".join(f'"{one}"' for one in kinds)
+            remedy = f'goes with {table}.kind = {allowed}, and the kind here is "{kind}"'
+            raise ConfigError(name, value, remedy)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.kind == "hf":
+        model_type = model.config.get("model_type", "")
+        if not model.path and not (model_type and isinstance(model_type, str)):
+            remedy = 'must name an architecture, such as "gpt2"; or give model.path'
+            raise ConfigError("model.config.model_type", model_type, remedy)
+    elif model.kind == "python":
+        _check_target("model.target", model.target, returned="the layers")
+    elif not model.profile:
+        raise ConfigError("model.profile", "", "must name a profile: a paced model is made of one")
+
+
+def _check_target(name: str, target: str, *, returned: str) -> None:
+    if not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", target):
+        remedy = f'must be "module:function" of a function that returns {returned}'
+        raise ConfigError(name, target, remedy)
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.kind == "hf" and not data.path:
+        raise ConfigError("data.path", "", "must name the directory of a saved dataset")
+    if data.kind == "python":
+        _check_target("data.target", data.target, returned="an indexable dataset")
+    # A byte-pair encoding starts with the single bytes and learns the tokens above them.
+    if data.tokenizer == "bpe" and data.vocabulary_size <= _BYTE_TOKENS:
+        remedy = f"must be more than the {_BYTE_TOKENS} single bytes"
+        raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
+
+
+def _check_training(training: TrainingConfig) -> None:
+    batch, microbatch = training.global_batch_size, training.microbatch_size
+    if batch % microbatch:
+        below = batch // microbatch * microbatch
+        nearest = f"{below} or {below + microbatch}" if below else str(microbatch)
+        remedy = (
+            f"must be a multiple of training.microbatch_size = {microbatch}: {nearest} would do"
+        )
+        raise ConfigError("training.global_batch_size", batch, remedy)
+    if batch // microbatch > NUM_MICROBATCHES_MAX:
+        remedy = (
+            f"makes {batch // microbatch} microbatches of training.microbatch_size = {microbatch}; "
+            f"at most {NUM_MICROBATCHES_MAX} would do"
+        )
+        raise ConfigError("training.global_batch_size", batch, remedy)
+
+
+def _check_paths(job: JobConfig) -> None:
+    """Refuses inputs that are not there and an output directory that is a file."""
+    if job.model.path and not Path(job.model.path, "config.json").is_file():
+        raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
+    if job.model.profile and not profile_path(Path(), job.model.profile).is_file():
+        remedy = f"{NOT_FOUND}; planaria profile JOB -o FILE writes one"
+        raise ConfigError("model.profile", job.model.profile, remedy)
+    exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
+    if job.data.path and not exists(Path(job.data.path)):
+        remedy = "no such directory" if job.data.kind == "hf" else "no such file"
+        raise ConfigError("data.path", job.data.path, remedy)
+    if job.data.path and job.data.kind == "text" and Path(job.data.path).stat().st_size == 0:
+        raise ConfigError("data.path", job.data.path, "the file is empty")
+    directory = job.checkpoint.directory
+    if not directory or (Path(directory).exists() and not Path(directory).is_dir()):
+        raise ConfigError("checkpoint.directory", directory, "must name a directory, new or old")
