@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 import planaria
 from command import PACED, assert_mistake, command, train
@@ -53,3 +54,65 @@ def test_plan_refuses_absurd_sizes_at_once(option: str, value: str) -> None:
     result = command("plan", str(PACED.with_name("paced-profile.json")), *given, option, value)
 
     assert_mistake(result, value if option != "-f" else "")
+
+
+def nearest_microbatches(stderr: str) -> int:
+    """What a message about the global batch says would do; a microbatch here is one sample."""
+    assert "training.global_batch_size = " in stderr
+    found = re.search(r"(\d+) is the nearest that would do", stderr)
+    assert found, stderr
+    return int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "failures", "microbatches", "expected"),
+    [
+        (5, 1, 0, 2),
+        (5, 1, -5, 2),
+        (5, 1, 1, 2),
+        (5, 4, 3, 5),
+        (5, 0, 0, 1),
+        (5, 1, 65537, 65536),
+        (5, 1, 1_000_000_000_000, 65536),
+        (30, 1, 0, 3),  # A pipeline of 12 layers has no work for more than 12 nodes.
+        (30, 1, 1, 3),
+    ],
+)
+def test_plan_names_the_nearest_number_of_microbatches_that_does(
+    nodes: int, failures: int, microbatches: int, expected: int
+) -> None:
+    """It is followed to the letter, and none between it and what was asked for works."""
+    profile = str(PACED.with_name("paced-profile.json"))
+
+    def planned(number: int) -> Result:
+        options = ("--nodes", str(nodes), "-f", str(failures), "--json")
+        return command("plan", profile, *options, "--microbatches", str(number))
+
+    assert nearest_microbatches(planned(microbatches).stderr) == expected
+    if expected < microbatches:
+        return  # To plan for so many takes a while.
+    assert planned(expected).exit_code == 0
+    for number in range(max(0, microbatches), expected):
+        assert planned(number).exit_code == 2
+
+
+def test_plan_says_with_how_many_microbatches_all_nodes_could_work() -> None:
+    """Two would do for f + 1 pipelines, but not for thirty nodes; both ways out are followed."""
+    profile = str(PACED.with_name("paced-profile.json"))
+
+    def planned(nodes: int, number: int) -> Result:
+        options = ("--nodes", str(nodes), "--microbatches", str(number), "--json")
+        return command("plan", profile, *options)
+
+    result = planned(30, 2)
+
+    assert_mistake(result, "cluster.nodes = 30", "at most 24 nodes", "global_batch_size = 3 or")
+    assert planned(24, 2).exit_code == 0
+    assert planned(30, 3).exit_code == 0
+
+
+def test_devices_of_a_node_may_share_a_layer() -> None:
+    """Six nodes of 8 devices were refused, as 34 layers were thought to keep 34 devices at work."""
+    options = ("--nodes", "6", "--devices-per-node", "8", "-f", "0", "--microbatches", "1")
+
+    assert command("plan", "gpt3-2.7b", *options).exit_code == 0

@@ -171,27 +171,40 @@ def test_a_directory_names_the_model_and_the_configuration_may_add_to_it(tmp_pat
     assert (job.model.path, job.model.config) == (str(tmp_path), {"resid_pdrop": 0.0})
 
 
-@settings(max_examples=50, deadline=None)
-@given(batch=st.integers(1, 500), microbatch=st.integers(1, 60))
-def test_an_indivisible_global_batch_is_told_the_nearest_sizes_that_do(
-    batch: int, microbatch: int
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=st.integers(-5, 500) | st.integers((1 << 16) - 5, 1 << 22),
+    microbatch=st.integers(1, 60),
+    failures=st.integers(0, 9) | st.just(1 << 20),
+)
+def test_a_global_batch_that_will_not_do_is_told_the_nearest_sizes_that_do(
+    batch: int, microbatch: int, failures: int
 ) -> None:
-    """Each size that the message names is accepted, and none between them is."""
+    """Above and below, where there are. Each is accepted and has a microbatch for each of f + 1
+    pipelines, and none between them does."""
 
     def job(size: int) -> JobConfig:
-        training = {"global_batch_size": size, "microbatch_size": microbatch}
-        return job_from_dict({**SMALLEST, "training": training})
+        return job_from_dict(
+            {
+                **SMALLEST,
+                "training": {"global_batch_size": size, "microbatch_size": microbatch},
+                "resilience": {"failures_tolerated": failures},
+            }
+        )
 
-    if batch % microbatch == 0:
+    if batch % microbatch == 0 and 1 <= batch // microbatch <= 1 << 16:
         assert job(batch).num_microbatches * microbatch == batch
         return
     with pytest.raises(ConfigError) as caught:
         job(batch)
 
-    named = caught.value.remedy.rpartition(":")[2]
+    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", batch)
+    named = caught.value.remedy.partition(":")[2]
     sizes = [int(word) for word in named.split() if word.isdigit()]
-    assert max(sizes) - batch < microbatch
-    assert len(sizes) == (1 if batch < microbatch else 2)
+    works = range((failures + 1) * microbatch, (1 << 16) * microbatch + 1, microbatch)
+    above = [size for size in works if size > batch][:1]
+    below = [size for size in works if size < batch][-1:]
+    assert sizes == below + above
     assert all(job(size).training.global_batch_size == size for size in sizes)
 
 

@@ -9,7 +9,7 @@ import re
 from operator import attrgetter
 from pathlib import Path
 
-from planaria.core.job import DataConfig, JobConfig, ModelConfig, TrainingConfig
+from planaria.core.job import DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 
@@ -17,7 +17,6 @@ _MINIMUM = {
     "data.sequence_length": 1,
     "training.iterations": 1,
     "training.target_loss": 0,
-    "training.global_batch_size": 1,
     "training.microbatch_size": 1,
     "training.gradient_clip": 0,
     "training.seed": 0,
@@ -58,7 +57,7 @@ def check_job(job: JobConfig) -> None:
     _check_kinds(job)
     _check_model(job.model)
     _check_data(job.data)
-    _check_training(job.training)
+    _check_batch(job)
     _check_paths(job)
 
 
@@ -119,21 +118,23 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError("data.vocabulary_size", data.vocabulary_size, remedy)
 
 
-def _check_training(training: TrainingConfig) -> None:
-    batch, microbatch = training.global_batch_size, training.microbatch_size
-    if batch % microbatch:
-        below = batch // microbatch * microbatch
-        nearest = f"{below} or {below + microbatch}" if below else str(microbatch)
-        remedy = (
-            f"must be a multiple of training.microbatch_size = {microbatch}: {nearest} would do"
-        )
-        raise ConfigError("training.global_batch_size", batch, remedy)
-    if batch // microbatch > NUM_MICROBATCHES_MAX:
-        remedy = (
-            f"makes {batch // microbatch} microbatches of training.microbatch_size = {microbatch}; "
-            f"at most {NUM_MICROBATCHES_MAX} would do"
-        )
-        raise ConfigError("training.global_batch_size", batch, remedy)
+def _check_batch(job: JobConfig) -> None:
+    """Refuses a global batch that is no number of microbatches that could be planned for, and names
+    the nearest that would do. Whether there are enough of them only the planner can say."""
+    batch, size = job.training.global_batch_size, job.training.microbatch_size
+    if batch % size == 0 and 1 <= batch // size <= NUM_MICROBATCHES_MAX:
+        return
+    fewest = job.resilience.failures_tolerated + 1  # A pipeline has one at least.
+    below = min(batch // size, NUM_MICROBATCHES_MAX)
+    above = max(batch // size + 1, fewest)
+    nearest = [n * size for n in (below, above) if fewest <= n <= NUM_MICROBATCHES_MAX]
+    remedy = (
+        f"must be a multiple of training.microbatch_size = {size}, "
+        f"{fewest} to {NUM_MICROBATCHES_MAX} times it"
+    )
+    if nearest:
+        remedy += f": {' or '.join(map(str, nearest))} would do"
+    raise ConfigError("training.global_batch_size", batch, remedy)
 
 
 def _check_paths(job: JobConfig) -> None:

@@ -25,7 +25,7 @@ from planaria.estimator.memory import peak_bytes
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan, pipeline_microbatches
-from planaria.planner.problem import Problem
+from planaria.planner.problem import Problem, batch_error
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.lower import lowered
@@ -281,26 +281,44 @@ def check_size(problem: Problem, num_nodes: int) -> None:
     """Refuses at once what no plan could use, however long one searched.
 
     Raises:
-        ConfigError: there are no nodes, more than could have work, or too many microbatches.
+        ConfigError: there are no nodes, more than could have work, no microbatches or too many.
     """
     if num_nodes < 1:
         raise ConfigError("cluster.nodes", num_nodes, "must be at least 1")
-    if problem.num_microbatches > NUM_MICROBATCHES_MAX:
-        raise ConfigError(
-            "training.global_batch_size",
-            problem.num_microbatches * problem.profile.microbatch_size,
-            f"makes {problem.num_microbatches} microbatches of {problem.profile.microbatch_size} "
-            f"samples; at most {NUM_MICROBATCHES_MAX} would do: make microbatches larger",
-        )
-    # A device works if it has a layer of its own in a pipeline with a microbatch of its own.
-    most = len(problem.profile.layers) * problem.num_microbatches // problem.devices_per_node
-    if num_nodes > most:
-        raise ConfigError(
-            "cluster.nodes",
-            num_nodes,
-            f"{len(problem.profile.layers)} layers x {problem.num_microbatches} microbatches keep "
-            f"at most {most} nodes of {problem.devices_per_node} devices at work",
-        )
+    num_microbatches, num_layers = problem.num_microbatches, len(problem.profile.layers)
+    if num_microbatches > NUM_MICROBATCHES_MAX:
+        why = f"{num_microbatches} microbatches are too many to plan for; make them larger"
+        raise batch_error(problem, NUM_MICROBATCHES_MAX, why=why)
+    most_nodes = _most_nodes(problem)
+    # Where a pipeline cannot be, the planner says why.
+    num_pipelines = -(-num_nodes // most_nodes) if most_nodes else 1
+    if num_microbatches >= num_pipelines:
+        return
+    num_pipelines = max(num_pipelines, min(problem.failures_tolerated + 1, num_nodes))
+    if num_microbatches <= problem.failures_tolerated:
+        why = f"{num_nodes} nodes work in {num_pipelines} pipelines or more, each of which needs a "
+        raise batch_error(problem, num_pipelines, why=why + "microbatch")
+    raise ConfigError(
+        "cluster.nodes",
+        num_nodes,
+        f"{num_layers} layers x {num_microbatches} microbatches keep at most "
+        f"{most_nodes * num_microbatches} nodes of {problem.devices_per_node} devices at work; all "
+        f"would work with training.global_batch_size = "
+        f"{num_pipelines * problem.profile.microbatch_size} or more",
+    )
+
+
+def _most_nodes(problem: Problem) -> int:
+    """No pipeline keeps more nodes at work; 0 if none keeps a node at work."""
+    per_node = problem.devices_per_node
+    counts = [
+        max((count for count in layer.forward_s if count <= per_node), default=0)
+        for layer in problem.profile.layers
+    ]
+    if not any(counts):
+        return 0
+    # Of each node every device has a share of a layer, and no two nodes share one.
+    return min(sum(counts) // per_node, len(counts) // -(-per_node // max(counts)))
 
 
 def check_disk(config: JobConfig, prepared: Prepared) -> None:

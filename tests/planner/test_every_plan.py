@@ -81,7 +81,7 @@ def test_a_batch_too_small_for_some_number_of_survivors_is_refused_at_the_start(
         every_plan(problem, 5, templates)
 
     assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
-    assert "once 3 nodes are left" in caught.value.remedy
+    assert "with 3 nodes" in caught.value.remedy
     assert "6 is the nearest that would do" in caught.value.remedy
     enough = equal_problem(num_microbatches=3, failures_tolerated=0)
     assert sorted(every_plan(enough, 5, templates).plans) == [1, 2, 3, 4, 5]

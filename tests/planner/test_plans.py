@@ -60,7 +60,7 @@ def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
         distribute_microbatches(problem, [template] * 3, times=PlainTimes(problem))
 
     assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
-    assert "6 is the nearest" in caught.value.remedy
+    assert "6 is the nearest that would do, 3 microbatches of 2" in caught.value.remedy
     enough = equal_problem(num_microbatches=3)
     counts = distribute_microbatches(enough, [template] * 3, times=PlainTimes(enough))
     assert counts == (1, 1, 1)

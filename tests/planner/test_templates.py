@@ -177,7 +177,6 @@ def test_more_devices_than_layers_in_a_node_is_the_devices_fault() -> None:
     ("field", "key"),
     [
         ("cluster.devices_per_node", "devices_per_node"),
-        ("training.global_batch_size", "num_microbatches"),
         ("resilience.failures_tolerated", "failures_tolerated"),
     ],
 )

@@ -110,7 +110,7 @@ def python_job(model: str, data: str = "user_models:points") -> Path:
         ("training.iterations=many", ("training.iterations = 'many'", "an integer")),
         ("training.iterations=0", ("at least 1",)),
         ("training.microbatch_size=3", ("global_batch_size = 8", "6 or 9 would do")),
-        ("training.global_batch_size=1_000_000_000_000", ("500000000000 microbatches", "65536")),
+        ("training.global_batch_size=1_000_000_000_000", ("1 to 65536 times", "131072 would do")),
         ("data.path=nothing.txt", ("data.path = ", "no such file")),
         ("cluster.nodes=0", ("cluster.nodes = 0", "at least 1")),
         ("cluster.nodes=-1", ("cluster.nodes = -1", "at least 1")),

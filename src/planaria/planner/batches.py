@@ -22,8 +22,7 @@ from math import sqrt
 from statistics import fmean, pstdev
 from typing import Final
 
-from planaria.errors import ConfigError
-from planaria.planner.problem import Problem, Seconds
+from planaria.planner.problem import Problem, Seconds, batch_error
 
 _ROUNDING: Final = 1e-9
 
@@ -88,13 +87,8 @@ def check_microbatches(problem: Problem, num_pipelines: int) -> None:
         ConfigError: there are; it names the nearest global batch that works.
     """
     if problem.num_microbatches < num_pipelines:
-        samples = problem.num_microbatches * problem.profile.microbatch_size
-        needed = num_pipelines * problem.profile.microbatch_size
-        remedy = (
-            f"{num_pipelines} pipelines need a microbatch of {problem.profile.microbatch_size} "
-            f"samples each; {needed} is the nearest that would do"
-        )
-        raise ConfigError("training.global_batch_size", samples, remedy)
+        why = f"each of {num_pipelines} pipelines needs a microbatch"
+        raise batch_error(problem, num_pipelines, why=why)
 
 
 def _cheapest(seconds: Sequence[float], num_microbatches: int, mean_s: float) -> tuple[int, ...]:

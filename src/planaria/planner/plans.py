@@ -22,7 +22,7 @@ from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
 from planaria.planner.batches import check_microbatches
 from planaria.planner.instantiate import numbers_of_pipelines
-from planaria.planner.problem import Counts, Problem
+from planaria.planner.problem import Counts, Problem, batch_error
 from planaria.planner.sets import Instantiated, SetSearch, distribute_microbatches
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
@@ -253,13 +253,8 @@ def _nodes_at_work(
         needed = max(needed, (num_fewest, num_left))
     num_fewest, num_left = needed
     if problem.num_microbatches < num_fewest:
-        size = problem.profile.microbatch_size
-        remedy = (
-            f"once {num_left} nodes are left, all that can work do so only in {num_fewest} "
-            f"pipelines or more, of a microbatch of {size} samples each; {num_fewest * size} is "
-            "the nearest that would do"
-        )
-        raise ConfigError("training.global_batch_size", problem.num_microbatches * size, remedy)
+        why = f"with {num_left} nodes, all that can work do so only in {num_fewest} pipelines or "
+        raise batch_error(problem, num_fewest, why=f"{why}more, each of which needs a microbatch")
     return at_work
 
 
@@ -278,12 +273,8 @@ def _no_plan_error(
     numbers = numbers_of_pipelines(most, sorted(templates))
     if numbers[num_nodes] >> min_pipelines:
         num_fewest = _fewest(numbers[num_nodes], min_pipelines)
-        samples = problem.num_microbatches * problem.profile.microbatch_size
-        remedy = (
-            f"all {num_nodes} nodes work only in {num_fewest} pipelines or more; "
-            f"{num_fewest * problem.profile.microbatch_size} is the nearest that would do"
-        )
-        return ConfigError("training.global_batch_size", samples, remedy)
+        why = f"all {num_nodes} nodes work only in {num_fewest} pipelines or more"
+        return batch_error(problem, num_fewest, why=why)
     fit = [count for count, there in enumerate(numbers) if there >> min_pipelines]
     remedy = (
         f"no {min_pipelines} or more pipelines of {sorted(templates)} nodes use all of them; "

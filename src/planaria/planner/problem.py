@@ -52,10 +52,6 @@ class Problem:
             raise ConfigError("cluster.devices_per_node", self.devices_per_node, "at least 1")
         if self.failures_tolerated < 0:
             raise ConfigError("resilience.failures_tolerated", self.failures_tolerated, "0 or more")
-        if self.num_microbatches < 1:
-            samples = self.num_microbatches * self.profile.microbatch_size
-            remedy = f"at least one microbatch, {self.profile.microbatch_size} samples"
-            raise ConfigError("training.global_batch_size", samples, remedy)
 
     @property
     def gradient_copies(self) -> int:
@@ -67,6 +63,14 @@ class Problem:
     def reduce_bytes_factor(self) -> float:
         """Bytes that a reduction moves per byte of parameters, see `Reductions`."""
         return 1.5 if self.is_deterministic else 1.0
+
+
+def batch_error(problem: Problem, nearest: int, *, why: str) -> ConfigError:
+    """That the global batch will not do, and the nearest that would, in microbatches."""
+    size = problem.profile.microbatch_size
+    noun = "microbatch" if nearest == 1 else "microbatches"
+    remedy = f"{why}; {nearest * size} is the nearest that would do, {nearest} {noun} of {size}"
+    return ConfigError("training.global_batch_size", problem.num_microbatches * size, remedy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
