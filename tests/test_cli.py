@@ -116,3 +116,27 @@ def test_devices_of_a_node_may_share_a_layer() -> None:
     options = ("--nodes", "6", "--devices-per-node", "8", "-f", "0", "--microbatches", "1")
 
     assert command("plan", "gpt3-2.7b", *options).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("max_nodes", "parts"),
+    [
+        ("3", ("--max-nodes = 3", "between 5 and 10000")),
+        ("-1", ("--max-nodes = -1", "between 5 and 10000")),
+        ("1000000", ("--max-nodes = 1000000",)),
+        ("1000", ("--max-nodes = 1000", "at most 240 nodes", "global_batch_size = 84 or more")),
+    ],
+)
+def test_plan_refuses_joins_that_cannot_be(max_nodes: str, parts: tuple[str, ...]) -> None:
+    """Fewer nodes than there are, and more than could work."""
+    profile = str(PACED.with_name("paced-profile.json"))
+
+    assert_mistake(command("plan", profile, "--nodes", "5", "--max-nodes", max_nodes), *parts)
+
+
+def test_plan_foresees_joins_of_nodes_as_the_profile_says_only() -> None:
+    """Nobody knows the speed of a node that is not there yet."""
+    profile = str(PACED.with_name("paced-profile.json"))
+    options = ("--nodes", "5", "--max-nodes", "7", "--node-speed", "0=0.5")
+
+    assert_mistake(command("plan", profile, *options), "--max-nodes = 7", "as the profile says")

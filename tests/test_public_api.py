@@ -45,6 +45,7 @@ COMMANDS = {
     "plan": {
         "profile",
         "--nodes",
+        "--max-nodes",
         "--devices-per-node",
         "-f",
         "--microbatches",

@@ -207,6 +207,7 @@ def plan(
         ),
     ],
     nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
+    max_nodes: Annotated[int, typer.Option(help="Nodes that there may be after joins.")] = 0,
     devices_per_node: Annotated[int, typer.Option(help="Devices in each node.")] = 1,
     failures: Annotated[int, typer.Option("-f", help="Failures to tolerate at once.")] = 1,
     microbatches: Annotated[
@@ -246,7 +247,7 @@ def plan(
     check_size(problem, nodes)
     kinds = parse_node_kinds(nodes, speeds=node_speed or (), memories=node_memory or ())
     start_s = time.perf_counter()
-    every, templates = _plans(problem, kinds, objective)
+    every, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
     chosen = every.plans[nodes]
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
@@ -259,17 +260,25 @@ def plan(
 
 
 def _plans(
-    problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective
+    problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective, *, max_nodes: int
 ) -> tuple[EveryPlan, Sequence[RankedTemplate]]:
     """The plans for nodes of these kinds, and the templates to choose from; for unequal nodes those
     that were chosen."""
     is_paper = objective is Objective.PAPER
+    if max_nodes:
+        if not len(kinds) <= max_nodes <= NODES_MAX:
+            remedy = f"must be between {len(kinds)} and {NODES_MAX}"
+            raise ConfigError("--max-nodes", max_nodes, remedy)
+        check_size(problem, max_nodes, field="--max-nodes")
     if set(kinds.values()) == {NodeKind()}:
-        by_size = (paper_templates if is_paper else ranked_templates)(problem, len(kinds))
+        made = paper_templates if is_paper else ranked_templates
+        by_size = made(problem, len(kinds), max_nodes=max_nodes)
         sizes = {size: ranked.template for size, ranked in by_size.items()}
         method = PAPER_METHOD if is_paper else METHOD
-        every = foreseen_plans(problem, len(kinds), sizes, method=method)
+        every = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
         return every, tuple(by_size.values())
+    if max_nodes:
+        raise ConfigError("--max-nodes", max_nodes, "is for nodes that are all as the profile says")
     if is_paper:
         raise ConfigError("--objective", "paper", "the paper's nodes are all as the profile says")
     return unequal_plans(problem, kinds)

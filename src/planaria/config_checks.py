@@ -9,7 +9,7 @@ import re
 from operator import attrgetter
 from pathlib import Path
 
-from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.core.job import ClusterConfig, DataConfig, JobConfig, ModelConfig
 from planaria.errors import ConfigError
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 
@@ -24,12 +24,15 @@ _MINIMUM = {
     "checkpoint.persist_every": 0,
     "checkpoint.keep": 0,
     "cluster.nodes": 1,
+    "cluster.max_nodes": 0,
     "cluster.devices_per_node": 1,
     "cluster.device_memory_bytes": 0,
     "cluster.lease_s": 0.5,
 }
 NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once.
-_MAXIMUM = dict.fromkeys(("cluster.nodes", "cluster.devices_per_node"), NODES_MAX)
+_MAXIMUM = dict.fromkeys(
+    ("cluster.nodes", "cluster.max_nodes", "cluster.devices_per_node"), NODES_MAX
+)
 # A plan has a route for each microbatch: beyond this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
 _POSITIVE = ("training.learning_rate", "model.time_scale")
@@ -58,6 +61,7 @@ def check_job(job: JobConfig) -> None:
     _check_model(job.model)
     _check_data(job.data)
     _check_batch(job)
+    _check_cluster(job.cluster)
     _check_paths(job)
 
 
@@ -135,6 +139,12 @@ def _check_batch(job: JobConfig) -> None:
     if nearest:
         remedy += f": {' or '.join(map(str, nearest))} would do"
     raise ConfigError("training.global_batch_size", batch, remedy)
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    if 0 < cluster.max_nodes < cluster.nodes:
+        remedy = f"must be at least cluster.nodes = {cluster.nodes}; or 0, for as many"
+        raise ConfigError("cluster.max_nodes", cluster.max_nodes, remedy)
 
 
 def _check_paths(job: JobConfig) -> None:

@@ -236,12 +236,14 @@ def plan_job(
     )
     epoch = manifest.epoch + 1 if manifest else 0
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
+    max_nodes = max(num_nodes, config.cluster.max_nodes)
     check_size(problem, num_nodes)
+    check_size(problem, max_nodes, field="cluster.max_nodes")
     smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
-    templates = pipeline_templates(smaller, num_nodes)
+    templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
     if plan is None:
         plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
-    every = every_plan(problem, num_nodes, templates) if every is None else every
+    every = every_plan(problem, max_nodes, templates) if every is None else every
     plan = replace(plan, epoch=epoch)
     assert len(plan.routes) == config.num_microbatches
     predicted = predicted_timeline(
@@ -277,14 +279,17 @@ def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Pro
     return replace(problem, failures_tolerated=num_nodes // n0 - 1)
 
 
-def check_size(problem: Problem, num_nodes: int) -> None:
+def check_size(problem: Problem, num_nodes: int, *, field: str = "cluster.nodes") -> None:
     """Refuses at once what no plan could use, however long one searched.
+
+    Args:
+        field: what says so many nodes.
 
     Raises:
         ConfigError: there are no nodes, more than could have work, no microbatches or too many.
     """
     if num_nodes < 1:
-        raise ConfigError("cluster.nodes", num_nodes, "must be at least 1")
+        raise ConfigError(field, num_nodes, "must be at least 1")
     num_microbatches, num_layers = problem.num_microbatches, len(problem.profile.layers)
     if num_microbatches > NUM_MICROBATCHES_MAX:
         why = f"{num_microbatches} microbatches are too many to plan for; make them larger"
@@ -299,7 +304,7 @@ def check_size(problem: Problem, num_nodes: int) -> None:
         why = f"{num_nodes} nodes work in {num_pipelines} pipelines or more, each of which needs a "
         raise batch_error(problem, num_pipelines, why=why + "microbatch")
     raise ConfigError(
-        "cluster.nodes",
+        field,
         num_nodes,
         f"{num_layers} layers x {num_microbatches} microbatches keep at most "
         f"{most_nodes * num_microbatches} nodes of {problem.devices_per_node} devices at work; all "

@@ -1,5 +1,7 @@
 """Plans for every number of nodes that failures may leave."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +102,49 @@ def test_distribution_is_that_of_the_planner_also_for_templates_not_planned_with
     of_two = every.distribution([pipeline.template for pipeline in two.pipelines])
     assert (plan_iteration_s(two, every.times), pipeline_microbatches(two)) == of_two
     assert iteration_s < of_two[0]
+
+
+@pytest.mark.parametrize("memory_mebibytes", [0, 80, 60, 40])
+@pytest.mark.parametrize("f", [0, 1, 2])
+def test_what_joins_make_is_planned_too(f: int, memory_mebibytes: int) -> None:
+    """Up to max_nodes every number has a plan, in which all work; those of no more nodes than there
+    are at the start are the same as if none could join, but for what is left below (f + 1) n0."""
+    problem = equal_problem(
+        num_layers=9, failures_tolerated=f, device_memory_bytes=memory_mebibytes * MEBIBYTE
+    )
+    n0 = smallest_num_nodes(problem)
+    num_nodes = (f + 1) * n0 + 1
+
+    without = every_plan(problem, num_nodes, pipeline_templates(problem, num_nodes))
+    templates = pipeline_templates(problem, num_nodes, max_nodes=num_nodes + 5)
+    every = every_plan(problem, num_nodes + 5, templates)
+
+    assert list(every.plans) == list(range(n0, num_nodes + 6))
+    for num_there, plan in every.plans.items():
+        if num_there >= (f + 1) * n0:
+            assert tuple(range(num_there)) == plan.nodes
+            assert len(plan.pipelines) > f
+            assert best_plan(problem, range(num_there), every.templates, epoch=0) == plan
+            assert without.plans.get(num_there, plan) == plan
+    foreseen = foreseen_plans(problem, num_nodes, templates, max_nodes=num_nodes + 5)
+    assert sorted(foreseen.plans) == list(range(num_nodes - f, num_nodes + 6))
+    for num_there, plan in foreseen.plans.items():
+        assert every.plans[num_there] == plan
+
+
+def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> None:
+    """Six layers keep six nodes of a pipeline at work, so thirteen need three pipelines."""
+    problem = equal_problem(num_microbatches=2)
+
+    with pytest.raises(ConfigError) as caught:
+        every_plan(problem, 13, pipeline_templates(problem, 5, max_nodes=13))
+
+    assert caught.value.field == "training.global_batch_size"
+    assert "with 13 nodes" in caught.value.remedy
+    assert "6 is the nearest that would do, 3 microbatches of 2" in caught.value.remedy
+    enough = replace(problem, num_microbatches=3)
+    every = every_plan(enough, 13, pipeline_templates(enough, 5, max_nodes=13))
+    assert len(every.plans[13].nodes) == 13
 
 
 @settings(max_examples=40, deadline=None)

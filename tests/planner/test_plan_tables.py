@@ -26,11 +26,16 @@ from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, pl
 
 
 def printed(
-    problem: Problem, plan: Plan, templates: Mapping[int, RankedTemplate], *, columns: int = 100
+    problem: Problem,
+    plan: Plan,
+    templates: Mapping[int, RankedTemplate],
+    *,
+    columns: int = 100,
+    max_nodes: int = 0,
 ) -> str:
     """What `planaria plan` prints, each line with single spaces."""
     by_size = {size: ranked.template for size, ranked in templates.items()}
-    every = foreseen_plans(problem, len(plan.nodes), by_size)
+    every = foreseen_plans(problem, len(plan.nodes), by_size, max_nodes=max_nodes)
     console = Console(width=columns, record=True, file=io.StringIO())
     console.print(plan_table(every, plan, templates=tuple(templates.values())))
     return "\n".join(" ".join(line.split()) for line in console.export_text().splitlines())
@@ -77,6 +82,23 @@ def test_the_table_says_what_failures_leave() -> None:
     text = printed(problem, plan, templates)
 
     assert "\n3 1 x 3 nodes 1.08 s 29.6 +31.4%" in text
+
+
+def test_the_table_says_what_joins_make() -> None:
+    """Two pipelines of two nodes; with three and three nodes 8 + 2 stages of 60 ms. Five nodes, of
+    which not all could work without a template of three, are two and three."""
+    problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
+    templates = ranked_templates(problem, 4, max_nodes=6)
+    by_size = {size: ranked.template for size, ranked in templates.items()}
+    plan = best_plan(problem, range(4), by_size, epoch=0)
+
+    text = printed(problem, plan, templates, max_nodes=6)
+
+    after = text[text.index("After joins") :]
+    assert "\n5 1 x 2 nodes, 1 x 3 nodes " in after
+    assert "\n6 2 x 3 nodes 610.4 ms 52.4 -25.9%" in after
+    assert "should some join" not in text
+    assert "After joins" not in printed(problem, plan, templates)
 
 
 def test_the_table_says_which_nodes_that_join_could_not_work() -> None:
@@ -136,7 +158,7 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
         json.dumps(plan_json(every, plan, templates=tuple(templates.values()), planning_s=0.25))
     )
 
-    assert sorted(shown) == ["fewer_nodes", "plan", "planning_s", "templates"]
+    assert sorted(shown) == ["fewer_nodes", "more_nodes", "plan", "planning_s", "templates"]
     assert sorted(templates) == [template["nodes"] for template in shown["templates"]]
     keys = {"nodes", "stages", "iteration_s", "peak_bytes", "gap"}
     assert all(keys == set(template) for template in shown["templates"])
@@ -160,7 +182,24 @@ def test_json_holds_the_plan_and_what_each_template_would_take(
         counts = [pipeline["microbatches"] for pipeline in fewer["pipelines"]]
         assert problem.num_microbatches == sum(counts)
         assert fewer["iteration_s"] == plan_iteration_s(every.plans[fewer["nodes"]], every.times)
+    assert shown["more_nodes"] == []
     assert shown["planning_s"] == 0.25
+
+
+def test_json_has_what_joins_make() -> None:
+    """With the keys of what failures leave, after one join first."""
+    problem = equal_problem(device_memory_bytes=80 * MEBIBYTE)
+    templates = ranked_templates(problem, 4, max_nodes=7)
+    by_size = {size: ranked.template for size, ranked in templates.items()}
+    every = foreseen_plans(problem, 4, by_size, max_nodes=7)
+
+    shown = plan_json(every, every.plans[4], templates=tuple(templates.values()), planning_s=0.25)
+
+    assert [more["nodes"] for more in shown["more_nodes"]] == [5, 6, 7]
+    for more in shown["more_nodes"]:
+        assert set(more) == set(shown["fewer_nodes"][0])
+        assert sum(pipeline["nodes"] for pipeline in more["pipelines"]) == more["nodes"]
+        assert more["iteration_s"] == plan_iteration_s(every.plans[more["nodes"]], every.times)
 
 
 def test_json_with_the_papers_objective_has_its_value() -> None:

@@ -107,6 +107,21 @@ def test_sizes_run_from_n0_to_what_f_smallest_pipelines_leave() -> None:
     assert template_sizes(problem, 13) == (3, 4, 5, 6, 7)
 
 
+def test_nodes_that_may_join_add_larger_templates_and_leave_the_others() -> None:
+    """Six nodes need templates of 3 nodes, ten at most those of 4 - 7."""
+    problem = equal_problem(
+        num_layers=8, device_memory_bytes=54 * MEBIBYTE, failures_tolerated=1, num_microbatches=8
+    )
+
+    assert template_sizes(problem, 6) == (3,)
+    assert template_sizes(problem, 6, max_nodes=10) == (3, 4, 5, 6, 7)
+    assert template_sizes(problem, 6, max_nodes=5) == (3,)
+    fewer = pipeline_templates(problem, 6)
+    more = pipeline_templates(problem, 6, max_nodes=10)
+    assert list(more) == [3, 4, 5, 6, 7]
+    assert fewer[3] == more[3]
+
+
 def test_a_size_with_more_devices_than_layers_has_no_template() -> None:
     """Each stage needs a layer; the plan must do without such a template, not fail."""
     problem = equal_problem(num_layers=3)

@@ -175,6 +175,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_training(
         (["training.global_batch_size=1"], ("training.global_batch_size = 1", "2 is the nearest")),
         (["cluster.device_memory_bytes=100"], ("device_memory_bytes = 100",)),
         (["cluster.nodes=1000"], ("cluster.nodes = 1000", "at most 432 nodes")),
+        (["cluster.max_nodes=1000"], ("cluster.max_nodes = 1000", "at most 432 nodes")),
     ],
 )
 def test_a_job_that_does_not_fit_its_cluster_names_what_would_do(

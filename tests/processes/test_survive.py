@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chaos import ITERATIONS, N0, chaos_job, check_report, recoveries, struck
+from chaos import ITERATIONS, N0, chaos_job, check_report, every_plan_for, recoveries, struck
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.job import JobConfig
@@ -104,6 +104,22 @@ def test_any_node_may_be_killed_in_any_iteration_and_at_any_step(
     assert event.kind == "kill"
     assert 0 < event.downtime_s < 3 * DOWNTIME_S
     assert len(result.report.final.nodes) == 5
+
+
+def test_a_job_that_plans_for_joins_trains_and_survives(
+    server: ForkServer, tmp_path: Path, calm: Callable[[str], tuple[str, str]]
+) -> None:
+    """Six nodes, and plans for up to nine; until some join, they change nothing."""
+    without = chaos_job("gpt2", tmp_path / "run", server)
+    config = replace(without, cluster=replace(without.cluster, max_nodes=9))
+
+    result = struck(config, server, "kill:1@3")
+
+    assert result.error is None
+    assert digests(result) == calm("gpt2")
+    assert len(result.report.final.nodes) == 5
+    assert sorted(result.planned.every.plans) == list(range(N0, 10))
+    assert result.planned.plan == every_plan_for(without).plans[6]
 
 
 @pytest.mark.parametrize("specs", sampled(AT_ONCE, 2))

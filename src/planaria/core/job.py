@@ -101,6 +101,9 @@ class CheckpointConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     nodes: int = _key(2, "nodes to start with")
+    max_nodes: int = _key(
+        0, "nodes that there may be once some have joined, to plan for; 0: as many as nodes"
+    )
     devices_per_node: int = _key(1, "devices in each node")
     device_memory_bytes: int = _key(
         0, "what a device may hold; 0: what the device has (emulated nodes: no limit)"

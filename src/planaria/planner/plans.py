@@ -5,8 +5,8 @@ In three steps, for the nodes that there are:
 2. Microbatches: the distribution with which the slowest pipeline ends earliest (batches.py).
 3. Nodes, in their order.
 
-`every_plan` takes them for every number of nodes that failures may leave, `foreseen_plans` for as
-many failures as a job tolerates.
+`every_plan` takes them for every number of nodes that failures may leave or joins may make,
+`foreseen_plans` for as many failures as a job tolerates.
 
 The first two steps are planaria's own unless a `Method` says otherwise.
 
@@ -59,7 +59,7 @@ class EveryPlan:
 
     Attributes:
         templates: by number of nodes; none where nodes differ.
-        plans: by the number of nodes that are left, on nodes 0, 1, ..; without it a job is
+        plans: by the number of nodes that there are, on nodes 0, 1, ..; without it a job is
             re-formed by Oobleck's three steps only.
         times: of the templates.
     """
@@ -121,7 +121,7 @@ def every_plan(
     The templates get company: fewer than (f + 1) * n0 nodes may need one of up to 2 * n0 - 1.
 
     Args:
-        num_nodes: N, of the cluster at its largest.
+        num_nodes: N, of the cluster at its largest, once nodes have joined.
         templates: by number of nodes, as `pipeline_templates` gives them.
 
     Raises:
@@ -136,23 +136,25 @@ def foreseen_plans(
     num_nodes: int,
     templates: Mapping[int, PipelineTemplate],
     *,
+    max_nodes: int = 0,
     method: Method = METHOD,
 ) -> EveryPlan:
-    """The best plan for all nodes, and for what one to f failures leave of them.
+    """The best plan for all nodes, for what one to f failures leave of them, and for more of them.
 
     As `every_plan`, but all nodes work before the first failure, and of more than FORESEEN_MAX
-    numbers of failures that many are looked at, from 1 to f.
+    numbers of failures, or of nodes that join, so many are looked at, from 1 to the most.
+
+    Args:
+        max_nodes: nodes that there may be, if that is more.
 
     Raises:
         ConfigError: as `best_plan` and `every_plan`.
     """
     f, n0 = problem.failures_tolerated, min(templates)
     check_microbatches(problem, f + 1)
-    failures: Sequence[int] = range(f + 1)
-    if f > FORESEEN_MAX:
-        steps = FORESEEN_MAX - 1
-        failures = (0, *(1 + (f - 1) * step // steps for step in range(steps + 1)))
-    left = sorted(num_nodes - number for number in failures)
+    fewer = [num_nodes - number for number in _some_up_to(f)]
+    more = [num_nodes + number for number in _some_up_to(max_nodes - num_nodes)]
+    left = sorted((*fewer, num_nodes, *more))
     if left[0] < (f + 1) * n0:
         templates = _with_company(problem, templates, method)
     every = _plans_for(problem, left, templates, method)
@@ -201,6 +203,14 @@ def plan_bubble_share(plan: Plan, times: PlainTimes) -> float:
     return times.bubble_share(templates, pipeline_microbatches(plan))
 
 
+def _some_up_to(most: int) -> Sequence[int]:
+    """1 to so many, or FORESEEN_MAX of these numbers, the first and the last among them."""
+    if most <= FORESEEN_MAX:
+        return range(1, most + 1)
+    steps = FORESEEN_MAX - 1
+    return [1 + (most - 1) * step // steps for step in range(steps + 1)]
+
+
 def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, PipelineTemplate]:
     """The templates where nodes are all of one kind."""
     return {(size,): template for size, template in templates.items()}
@@ -221,7 +231,7 @@ def _plans_for(
     templates: Mapping[int, PipelineTemplate],
     method: Method,
 ) -> EveryPlan:
-    """The best plan for each number of nodes left, ascending, with as many of them as can work."""
+    """The best plan for each number of nodes, ascending, with as many of them as can work."""
     at_work = _nodes_at_work(problem, left, n0=min(templates), sizes=tuple(templates))
     times = PlainTimes(problem, templates.values())
     search = method.sets(problem, _by_counts(templates), times)

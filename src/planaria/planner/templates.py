@@ -2,7 +2,8 @@
 
 Node specification (4.1.1): templates of n0, n0 + 1, .. N - f * n0 nodes, where n0 is the smallest
 number of nodes that can hold the model. f pipelines of n0 nodes and one of all the others use any
-number of nodes from (f + 1) * n0 to N, so no node ever idles.
+number of nodes from (f + 1) * n0 to N, so no node ever idles. Where nodes may join, N is the most
+that there may be.
 
 Stage partition (4.1.2): the partition with the lowest bound at the microbatches that the pipeline
 would get, which is exact (bound.py), and from there the fastest nearby by simulated 1F1B with
@@ -64,11 +65,12 @@ def smallest_num_nodes(problem: Problem) -> int:
     return n0
 
 
-def template_sizes(problem: Problem, num_nodes: int) -> tuple[int, ...]:
+def template_sizes(problem: Problem, num_nodes: int, *, max_nodes: int = 0) -> tuple[int, ...]:
     """n0 .. N - f * n0: the sizes of templates that keep all of at most N nodes at work.
 
     Args:
         num_nodes: N, of the cluster.
+        max_nodes: N once nodes have joined, if that is more.
 
     Raises:
         ConfigError: N nodes are too few for f + 1 pipelines; it says which f, N or memory would do.
@@ -76,7 +78,7 @@ def template_sizes(problem: Problem, num_nodes: int) -> tuple[int, ...]:
     n0 = smallest_num_nodes(problem)
     if num_nodes < (problem.failures_tolerated + 1) * n0:
         raise _too_few_nodes_error(problem, num_nodes, n0)
-    return tuple(range(n0, num_nodes - problem.failures_tolerated * n0 + 1))
+    return tuple(range(n0, max(num_nodes, max_nodes) - problem.failures_tolerated * n0 + 1))
 
 
 def pipeline_template(
@@ -102,26 +104,34 @@ def ranked_template(
     )
 
 
-def pipeline_templates(problem: Problem, num_nodes: int) -> dict[int, PipelineTemplate]:
+def pipeline_templates(
+    problem: Problem, num_nodes: int, *, max_nodes: int = 0
+) -> dict[int, PipelineTemplate]:
     """By number of nodes, the templates for a cluster; sizes that cannot be are left out.
 
-    Each is the fastest at the microbatches that it gets where the whole cluster is made of it.
+    Each is the fastest at the microbatches that it gets where the whole cluster is made of it; of
+    those that only more nodes need, the cluster of max_nodes.
 
     Args:
-        num_nodes: N, of the cluster.
+        num_nodes, max_nodes: as `template_sizes`.
 
     Raises:
         ConfigError: as `template_sizes`.
     """
-    ranked = ranked_templates(problem, num_nodes)
+    ranked = ranked_templates(problem, num_nodes, max_nodes=max_nodes)
     return {size: one.template for size, one in ranked.items()}
 
 
-def ranked_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplate]:
+def ranked_templates(
+    problem: Problem, num_nodes: int, *, max_nodes: int = 0
+) -> dict[int, RankedTemplate]:
     """As `pipeline_templates`, with what is known of each."""
+    sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
+    largest = num_nodes - problem.failures_tolerated * sizes[0]
     microbatches: dict[Counts, int] = {
-        (size,): -(-problem.num_microbatches // (num_nodes // size))
-        for size in template_sizes(problem, num_nodes)
+        (size,): -(-problem.num_microbatches // (cluster // size))
+        for size in sizes
+        for cluster in [num_nodes if size <= largest else max(num_nodes, max_nodes)]
     }
     ranked = fastest_templates(stage_costs(problem), microbatches)
     return {size: one for (size,), one in ranked.items()}
@@ -156,9 +166,11 @@ def fastest_templates(
     }
 
 
-def paper_templates(problem: Problem, num_nodes: int) -> dict[int, RankedTemplate]:
+def paper_templates(
+    problem: Problem, num_nodes: int, *, max_nodes: int = 0
+) -> dict[int, RankedTemplate]:
     """The templates that Oobleck's own objective chooses, without memory as there."""
-    sizes = template_sizes(problem, num_nodes)
+    sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
     costs = stage_costs(_without_memory(problem))
     found = {size: paper_partition(costs, size) for size in sizes}
     return {

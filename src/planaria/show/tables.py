@@ -2,9 +2,10 @@
 
 The iteration time of a template is that at the microbatches which it gets in the plan; of one that
 the plan does not use, at the job's microbatches divided among as many such pipelines as its nodes
-would hold, rounded up. The peak memory is that of the fullest device at the same microbatches. The
-gap is how much slower than the best partition of as many nodes a template can be at most, at the
-latter microbatches. Bubbles are parts of the plan's whole iteration, reductions included.
+would hold, or those after all joins if only then it has a use, rounded up. The peak memory is that
+of the fullest device at the same microbatches. The gap is how much slower than the best partition
+of as many nodes a template can be at most, at the latter microbatches. Bubbles are parts of the
+plan's whole iteration, reductions included.
 """
 
 from collections import Counter
@@ -46,20 +47,23 @@ _STAGES_MAX: Final = 8
 
 def plan_table(every: EveryPlan, plan: Plan, *, templates: Sequence[RankedTemplate]) -> Group:
     """What rich prints: the templates, those in use first to the eye, the plan, and what follows
-    failures.
+    failures and joins.
 
     Args:
-        every: has the plans for fewer nodes.
+        every: has the plans for fewer nodes, and for more.
     """
     parts: list[RenderableType] = [
         _heading(every.problem, plan),
-        _templates_table(every.problem, templates, plan),
+        _templates_table(every, templates, plan),
         _pipelines_table(every, plan),
         _summary(every, plan),
     ]
-    fewer = _fewer_plans(every, plan)
+    fewer, more = _fewer_plans(every, plan), _more_plans(every, plan)
     if fewer:
-        parts.append(_fewer_table(every, plan, fewer))
+        title = f"After failures{' of the fastest nodes' if _is_unequal(plan) else ''}"
+        parts.append(_others_table(every, plan, fewer, title=title, nodes="nodes\nleft"))
+    if more:
+        parts.append(_others_table(every, plan, more, title="After joins", nodes="nodes"))
     note = _joins_note(every.problem, plan, templates)
     if note:
         parts.append(Text(note, style="yellow"))
@@ -79,7 +83,7 @@ def plan_json(
     Args:
         planning_s: what it took to make templates and plans.
     """
-    costs = _costs(every.problem, templates, plan)
+    costs = _costs(every, templates, plan)
     return {
         "templates": [
             {
@@ -106,21 +110,27 @@ def plan_json(
             ],
             **_speed(every, plan),
         },
-        "fewer_nodes": [
-            {
-                "nodes": num_left,
-                "pipelines": [
-                    {"nodes": pipeline.template.num_nodes, "microbatches": count}
-                    for pipeline, count in zip(
-                        fewer.pipelines, pipeline_microbatches(fewer), strict=True
-                    )
-                ],
-                **_speed(every, fewer),
-            }
-            for num_left, fewer in _fewer_plans(every, plan).items()
-        ],
+        "fewer_nodes": _others_json(every, _fewer_plans(every, plan)),
+        "more_nodes": _others_json(every, _more_plans(every, plan)),
         "planning_s": planning_s,
     }
+
+
+def _others_json(every: EveryPlan, others: Mapping[int, Plan]) -> list[dict[str, Any]]:
+    """Plans by their number of nodes."""
+    return [
+        {
+            "nodes": num_nodes,
+            "pipelines": [
+                {"nodes": pipeline.template.num_nodes, "microbatches": count}
+                for pipeline, count in zip(
+                    other.pipelines, pipeline_microbatches(other), strict=True
+                )
+            ],
+            **_speed(every, other),
+        }
+        for num_nodes, other in others.items()
+    ]
 
 
 def _kinds_json(template: PipelineTemplate) -> dict[str, Any]:
@@ -174,14 +184,17 @@ class _Cost:
     peak_bytes: int
 
 
-def _costs(problem: Problem, templates: Sequence[RankedTemplate], plan: Plan) -> Iterator[_Cost]:
+def _costs(every: EveryPlan, templates: Sequence[RankedTemplate], plan: Plan) -> Iterator[_Cost]:
     """Of each template."""
+    problem, num_nodes = every.problem, len(plan.nodes)
+    largest = num_nodes - problem.failures_tolerated * templates[0].template.num_nodes
     used: dict[PipelineTemplate, list[int]] = {}
     for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
         used.setdefault(pipeline.template, []).append(count)
     for ranked in templates:
         counts = used.get(ranked.template, [])
-        would_fit = max(1, len(plan.nodes) // ranked.template.num_nodes)
+        size = ranked.template.num_nodes
+        would_fit = max(1, (num_nodes if size <= largest else max(every.plans)) // size)
         microbatches = max(counts, default=-(-problem.num_microbatches // would_fit))
         yield _cost(problem, ranked, num_used=len(counts), num_microbatches=microbatches)
 
@@ -220,7 +233,7 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
 
 
-def _templates_table(problem: Problem, templates: Sequence[RankedTemplate], plan: Plan) -> Table:
+def _templates_table(every: EveryPlan, templates: Sequence[RankedTemplate], plan: Plan) -> Table:
     table = _table("Pipeline templates")
     table.add_column("nodes", justify="right")
     if _is_unequal(plan):
@@ -230,7 +243,7 @@ def _templates_table(problem: Problem, templates: Sequence[RankedTemplate], plan
     table.add_column("iteration", justify="right", no_wrap=True)
     table.add_column("gap", justify="right", no_wrap=True)
     table.add_column("peak\nmemory", justify="right", no_wrap=True)
-    for ranked, cost in zip(templates, _costs(problem, templates, plan), strict=True):
+    for ranked, cost in zip(templates, _costs(every, templates, plan), strict=True):
         kinds = [", ".join(_kinds_texts(cost.template))] if _is_unequal(plan) else []
         table.add_row(
             str(cost.template.num_nodes),
@@ -287,19 +300,27 @@ def _fewer_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
     return {n: every.plans[n] for n in sorted(every.plans, reverse=True) if n < num_nodes}
 
 
-def _fewer_table(every: EveryPlan, plan: Plan, fewer: Mapping[int, Plan]) -> Table:
+def _more_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
+    """By the number of nodes, after one join first."""
+    return {n: every.plans[n] for n in sorted(every.plans) if n > len(plan.nodes)}
+
+
+def _others_table(
+    every: EveryPlan, plan: Plan, others: Mapping[int, Plan], *, title: str, nodes: str
+) -> Table:
+    """What the plan would be re-formed to; `nodes` is what the numbers of nodes are called."""
     now_s = plan_iteration_s(plan, every.times)
-    table = _table(f"After failures{' of the fastest nodes' if _is_unequal(plan) else ''}")
-    table.add_column("nodes\nleft", justify="right")
+    table = _table(title)
+    table.add_column(nodes, justify="right")
     table.add_column("pipelines")
     table.add_column("iteration", justify="right", no_wrap=True)
     table.add_column("samples/s", justify="right", no_wrap=True)
     table.add_column("longer\nthan now", justify="right", no_wrap=True)
-    for num_left, left in fewer.items():
-        iteration_s = plan_iteration_s(left, every.times)
+    for num_nodes, other in others.items():
+        iteration_s = plan_iteration_s(other, every.times)
         table.add_row(
-            str(num_left),
-            ", ".join(_pipelines_texts(left, num_left)),
+            str(num_nodes),
+            ", ".join(_pipelines_texts(other, num_nodes)),
             seconds_text(iteration_s),
             f"{samples_per_s(every.problem, iteration_s):,.1f}",
             f"{100 * (iteration_s / now_s - 1 if now_s else 0.0):+.1f}%",
