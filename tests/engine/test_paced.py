@@ -51,21 +51,30 @@ def test_what_sleeps_overshoot_is_made_up_for(seed: int, durations: list[float])
     assert -1e-9 <= clock.now_s - sum(durations) <= late_s + 1e-9
 
 
-def test_a_model_takes_the_profiles_time_within_three_percent() -> None:
-    """0.2 s in 40 layers forward and backward, by the real clock; the best of three counts, for
-    other people use the machine too."""
+def test_a_model_takes_the_profiles_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers keep one pace, forward and backward: 120 late sleeps are late as one. By the real
+    clock it takes no less; benchmarks/prediction.py asserts on an idle machine that it takes no
+    more than 3% more."""
     layers = model(*[0.2 / 40 / 3] * 40)
-    modules = [layers.materialise(layer) for layer in range(layers.num_layers)]
-    errors = []
-    for _ in range(3):
-        start_s = time.monotonic()
-        hidden = torch.ones(1, WIDTH, requires_grad=True)
-        for module in modules:
-            hidden = module(hidden)
-        hidden.sum().backward()  # type: ignore[no-untyped-call]
-        errors.append(abs(time.monotonic() - start_s - 0.2) / 0.2)
+    start_s = time.monotonic()
+    _train(layers)
+    seconds = time.monotonic() - start_s
+    late_s = 0.004
+    clock = _LateClock(0, late_s)
+    monkeypatch.setattr(paced, "time", clock)
 
-    assert min(errors) < 0.03
+    _train(model(*[0.2 / 40 / 3] * 40))
+
+    assert seconds >= 0.2 - 1e-6
+    assert -1e-9 <= clock.now_s - 0.2 <= late_s + 1e-9
+
+
+def _train(layers: SplitModel) -> None:
+    """One microbatch, forward and backward."""
+    hidden = torch.ones(1, WIDTH, requires_grad=True)
+    for layer in range(layers.num_layers):
+        hidden = layers.materialise(layer)(hidden)
+    hidden.sum().backward()  # type: ignore[no-untyped-call]
 
 
 @given(st.floats(0.0, 0.002), st.floats(0.001, 0.1))

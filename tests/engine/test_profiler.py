@@ -1,7 +1,6 @@
-"""The profiler measures what a layer is, and the pace of layers that sleep is right."""
+"""The profiler measures what a layer is."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, on_one_device, scaled
 from planaria.engine import profiler
 from planaria.engine.layers import SplitModel, TiedGroup
-from planaria.engine.paced import PacedData, paced_model
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
 from planaria.transport.links import Links
@@ -137,23 +135,6 @@ def _paced(num_layers: int, forward_s: float) -> ModelProfile:
         layers=(layer,) * num_layers,
         links={"intra_node": link, "inter_node": link},
     )
-
-
-def test_paced_layers_take_their_time_on_average() -> None:
-    """What one sleep overshoots the next makes up for: 60 sleeps, 3% in all."""
-    model = paced_model(_paced(20, 0.003), seed=0)
-    layers = [model.materialise(layer) for layer in range(20)]
-    x, target = PacedData().sample(5, seed=0)
-    start_s = time.monotonic()
-    hidden = x.unsqueeze(0).requires_grad_()
-    for layer in layers:
-        hidden = layer(hidden)
-    model.loss_sum(hidden, target.unsqueeze(0)).backward()  # type: ignore[no-untyped-call]
-
-    # A lower bound holds on any machine; the upper one is three times the goal.
-    seconds = time.monotonic() - start_s
-    assert 20 * 0.009 - 0.004 <= seconds <= 1.09 * 20 * 0.009
-    assert all(p.grad is not None and p.grad.any() for m in layers for p in m.parameters())
 
 
 def test_a_job_plans_with_the_figures_for_one_device() -> None:
