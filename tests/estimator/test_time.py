@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from math import isclose
 from random import Random
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -176,17 +176,18 @@ def assert_timeline_is_simulated(plan: Plan, rng: Random, seed: int) -> None:
     assert isclose(iteration_s, timeline.iteration_s), f"seed {seed}"
 
 
-def test_timelines_of_rerouted_plans_equal_a_simulation_by_events() -> None:
-    """1,000 plans: links that queue, reductions that wait for each other, dozens of ranks."""
+@pytest.mark.parametrize("number", [300, pytest.param(1000, marks=pytest.mark.long)])
+def test_timelines_of_rerouted_plans_equal_a_simulation_by_events(number: int) -> None:
+    """Links that queue, reductions that wait for each other, dozens of ranks."""
     found: Counter[str] = Counter()
-    for seed in range(SEED, SEED + 1000):
+    for seed in range(SEED, SEED + number):
         rng = Random(seed)
         plan = routed_plan(rng, num_layers_max=40 if seed % 25 == 0 else 8)
         found.update(variety(plan))
         assert_timeline_is_simulated(plan, rng, seed)
 
     assert len(found) == 6
-    assert min(found.values()) > 50, found
+    assert min(found.values()) > number / 20, found
 
 
 def test_timelines_of_plain_plans_equal_a_simulation_by_events() -> None:
@@ -272,10 +273,10 @@ def test_a_thousand_ranks_are_timed_while_one_waits() -> None:
     profile = model((layer(1.0, 2.0),) * 1000)
     schedule = place_transfers(routed_1f1b(plan))
 
-    start_s = perf_counter()
+    start_s = process_time()
     timeline = predicted_timeline(schedule, profile, plan=plan)
 
-    assert perf_counter() - start_s < RANKS_S_MAX
+    assert process_time() - start_s < RANKS_S_MAX
     assert timeline.iteration_s == (128 + 1000 - 1) * (1.0 + 2.0)
 
 

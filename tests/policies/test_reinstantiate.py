@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -258,15 +258,16 @@ def test_the_best_answer_depends_on_when_the_next_failure_is_expected() -> None:
 
 @pytest.mark.parametrize(("n0", "f"), [(1, 1), (2, 1), (4, 2), (8, 1)])
 def test_proposals_for_32_nodes_take_less_than_100_ms(n0: int, f: int) -> None:
-    """The decision is in every downtime. The best of three runs, as the machine is shared."""
+    """The decision is in every downtime. The best of three runs, by this process's own clock, as
+    the machine is shared."""
     book = every(32, n0=n0, f=f)
     plan = book.plans[32]
     for lost in ((0,), (3, 30), (0, 9, 17)):
         seconds = []
         for _ in range(3):
-            start_s = perf_counter()
+            start_s = process_time()
             found = proposed(book, plan, lost)
-            seconds.append(perf_counter() - start_s)
+            seconds.append(process_time() - start_s)
 
         assert found
         assert min(seconds) < 0.1

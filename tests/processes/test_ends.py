@@ -16,8 +16,9 @@ from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 
 SCRIPT_EXAMPLE = PACED.with_name("script.py")
-GONE_S = 2.0
-FAST, SLOW = "model.time_scale=0.1", "model.time_scale=40"  # Iterations of tens of ms, or seconds.
+# Iterations of a tenth of a second, or of more than an hour: whoever waits for one is found out,
+# also on a machine that is too busy for limits of seconds.
+FAST, SLOW = "model.time_scale=0.1", "model.time_scale=4000"
 SMALL = (
     FAST,
     "cluster.nodes=6",
@@ -29,6 +30,7 @@ ENDLESS = (*SMALL, "training.iterations=1_000_000_000", "checkpoint.persist_ever
 # What the command says right before each of these moments.
 IMPORTING, PREPARING, STARTING = "importing torch", "building the model", "6 nodes are up"
 TRAINING, SAVING = "iteration 1 ", "saved iteration 2"
+LATER = pytest.param(PREPARING, marks=pytest.mark.long)  # Between two others.
 
 
 def shared_memory() -> set[str]:
@@ -40,7 +42,6 @@ def assert_nothing_is_left(command: Command, ports: set[int]) -> None:
     wait_for(
         lambda: not command.processes() and not ports & listening_ports(),
         what="processes and ports are gone",
-        timeout_s=GONE_S,
     )
 
 
@@ -50,9 +51,10 @@ def newest_iteration(directory: Path) -> int:
     return manifest.iteration
 
 
-@pytest.mark.parametrize("moment", [IMPORTING, PREPARING, STARTING, SAVING])
+@pytest.mark.parametrize("moment", [IMPORTING, LATER, STARTING, SAVING])
 def test_nothing_outlives_a_killed_launcher(moment: str, tmp_path: Path) -> None:
-    """SIGKILL leaves it no last word: the kernel has to end the others, also while they import."""
+    """SIGKILL leaves it no last word: the kernel has to end the others. That it does so also while
+    they import is in tests/nodes/test_forkserver.py, with an import that never ends."""
     before = shared_memory()
     with running(train_arguments(PACED, *ENDLESS), directory=tmp_path) as command:
         command.wait_output(moment)
@@ -78,7 +80,12 @@ def as_a_scheduler_does(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "interrupt", [to_the_launcher_alone, to_the_foreground_group, as_a_scheduler_does]
+    "interrupt",
+    [
+        pytest.param(to_the_launcher_alone, marks=pytest.mark.long),
+        to_the_foreground_group,
+        as_a_scheduler_does,
+    ],
 )
 def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
     interrupt: Callable[[Command], None], server: ForkServer, tmp_path: Path
@@ -106,23 +113,25 @@ def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
     assert [record.iteration for record in result.report.iterations] == [saved]
 
 
-@pytest.mark.parametrize("moment", [IMPORTING, PREPARING, STARTING])
+@pytest.mark.parametrize("moment", [IMPORTING, LATER, STARTING])
 def test_ctrl_c_before_training_ends_at_once(moment: str, tmp_path: Path) -> None:
-    """There is nothing to save yet, so nobody waits for an iteration."""
+    """There is nothing to save yet, so nobody waits for an iteration, or for what comes next."""
     settings = (*ENDLESS, SLOW)
     with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
         command.wait_output(moment)
         command.process.send_signal(signal.SIGINT)
 
-        assert command.wait(timeout_s=GONE_S) == 130
+        assert command.wait() == 130
         assert_nothing_is_left(command, set())
+    assert "training\n" not in command.output
+    assert moment != IMPORTING or PREPARING not in command.output
     assert command.errors.startswith("planaria: interrupted")
     assert command.errors.count("\n") == 1
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> None:
-    """The first waits for a commit that is seconds away."""
+    """The first waits for a commit that is an hour away."""
     settings = (*ENDLESS, SLOW, "checkpoint.persist_every=0")
     with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
         command.wait_output("training\n")
@@ -130,7 +139,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> N
         command.wait_output("stopping at the next commit")
         command.process.send_signal(signal.SIGINT)
 
-        assert command.wait(timeout_s=GONE_S) == 130
+        assert command.wait() == 130
         assert_nothing_is_left(command, set())
     assert "nothing was saved; there is no checkpoint" in command.errors
     assert not (tmp_path / "checkpoints").exists()
@@ -143,7 +152,7 @@ def test_a_killed_fork_server_ends_the_job_and_is_named(tmp_path: Path) -> None:
         (fork_server,) = psutil.Process(command.process.pid).children()
         fork_server.kill()
 
-        assert command.wait(timeout_s=2 * GONE_S) == 3
+        assert command.wait() == 3
         assert_nothing_is_left(command, set())
     assert "the fork server was killed by signal 9" in command.errors
     assert command.errors.count("\n") == 1

@@ -178,8 +178,9 @@ def test_a_later_epoch_keeps_the_connections() -> None:
         assert descriptors == num_descriptors()
 
 
-def test_abort_frees_a_blocked_receive_within_milliseconds() -> None:
-    """And the links work again after the next begin."""
+def test_abort_frees_a_blocked_receive_long_before_its_timeout() -> None:
+    """Within milliseconds on an idle machine; Gloo needs 10 s. The links work again after the next
+    begin."""
     with linked(2) as ranks:
         thread, errors = blocked_receive(ranks[1], 0)
         start_s = time.monotonic()
@@ -189,7 +190,7 @@ def test_abort_frees_a_blocked_receive_within_milliseconds() -> None:
 
         assert isinstance(errors[0], AbortedError)
         assert "node 7 is gone" in str(errors[0])
-        assert seconds < 0.5  # Milliseconds on an idle machine; Gloo needs 10 s.
+        assert seconds < TIMEOUT_S / 4
         begin_all(ranks, 1)
         ranks[0].send(1, tag(0), payload(1))
         assert received(ranks[1], 0, 0) == payload(1).tolist()
@@ -203,7 +204,7 @@ def test_an_abort_with_a_begin_right_behind_frees_whoever_waited() -> None:
             thread, errors = blocked_receive(right, 0)
             right.abort("next epoch", first_epoch=epoch)
             right.begin(epoch, addresses=addresses(ranks), peers=(0,), timeout_s=TIMEOUT_S)
-            thread.join(2.0)
+            thread.join(TIMEOUT_S)
 
             left.abort("", first_epoch=epoch + 1)
             assert not thread.is_alive()
