@@ -15,9 +15,17 @@ FAMILY_MODULES = tuple(
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
+def hang_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While there is such a file, the next forward of `user_models:hanging` hangs."""
+    return tmp_path_factory.mktemp("hang") / "hang"
+
+
+@pytest.fixture(scope="session")
+def server(hang_file: Path) -> Iterator[ForkServer]:
     """Jobs of the session fork their nodes from here, so that none imports torch again."""
     preload = (*PRELOAD, "transformers.models.auto.modeling_auto", "planaria.engine.hf_layers")
-    running = ForkServer((*preload, *FAMILY_MODULES), path=[str(Path(__file__).parent)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HANG_FILE", str(hang_file))
+        running = ForkServer((*preload, *FAMILY_MODULES), path=[str(Path(__file__).parent)])
     yield running
     running.close()

@@ -20,6 +20,7 @@ from planaria.observe.metrics import IterationRecord
 from planaria.planning import fork_server
 
 LEASE_S = 1.0
+TESTS = str(Path(__file__).parents[1])
 
 
 def contents(directory: Path) -> dict[str, int]:
@@ -31,10 +32,10 @@ def test_a_node_that_goes_on_after_its_eviction_ends_itself_and_says_so(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """It hangs for longer than its lease, while the others train on, and then wakes up."""
-    config = chaos_job("gpt2", tmp_path / "run", server, iterations=200)
+    config = chaos_job("sequential", tmp_path / "run", server, iterations=1000)
     config = replace(config, cluster=replace(config.cluster, lease_s=LEASE_S))
     printed: list[str] = []
-    own = fork_server(config, output=printed.append)
+    own = fork_server(config, search_path=[TESTS], output=printed.append)
     display = _StopsOnceAlone(own, num_left=6)
     try:
         result = struck(config, own, "hang=2:4@3.forward", display=display)

@@ -3,13 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from chaos import recoveries
 from jobs import tiny_job
 from planaria.library import Job, Silent
+from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
-from planaria.planning import fork_server
 
 LEASE_S = 1.0
 
@@ -26,22 +24,17 @@ class _Hanging(Silent):
 
 
 def test_a_forward_that_never_returns_is_found_by_its_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, hang_file: Path, tmp_path: Path
 ) -> None:
     """Its action takes ten times as long as the longest before; then its worker is replaced."""
-    path = tmp_path / "hang"
-    monkeypatch.setenv("HANG_FILE", str(path))
     config = tiny_job("sequential", tmp_path, iterations=6)
     config = replace(
         config,
         model=replace(config.model, target="user_models:hanging"),
         cluster=replace(config.cluster, nodes=3, lease_s=LEASE_S),
     )
-    server = fork_server(config, search_path=[str(Path(__file__).parent.parent)])
-    try:
-        result = Job(config).run(server=server, display=_Hanging(path))
-    finally:
-        server.close()
+
+    result = Job(config).run(server=server, display=_Hanging(hang_file))
 
     assert result.error is None
     (event,) = recoveries(result)
