@@ -37,11 +37,13 @@ test: check
 	$(BIN)/python -m pytest
 
 sweep: $(READY)
-	$(BIN)/python -m pytest -m long tests/processes/test_bits.py
+	$(BIN)/python -m pytest -m long tests/processes/test_bits.py tests/processes/test_oracle.py \
+		tests/planner tests/estimator
 
 chaos: $(READY)
 	$(BIN)/python -m pytest -m '' tests/coordinator tests/processes/test_survive.py \
-		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py
+		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py \
+		tests/processes/test_ends.py
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)

@@ -23,11 +23,10 @@ from planaria.planning import given_profile, plan_job
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"
 SHRUNK = (
-    "model.config.n_layer=8",
     "model.config.n_embd=16",
     "model.config.n_head=2",
     "data.sequence_length=16",
-    "training.global_batch_size=20",
+    "training.global_batch_size=12",
     "training.microbatch_size=2",
 )
 ITERATIONS = 8

@@ -26,6 +26,7 @@ from planaria.planning import cache_directory
 from user_models import sequential
 
 NUM_ITERATIONS = 20
+SAMPLE = ("gpt2", "llama", "bert", "sequential")  # The others are variants of them.
 
 _OPT = {
     "num_hidden_layers": 8,
@@ -112,7 +113,13 @@ def _cross_entropy_sum(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits, targets.reshape(-1), reduction="sum")
 
 
-@pytest.mark.parametrize("family", [*WITHOUT_DROPOUT, "sequential"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in SAMPLE else pytest.mark.long)
+        for family in (*WITHOUT_DROPOUT, "sequential")
+    ],
+)
 def test_training_agrees_with_plain_torch(family: str, server: ForkServer, tmp_path: Path) -> None:
     """Twenty iterations on two unequal pipelines, the same microbatches, clipping and schedule."""
     torch.set_num_threads(1)
