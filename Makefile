@@ -38,7 +38,7 @@ test: check
 
 sweep: $(READY)
 	$(BIN)/python -m pytest -m long tests/processes/test_bits.py tests/processes/test_oracle.py \
-		tests/planner tests/estimator
+		tests/processes/test_features.py tests/planner tests/estimator
 
 chaos: $(READY)
 	$(BIN)/python -m pytest -m '' tests/coordinator tests/processes/test_survive.py \

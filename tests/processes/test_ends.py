@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +31,11 @@ ENDLESS = (*SMALL, "training.iterations=1_000_000_000", "checkpoint.persist_ever
 # What the command says right before each of these moments.
 IMPORTING, PREPARING, STARTING = "importing torch", "building the model", "6 nodes are up"
 TRAINING, SAVING = "iteration 1 ", "saved iteration 2"
-LATER = pytest.param(PREPARING, marks=pytest.mark.long)  # Between two others.
+
+
+def long(value: object) -> Any:
+    """A case between others, which only make chaos runs."""
+    return pytest.param(value, marks=pytest.mark.long)
 
 
 def shared_memory() -> set[str]:
@@ -51,7 +56,7 @@ def newest_iteration(directory: Path) -> int:
     return manifest.iteration
 
 
-@pytest.mark.parametrize("moment", [IMPORTING, LATER, STARTING, SAVING])
+@pytest.mark.parametrize("moment", [IMPORTING, long(PREPARING), long(STARTING), SAVING])
 def test_nothing_outlives_a_killed_launcher(moment: str, tmp_path: Path) -> None:
     """SIGKILL leaves it no last word: the kernel has to end the others. That it does so also while
     they import is in tests/nodes/test_forkserver.py, with an import that never ends."""
@@ -82,7 +87,7 @@ def as_a_scheduler_does(command: Command) -> None:
 @pytest.mark.parametrize(
     "interrupt",
     [
-        pytest.param(to_the_launcher_alone, marks=pytest.mark.long),
+        long(to_the_launcher_alone),
         to_the_foreground_group,
         as_a_scheduler_does,
     ],
@@ -113,7 +118,7 @@ def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
     assert [record.iteration for record in result.report.iterations] == [saved]
 
 
-@pytest.mark.parametrize("moment", [IMPORTING, LATER, STARTING])
+@pytest.mark.parametrize("moment", [IMPORTING, long(PREPARING), STARTING])
 def test_ctrl_c_before_training_ends_at_once(moment: str, tmp_path: Path) -> None:
     """There is nothing to save yet, so nobody waits for an iteration, or for what comes next."""
     settings = (*ENDLESS, SLOW)

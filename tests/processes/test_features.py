@@ -88,13 +88,7 @@ def test_weights_from_a_directory(server: ForkServer, tmp_path: Path) -> None:
 
     one, other = _both(given, server, tmp_path)
     assert one == other
-    fresh = train_shape(job, (1,), server).report
-    continued = train_shape(
-        replace(given, checkpoint=replace(given.checkpoint, directory=str(tmp_path / "again"))),
-        (1,),
-        server,
-    ).report
-    assert fresh.iterations[0].loss != continued.iterations[0].loss
+    assert one != digests(train_shape(job, (1,), server))
 
 
 def test_a_saved_dataset(server: ForkServer, tmp_path: Path) -> None:
@@ -108,7 +102,7 @@ def test_a_saved_dataset(server: ForkServer, tmp_path: Path) -> None:
     assert one == other
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.long), "bert"])
 def test_a_text_file_with_a_tokenizer_of_its_own(
     family: str, server: ForkServer, tmp_path: Path
 ) -> None:
