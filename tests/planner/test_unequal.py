@@ -25,8 +25,8 @@ from planaria.schedule.lower import lowered
 from strategies import MEBIBYTE, equal_problem
 
 SEED = 20_261_121
-NUM_PIPELINES = 200
-NUM_CLUSTERS = 75
+NUM_PIPELINES = 300
+NUM_CLUSTERS = 150
 
 
 def kinds(rng: random.Random, problem: Problem) -> list[NodeKind]:
