@@ -265,4 +265,4 @@ def test_the_store_is_what_the_model_says_through_crashes(monkeypatch: pytest.Mo
     )
     StoreMachine.TestCase("runTest").runTest()
 
-    assert StoreMachine.num_crashes > 40
+    assert StoreMachine.num_crashes > 5  # Of some 60; Hypothesis draws anew each time.
