@@ -28,6 +28,9 @@ from planaria.estimator.makespan import Run, Seconds, StageSeconds, StageTable, 
 _TOLERANCE: Final = 1e-9
 _FIRST_CHECK: Final = 3  # Times the number of stages, in microbatches; then so many times that.
 _CHECK_GROWTH: Final = 1.3
+# Most pipelines repeat at the first check, some after a hundred times as many microbatches. Who
+# does not in a run is run anew, in one this much longer and without the others.
+_RUN_GROWTH: Final = 4
 _ENDLESS: Final = 1 << 60
 _CHUNK_BYTES: Final = 1 << 26  # Of the states of one run, as far as the number of columns can help.
 
@@ -77,24 +80,36 @@ class StageEnds:
 def stage_ends(pipelines: Sequence[StageSeconds], num_microbatches: int) -> list[StageEnds]:
     """The ends of each pipeline's stages with up to so many microbatches."""
     found: dict[int, StageEnds] = {}
-    # Those of one run are filled up to the deepest: neighbours in depth share one.
-    by_depth = sorted(range(len(pipelines)), key=lambda i: len(pipelines[i].forward_s))
-    while by_depth:
-        depth = len(pipelines[by_depth[-1]].forward_s)
-        num_ticks = min(2 * num_microbatches, 4 * _FIRST_CHECK * depth) + depth
-        most = max(1, _CHUNK_BYTES // (3 * 8 * num_ticks * depth))
-        together, by_depth = by_depth[-most:], by_depth[:-most]
-        ends = _ends(stage_table([pipelines[i] for i in together]), num_microbatches)
-        for index, of_one in zip(together, ends, strict=True):
-            num_stages = len(pipelines[index].forward_s)
-            own_s = np.ascontiguousarray(of_one.ends_s[:, -num_stages:])
-            found[index] = StageEnds(own_s, of_one.period, of_one.period_s)
+    factor = _FIRST_CHECK
+    while len(found) < len(pipelines):
+        # Those of one run are filled up to the deepest: neighbours in depth share one.
+        left = [index for index in range(len(pipelines)) if index not in found]
+        by_depth = sorted(left, key=lambda i: len(pipelines[i].forward_s))
+        while by_depth:
+            depth = len(pipelines[by_depth[-1]].forward_s)
+            num_ticks = 2 * min(num_microbatches, factor * depth) + depth
+            most = max(1, _CHUNK_BYTES // (3 * 8 * num_ticks * depth))
+            together, by_depth = by_depth[-most:], by_depth[:-most]
+            table = stage_table([pipelines[i] for i in together])
+            ends = _ends(table, num_microbatches, num_run=factor * depth)
+            for index, of_one in zip(together, ends, strict=True):
+                if of_one is not None:
+                    num_stages = len(pipelines[index].forward_s)
+                    own_s = np.ascontiguousarray(of_one.ends_s[:, -num_stages:])
+                    found[index] = StageEnds(own_s, of_one.period, of_one.period_s)
+        factor *= _RUN_GROWTH
     return [found[index] for index in range(len(pipelines))]
 
 
-def _ends(table: StageTable, num_microbatches: int) -> list[StageEnds]:
-    """The ends of the pipelines of a table, filled up in front."""
-    states, periods, periods_s = _states(table, num_microbatches)
+def _ends(table: StageTable, num_microbatches: int, *, num_run: int) -> list[StageEnds | None]:
+    """The ends of the pipelines of a table, filled up in front; None for those that do not repeat
+    within so many microbatches."""
+    states, periods, periods_s = _states(table, num_microbatches, num_run)
+    columns = np.flatnonzero((periods > 0) | (num_run >= num_microbatches))
+    states = states[..., columns]
+    backward_s, transfer_s, latency_s = (
+        one_s[:, None, columns] for one_s in (table.backward_s, table.transfer_s, table.latency_s)
+    )
     num_stages = len(table.forward_s)
     most = min(num_microbatches, (len(states) - num_stages) // 2)
     stage = np.arange(num_stages)[:, None]
@@ -109,17 +124,19 @@ def _ends(table: StageTable, num_microbatches: int) -> list[StageEnds]:
     for wave in range(1, num_stages):
         upper, lower = slice(0, num_stages - wave), slice(1, num_stages - wave + 1)
         runs = (wave >= in_flight - number)[upper, :, None]
-        arrival_s = up_s[lower] + table.latency_s[lower, None]
-        _act(end_s[upper], arrival_s, table.backward_s[upper, None], runs)
-        _act(up_s[upper], end_s[upper], table.transfer_s[upper, None], runs)
-    return [
-        StageEnds(end_s[:, :, column].T, int(periods[column]), float(periods_s[column]))
-        for column in range(end_s.shape[2])
-    ]
+        _act(end_s[upper], up_s[lower] + latency_s[lower], backward_s[upper], runs)
+        _act(up_s[upper], end_s[upper], transfer_s[upper], runs)
+    found: list[StageEnds | None] = [None] * len(periods)
+    for index, column in enumerate(columns.tolist()):
+        period = int(periods[column])
+        found[column] = StageEnds(end_s[:, :, index].T, period, float(periods_s[column]))
+    return found
 
 
-def _states(table: StageTable, num_microbatches: int) -> tuple[Seconds, NDArray[np.int64], Seconds]:
-    """A run until it repeats, or to the last of the microbatches.
+def _states(
+    table: StageTable, num_microbatches: int, num_run: int
+) -> tuple[Seconds, NDArray[np.int64], Seconds]:
+    """A run until all repeat, but of no more than num_run of the microbatches.
 
     Returns:
         the state after each tick, of shape [ticks, 3, S, C]: when each stage, the link above it and
@@ -129,7 +146,7 @@ def _states(table: StageTable, num_microbatches: int) -> tuple[Seconds, NDArray[
     run = Run(table)
     num_stages, num_pipelines = table.forward_s.shape
     states: list[Seconds] = []
-    end = 2 * num_microbatches + num_stages
+    end = 2 * min(num_microbatches, num_run) + num_stages
     check = 2 * _FIRST_CHECK * num_stages
     periods = np.zeros(num_pipelines, dtype=np.int64)
     periods_s = np.zeros(num_pipelines)
