@@ -2,7 +2,7 @@
 
 import random
 import time
-from itertools import combinations_with_replacement, islice
+from itertools import combinations_with_replacement, islice, product
 
 import numpy as np
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planaria.planner.instantiate import (
     Range,
-    fastest_sizes,
+    SizeSearch,
     first_gap,
     instantiations,
     numbers_of_pipelines,
@@ -130,19 +130,43 @@ def test_the_fastest_set_is_that_of_exhaustive_search() -> None:
         }
         below_s = rng.choice((np.inf, min(everything.values(), default=1.0) + rng.randint(0, 1)))
 
-        found = fastest_sizes(
+        search = SizeSearch(
             (num_nodes,),
             {(size,): table for size, table in times_s.items()},
             num_microbatches=most,
             pipelines=Range(fewest, None if is_free else limit),
-            below_s=below_s,
         )
+        found = search.fastest((num_nodes,), below_s=below_s)
 
         expected = min(((s, m) for m, s in everything.items() if s < below_s), default=None)
         num_none += expected is None
         sets = None if found is None else (found[0], tuple(size for (size,) in found[1]))
         assert expected == sets, f"seed {SEED}, case {index}"
     assert 20 < num_none < 300
+
+
+def test_what_was_found_for_some_nodes_changes_nothing_for_others() -> None:
+    """One search, asked for parts of its nodes in any order and below any limit, answers as a new
+    one does; of one kind of nodes, and of two."""
+    rng = random.Random(SEED)
+    for index in range(150):
+        num_kinds, most = rng.randint(1, 2), rng.randint(4, 12)
+        nodes: Counts = tuple(rng.randint(2, 8 if num_kinds == 1 else 3) for _ in range(num_kinds))
+        parts = list(product(*(range(count + 1) for count in nodes)))[1:]
+        sizes = rng.sample(parts, rng.randint(1, min(5, len(parts))))
+        times_s = dict(
+            zip(sizes, makespans(rng, list(range(len(sizes))), most).values(), strict=True)
+        )
+        limit = rng.choice((None, 4)) if sum(nodes) <= most else 4
+        pipelines = Range(rng.randint(1, 3), limit)
+
+        search = SizeSearch(nodes, times_s, num_microbatches=most, pipelines=pipelines)
+        for _ in range(8):
+            part, below_s = rng.choice(parts), rng.choice((np.inf, float(rng.randint(5, 25))))
+            new = SizeSearch(part, times_s, num_microbatches=most, pipelines=pipelines)
+
+            expected = new.fastest(part, below_s=below_s)
+            assert expected == search.fastest(part, below_s=below_s), f"seed {SEED}, case {index}"
 
 
 def test_a_thousand_nodes_are_answered_while_one_waits() -> None:
@@ -154,7 +178,8 @@ def test_a_thousand_nodes_are_answered_while_one_waits() -> None:
     }
 
     start_s = time.perf_counter()
-    found = fastest_sizes((1000,), times_s, num_microbatches=4000, pipelines=Range(5, None))
+    search = SizeSearch((1000,), times_s, num_microbatches=4000, pipelines=Range(5, None))
+    found = search.fastest((1000,))
 
     assert time.perf_counter() - start_s < MANY_NODES_S
     assert found is not None

@@ -146,16 +146,23 @@ class Pipeline:
 
     def stage_ranks(self, stage_index: int) -> tuple[int, ...]:
         """The ranks of one stage, the one that its hops name first."""
+        return self.ranks_by_stage()[stage_index]
+
+    def ranks_by_stage(self) -> tuple[tuple[int, ...], ...]:
+        """As `stage_ranks`, of all stages."""
         per_node = self.template.devices_per_node
-        first = sum(stage.num_devices for stage in self.template.stages[:stage_index])
-        devices = range(first, first + self.template.stages[stage_index].num_devices)
-        return tuple(self.nodes[d // per_node] * per_node + d % per_node for d in devices)
+        ranks = [node * per_node + device for node in self.nodes for device in range(per_node)]
+        ends = accumulate(stage.num_devices for stage in self.template.stages)
+        return tuple(
+            tuple(ranks[end - stage.num_devices : end])
+            for stage, end in zip(self.template.stages, ends, strict=True)
+        )
 
     def route(self) -> "Route":
         """The route of a microbatch along this pipeline's own stages."""
         return tuple(
-            Hop(self.stage_ranks(index)[0], stage.first_layer, stage.end_layer)
-            for index, stage in enumerate(self.template.stages)
+            Hop(ranks[0], stage.first_layer, stage.end_layer)
+            for stage, ranks in zip(self.template.stages, self.ranks_by_stage(), strict=True)
         )
 
 
@@ -201,8 +208,10 @@ class Plan:
         return {
             rank: range(stage.first_layer, stage.end_layer)
             for pipeline in self.pipelines
-            for index, stage in enumerate(pipeline.template.stages)
-            for rank in pipeline.stage_ranks(index)
+            for stage, ranks in zip(
+                pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
+            )
+            for rank in ranks
         }
 
     def holders(self, layer: int) -> tuple[int, ...]:

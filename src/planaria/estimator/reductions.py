@@ -36,8 +36,10 @@ class Reductions:
         self._num_devices = {
             rank: stage.num_devices
             for pipeline in plan.pipelines
-            for index, stage in enumerate(pipeline.template.stages)
-            for rank in pipeline.stage_ranks(index)
+            for stage, ranks in zip(
+                pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
+            )
+            for rank in ranks
         }
 
     def seconds(self, bucket: Bucket) -> float:

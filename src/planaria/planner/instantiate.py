@@ -5,15 +5,16 @@ is fast enough if their capacities add up to the job's microbatches. The most th
 is found for all n at once by a dynamic program over nodes (Oobleck's coin change, with the largest
 sum in place of a list of all sets), and the smallest T for which that suffices by bisection over
 the times there are. So hundreds of nodes, with more sets than could ever be listed, are answered
-exactly.
+exactly. What was tried for one number of nodes serves all others.
 
 Source: Oobleck (SOSP '23), section 4.2.1, equation 5 and its two requirements.
 Differs: equation 5 lists all sets, and 4.2.2 prices each; here none but the fastest is looked at.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Final
 
@@ -91,49 +92,79 @@ def first_gap(num_nodes: int, sizes: Sequence[int], *, min_pipelines: int) -> ra
     return range(gaps[0], end)
 
 
-def fastest_sizes(
-    nodes: Counts,
-    times_s: Mapping[Counts, Seconds],
-    *,
-    num_microbatches: int,
-    pipelines: Range,
-    below_s: float = np.inf,
-) -> tuple[float, tuple[Counts, ...]] | None:
-    """When the slowest pipeline ends in the fastest multiset of sizes, and that, ascending.
+class SizeSearch:
+    """The fastest multisets of sizes that use all of some nodes, for any part of the nodes.
 
-    Of equals the first in order. O(V * sizes * pipelines.fewest) for each of some 20 times that are
-    tried, where V is the number of parts that nodes of several kinds have: n + 1 of n alike.
+    What a time suffices for is kept, for all parts at once: so the search for one part begins
+    between times that were tried for others, which for a few nodes more or less are close by.
 
     Args:
-        nodes: all of each kind, which the pipelines use.
+        nodes: the most that will be asked for, of each kind.
         times_s: by size; entry n - 1 is when a pipeline with n microbatches ends; they never fall.
-        pipelines: how many the set may have; `most` must keep them from outnumbering microbatches.
-        below_s: there is none unless it is faster than that.
+        pipelines: how many a set may have; `most` must keep them from outnumbering microbatches.
     """
-    sizes = sorted((size for size in times_s if _is_part(size, nodes)), key=_order)
-    if not sizes:
-        return None
-    tables = [times_s[size] for size in sizes]
-    ends_s = np.sort(np.concatenate(tables))
-    sums = _Sums(nodes, sizes, pipelines)
 
-    def suffices(time_s: float) -> bool:
-        return sums.most(_capacities(tables, time_s)) >= num_microbatches
+    def __init__(
+        self,
+        nodes: Counts,
+        times_s: Mapping[Counts, Seconds],
+        *,
+        num_microbatches: int,
+        pipelines: Range,
+    ) -> None:
+        self._num_microbatches = num_microbatches
+        self._sizes = sorted((size for size in times_s if _is_part(size, nodes)), key=_order)
+        self._tables = [times_s[size] for size in self._sizes]
+        self._ends_s = np.sort(np.concatenate(self._tables)) if self._tables else np.zeros(0)
+        self._sums = _Sums(nodes, self._sizes, pipelines) if self._sizes else None
+        # By time, ascending: for which parts it suffices.
+        self._tried: list[tuple[float, NDArray[np.bool_]]] = []
 
-    fast_enough_s = _largest_below(ends_s, below_s)
-    if not suffices(fast_enough_s):
-        return None
-    too_fast_s = _too_fast_s(sum(nodes), list(map(sum, sizes)), tables, num_microbatches)
-    while (next_s := _largest_below(ends_s, fast_enough_s)) > too_fast_s:
-        middle_s = (too_fast_s + next_s) / 2
-        if middle_s <= too_fast_s:  # There is no number between them.
-            middle_s = next_s
-        time_s = _largest_below(ends_s, np.nextafter(middle_s, np.inf))
-        if time_s > too_fast_s and suffices(time_s):
-            fast_enough_s = time_s
+    def fastest(
+        self, nodes: Counts, *, below_s: float = np.inf
+    ) -> tuple[float, tuple[Counts, ...]] | None:
+        """When the slowest pipeline ends in the fastest multiset, and that, ascending.
+
+        Of equals the first in order. O(V * sizes * pipelines.fewest) for each of the times that are
+        tried, some 20 for the first part, where V is the number of parts that nodes of several
+        kinds have: n + 1 of n alike.
+
+        Args:
+            nodes: all of each kind, which the pipelines use.
+            below_s: there is none unless it is faster than that.
+        """
+        if self._sums is None:
+            return None
+        part = self._sums.part(nodes)
+        fast_enough_s = _largest_below(self._ends_s, below_s)
+        if not self._suffices(fast_enough_s, part):
+            return None
+        index = bisect_left(self._tried, True, key=lambda tried: bool(tried[1][part]))
+        fast_enough_s = min(fast_enough_s, self._tried[index][0])
+        if index:
+            too_fast_s = self._tried[index - 1][0]
         else:
-            too_fast_s = middle_s
-    return fast_enough_s, sums.first(_capacities(tables, fast_enough_s), num_microbatches)
+            in_nodes = [sum(size) for size in self._sizes]
+            too_fast_s = _too_fast_s(sum(nodes), in_nodes, self._tables, self._num_microbatches)
+        while (next_s := _largest_below(self._ends_s, fast_enough_s)) > too_fast_s:
+            middle_s = (too_fast_s + next_s) / 2
+            if middle_s <= too_fast_s:  # There is no number between them.
+                middle_s = next_s
+            time_s = _largest_below(self._ends_s, np.nextafter(middle_s, np.inf))
+            if time_s > too_fast_s and self._suffices(time_s, part):
+                fast_enough_s = time_s
+            else:
+                too_fast_s = middle_s
+        capacities = _capacities(self._tables, fast_enough_s)
+        return fast_enough_s, self._sums.first(part, capacities, self._num_microbatches)
+
+    def _suffices(self, time_s: float, part: int) -> bool:
+        assert self._sums is not None
+        index = bisect_left(self._tried, time_s, key=lambda tried: tried[0])
+        if index == len(self._tried) or self._tried[index][0] != time_s:
+            most = self._sums.most(_capacities(self._tables, time_s), self._num_microbatches)
+            self._tried.insert(index, (time_s, most >= self._num_microbatches))
+        return bool(self._tried[index][1][part])
 
 
 class _Sums:
@@ -146,64 +177,84 @@ class _Sums:
     def __init__(self, nodes: Counts, sizes: Sequence[Counts], pipelines: Range) -> None:
         self._sizes = sizes
         self._pipelines = pipelines
-        parts = np.array(list(product(*(range(count + 1) for count in nodes))))
-        steps = [prod(count + 1 for count in nodes[kind + 1 :]) for kind in range(len(nodes))]
+        self._shape = tuple(count + 1 for count in nodes)
+        parts = np.array(list(product(*map(range, self._shape))))
+        self._steps = [prod(self._shape[kind + 1 :]) for kind in range(len(nodes))]
         # [v, i]: where part v without size i stands in a row.
-        self._less = parts @ steps + 1 - (np.array(sizes) @ steps)[:, None]
+        self._less = parts @ self._steps + 1 - (np.array(sizes) @ self._steps)[:, None]
         for kind in range(len(nodes)):
             self._less[parts[:, kind] < np.array(sizes)[:, None, kind]] = 0
         self._less = np.ascontiguousarray(self._less.T)
+        self._jumps = tuple(_jumps(sizes, self._shape))
 
-    def most(self, capacities: Numbers) -> int:
-        """The most that a set ends."""
-        return int(self._rest(self._rows(capacities), capacities, 0)[-1])
+    def part(self, nodes: Counts) -> int:
+        """The number of the part with so many nodes of each kind."""
+        return sum(count * step for count, step in zip(nodes, self._steps, strict=True))
 
-    def first(self, capacities: Numbers, num_microbatches: int) -> tuple[Counts, ...]:
-        """Of the sets that end so many the first in order: the smallest sizes first."""
-        rows = self._rows(capacities)
-        rests: dict[int, Numbers] = {}
+    def most(self, capacities: Numbers, num_microbatches: int) -> Numbers:
+        """[v]: the most that a set of part v ends; less if no set of any part ends so many."""
+        most = self._pipelines.most
+        if most is not None and most * int(capacities.max()) < num_microbatches:
+            return np.full(len(self._less), _NEVER)
+        return self._rests(self._rows(capacities), capacities, 0)[0, 1:]
+
+    def first(self, part: int, capacities: Numbers, num_microbatches: int) -> tuple[Counts, ...]:
+        """Of the sets of a part that end so many the first in order: the smallest sizes first."""
+        # More than the fewest needed make no difference where there is no limit.
+        last = self._pipelines.most or self._pipelines.fewest
+        rests = self._rests(self._rows(capacities), capacities, last)
         chosen: list[Counts] = []
-        part, ended = len(self._less) - 1, 0
+        ended = 0
         while part:
-            # More than the fewest needed make no difference where there is no limit.
-            used = len(chosen) + 1
-            if self._pipelines.most is None:
-                used = min(used, self._pipelines.fewest)
-            if used not in rests:
-                rests[used] = self._rest(rows, capacities, used)
-            ends = ended + capacities + rests[used][self._less[part]]
+            used = min(len(chosen) + 1, last)
+            ends = ended + capacities + rests[used, self._less[part]]
             index = int(np.flatnonzero(ends >= num_microbatches)[0])
             chosen.append(self._sizes[index])
             part, ended = int(self._less[part, index]) - 1, ended + int(capacities[index])
         return tuple(chosen)
 
-    def _rows(self, capacities: Numbers) -> list[Numbers]:
-        """[k][1 + v]: the most that k pipelines of part v together end."""
-        row = np.full(len(self._less) + 1, _NEVER)
-        row[1] = 0
-        rows = [row]
-        number = self._pipelines.most
-        for _ in range(self._pipelines.fewest if number is None else number):
-            row = np.full_like(row, _NEVER)
-            sums = rows[-1][self._less] + capacities
-            np.maximum(sums.max(axis=1), _NEVER, out=row[1:])
-            rows.append(row)
+    def _rows(self, capacities: Numbers) -> Numbers:
+        """[k, 1 + v]: the most that k pipelines of part v together end."""
+        number = self._pipelines.fewest if self._pipelines.most is None else self._pipelines.most
+        rows = np.full((number + 1, len(self._less) + 1), _NEVER)
+        rows[0, 1] = 0
+        for row, next_row in pairwise(rows):
+            np.maximum((row[self._less] + capacities).max(axis=1), _NEVER, out=next_row[1:])
         return rows
 
-    def _rest(self, rows: Sequence[Numbers], capacities: Numbers, used: int) -> Numbers:
-        """[1 + v]: the most that part v ends, with as many pipelines as may follow so many."""
-        fewest = max(0, self._pipelines.fewest - used)
-        if self._pipelines.most is None:
-            return self._any_more(rows[fewest], capacities)
-        rest: Numbers = np.max(rows[fewest : max(1, self._pipelines.most - used + 1)], axis=0)
-        return rest
+    def _rests(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
+        """[used, 1 + v]: the most that part v ends, with as many pipelines as may follow so many,
+        of which there are 0, 1, .. last."""
+        fewest, most = self._pipelines.fewest, self._pipelines.most
+        if most is None:
+            return self._any_more(rows[fewest - last : fewest + 1][::-1], capacities)
+        first = [max(0, fewest - used) for used in range(last + 1)]
+        ends = [max(1, most - used + 1) for used in range(last + 1)]
+        return np.stack([rows[a:b].max(axis=0) for a, b in zip(first, ends, strict=True)])
 
-    def _any_more(self, row: Numbers, capacities: Numbers) -> Numbers:
-        """The most where any number of pipelines may be added."""
-        row = row.copy()
-        for part, less in enumerate(self._less):
-            row[1 + part] = max(row[1 + part], (row[less] + capacities).max())
-        return row
+    def _any_more(self, rows: Numbers, capacities: Numbers) -> Numbers:
+        """The most where any number of pipelines may be added to each row."""
+        grid = np.array(rows[:, 1:]).reshape(-1, *self._shape)
+        each = capacities.tolist()
+        for index, number, ahead, behind in self._jumps:
+            if each[index] > 0:
+                target = grid[ahead]
+                np.maximum(target, grid[behind] + number * each[index], out=target)
+        return np.concatenate((rows[:, :1], grid.reshape(len(rows), -1)), axis=1)
+
+
+def _jumps(
+    sizes: Sequence[Counts], shape: Counts
+) -> Iterator[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
+    """For each size, by its index, 1, 2, 4, .. of it at once, as far as they are in the grid of all
+    parts: from which parts to which they lead. All of them in turn add any number."""
+    for index, size in enumerate(sizes):
+        number = 1
+        while all(number * count < end for count, end in zip(size, shape, strict=True)):
+            ahead = (slice(number * count, None) for count in size)
+            behind = (slice(end - number * count) for count, end in zip(size, shape, strict=True))
+            yield index, number, (slice(None), *ahead), (slice(None), *behind)
+            number *= 2
 
 
 def _capacities(tables: Sequence[Seconds], time_s: float) -> Numbers:

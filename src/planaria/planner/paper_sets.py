@@ -25,7 +25,7 @@ import numpy as np
 from planaria.core.plan import PipelineTemplate
 from planaria.estimator.makespan import stage_seconds
 from planaria.planner.batches import levelled_distribution
-from planaria.planner.instantiate import Range, fastest_sizes, sets_of
+from planaria.planner.instantiate import Range, SizeSearch, sets_of
 from planaria.planner.paper import paper_iteration_s
 from planaria.planner.plans import Method
 from planaria.planner.problem import Counts, Problem, Seconds
@@ -72,12 +72,13 @@ class PaperSets:
         numbers: Seconds = np.arange(1.0, self._num_microbatches + 1)
         would_fit = sum(nodes) // min(map(sum, self._microbatch_s))
         most = None if would_fit <= self._num_microbatches else self._num_microbatches
-        found = fastest_sizes(
+        search = SizeSearch(
             nodes,
             {size: numbers * one_s for size, one_s in self._microbatch_s.items()},
             num_microbatches=self._num_microbatches,
             pipelines=Range(min_pipelines, most),
         )
+        found = search.fastest(nodes)
         return None if found is None else self._instantiated(found[1])
 
     def _instantiated(self, sizes: tuple[Counts, ...]) -> Instantiated:

@@ -236,12 +236,14 @@ def _plans_for(
     times = PlainTimes(problem, templates.values())
     search = method.sets(problem, _by_counts(templates), times)
     plans = {}
-    for num_left, (num_working, min_pipelines) in at_work.items():
+    # What is found for the most nodes helps with fewer.
+    for num_left, (num_working, min_pipelines) in reversed(at_work.items()):
         best = search.fastest((num_working,), min_pipelines)
         assert best is not None
         pipelines = pipelines_of([templates[size] for (size,) in best.sizes], range(num_working))
         plans[num_left] = plain_plan(0, pipelines, best.microbatches)
-    return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
+    ascending = dict(reversed(plans.items()))
+    return EveryPlan(problem=problem, templates=templates, plans=ascending, times=times)
 
 
 def _nodes_at_work(

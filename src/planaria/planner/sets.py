@@ -18,9 +18,8 @@ from typing import Final
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate
-from planaria.estimator.makespan import Seconds
 from planaria.planner.batches import check_microbatches, fastest_distribution
-from planaria.planner.instantiate import Range, fastest_sizes, sets_of
+from planaria.planner.instantiate import Range, SizeSearch, sets_of
 from planaria.planner.problem import Counts, Problem
 from planaria.planner.times import PlainTimes
 
@@ -48,7 +47,7 @@ class SetSearch:
         self._problem = problem
         self._templates = templates
         self._times = times
-        self._tables: dict[int, dict[Counts, Seconds]] = {}
+        self._searches: dict[Range, tuple[Counts, SizeSearch]] = {}
 
     def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
         """The fastest set that uses all of so many nodes; None if there is none."""
@@ -63,37 +62,41 @@ class SetSearch:
     def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
         best: Instantiated | None = None
         for pipelines in self._ranges(sum(nodes), min_pipelines):
-            found = fastest_sizes(
-                nodes,
-                self._of_each_number(pipelines.fewest),
-                num_microbatches=self._problem.num_microbatches,
-                pipelines=pipelines,
-                # Also what is as fast, and has more pipelines.
-                below_s=np.nextafter(best.iteration_s, np.inf) if best else np.inf,
-            )
+            # Also what is as fast, and has more pipelines.
+            below_s = np.nextafter(best.iteration_s, np.inf) if best else np.inf
+            found = self._search(nodes, pipelines).fastest(nodes, below_s=below_s)
             if found is not None:
                 one = self._instantiated(found[1])
                 best = min(best, one) if best else one
         return best
 
+    def _search(self, nodes: Counts, pipelines: Range) -> SizeSearch:
+        """One for these nodes; kept, so that it is best to ask for the most nodes first."""
+        most, search = self._searches.get(pipelines, ((0,) * len(nodes), None))
+        if search is None or any(there > known for there, known in zip(nodes, most, strict=True)):
+            num_pipelines = pipelines.fewest
+            search = SizeSearch(
+                nodes,
+                {
+                    size: self._times.of_each_number(template, num_pipelines=num_pipelines)
+                    for size, template in self._templates.items()
+                },
+                num_microbatches=self._problem.num_microbatches,
+                pipelines=pipelines,
+            )
+            self._searches[pipelines] = nodes, search
+        return search
+
     def _ranges(self, num_nodes: int, fewest: int) -> Iterator[Range]:
-        """The numbers of pipelines: one by one, then all others."""
+        """The numbers of pipelines: many at once, then the others one by one, the most first. In a
+        large cluster the many are faster, and then little is tried for the others."""
         would_fit = num_nodes // min(map(sum, self._templates))
         most = min(would_fit, self._problem.num_microbatches)
-        for number in range(fewest, min(most, NUMBERS_APART) + 1):
+        many = max(fewest, NUMBERS_APART + 1)
+        if many <= most:
+            yield Range(many, None if most == would_fit else most)
+        for number in range(min(most, NUMBERS_APART), fewest - 1, -1):
             yield Range(number, number)
-        fewest = max(fewest, NUMBERS_APART + 1)
-        if fewest <= most:
-            yield Range(fewest, None if most == would_fit else most)
-
-    def _of_each_number(self, num_pipelines: int) -> dict[Counts, Seconds]:
-        """By size, when one of so many pipelines ends."""
-        if num_pipelines not in self._tables:
-            self._tables[num_pipelines] = {
-                size: self._times.of_each_number(template, num_pipelines=num_pipelines)
-                for size, template in self._templates.items()
-            }
-        return self._tables[num_pipelines]
 
     def _instantiated(self, sizes: tuple[Counts, ...]) -> Instantiated:
         templates = [self._templates[size] for size in sizes]

@@ -88,10 +88,12 @@ class PlainTimes:
         """As `iteration_s`, with its reductions."""
         profile = self._problem.profile
         plan = Plan(0, pipelines_of(templates, range(sum(t.num_nodes for t in templates))), ())
+        both = list(zip(templates, microbatches, strict=True))
+        stages_s = {pair: self.ends(pair[0]).of(pair[1]).tolist() for pair in set(both)}
         ends_s: dict[int, float] = {}
-        for pipeline, count in zip(plan.pipelines, microbatches, strict=True):
-            for index, end_s in enumerate(self.ends(pipeline.template).of(count).tolist()):
-                ends_s[pipeline.stage_ranks(index)[0]] = end_s
+        for pipeline, pair in zip(plan.pipelines, both, strict=True):
+            for ranks, end_s in zip(pipeline.ranks_by_stage(), stages_s[pair], strict=True):
+                ends_s[ranks[0]] = end_s
         buckets = buckets_of(plan, tied=profile.tied)
         # A stage's other devices hand over at once: they add nothing to its first one's.
         handed_over_s = [max(ends_s.get(rank, 0.0) for rank in b.ranks) for b in buckets]
