@@ -1,7 +1,8 @@
 """How long the planner takes, and how good what it finds is, beside the paper's.
 
     python benchmarks/planner.py            all parts
-    python benchmarks/planner.py times      one of: times, large, command, regret, ranks, unequal
+    python benchmarks/planner.py times      one of: times, large, command, regret, ranks, unequal,
+                                            plans, every
 
 times    one template for 8 - 24 nodes of 1 - 8 devices and 24 - 96 layers, as in Table 3 of Oobleck
          (SOSP '23), whose seconds stand beside ours, with each objective. Both of our columns are
@@ -13,16 +14,22 @@ regret   small problems, against all partitions there are: how much slower than 
 ranks    the iteration of 1,000 ranks with 128 microbatches, from its schedule, the best of three.
 unequal  some nodes at half the speed: the iteration of a plan that takes all for equal, of ours and
          of the same work without bubbles, transfers and reductions.
+plans    the plan for 1,000 nodes, given the templates: sets of pipelines, microbatches and nodes,
+         the best of three; and how long templates take.
+every    the plans for every number of 512 nodes, which are made once, how long it takes to find one
+         of them, and what the policy takes for its answers to the loss of a node.
 
 Exits 1 if a goal is missed.
 """
 
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +38,7 @@ from typing import Final
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exhaustive import all_shapes, makespans_s, small_problem, template_of
+from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import (
     LayerProfile,
     Link,
@@ -45,10 +53,18 @@ from planaria.core.profile_json import encode_profile
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.paper import paper_partition
-from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iteration_s
+from planaria.planner.plans import (
+    EveryPlan,
+    best_plan,
+    every_plan,
+    pipeline_microbatches,
+    plan_iteration_s,
+)
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.templates import pipeline_template, pipeline_templates, ranked_template
 from planaria.planner.unequal import UnequalPlanner
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
 from planaria.schedule.lower import lowered
 
 # Oobleck, Table 3: seconds by nodes, devices per node and layers.
@@ -68,6 +84,11 @@ CELL_S_MAX: Final = 1.0
 LARGE_S_MAX: Final = 10.0
 COMMAND_S_MAX: Final = {32: 3.0, 96: 6.0}
 RANKS_S_MAX: Final = 2.0
+PLAN_NODES: Final = 1000
+PLAN_S_MAX: Final = 1.0
+EVERY_NODES: Final = 512
+EVERY_S_MAX: Final = 15.0
+LOOKUP_S_MAX: Final = 1e-3
 SEED: Final = 20_261_121
 NUM_SMALL: Final = 60
 REGRET_MAX: Final = 0.03
@@ -261,6 +282,76 @@ def ranks() -> Iterator[str]:
         yield f"the iteration of 1000 ranks: {spent_s:.2f} s"
 
 
+def plans() -> Iterator[str]:
+    """What a plan for a large cluster takes."""
+    for memory_bytes in (0, 14_000_000_000):
+        problem = _clustered(PLAN_NODES, memory_bytes)
+        start_s = time.perf_counter()
+        templates = pipeline_templates(problem, PLAN_NODES)
+        made_s = time.perf_counter() - start_s
+        runs_s = []
+        for _ in range(3):
+            start_s = time.perf_counter()
+            plan = best_plan(problem, range(PLAN_NODES), templates, epoch=0)
+            runs_s.append(time.perf_counter() - start_s)
+        what = f"a plan for {PLAN_NODES} nodes, n0 = {min(templates)}"
+        print(
+            f"{what}: {min(runs_s):.2f} s (slowest of 3: {max(runs_s):.2f} s), "
+            f"{len(plan.pipelines)} pipelines; {made_s:.1f} s to make {len(templates)} templates"
+        )
+        if min(runs_s) > PLAN_S_MAX:
+            yield f"{what}: {min(runs_s):.2f} s"
+
+
+def every() -> Iterator[str]:
+    """What a job's start takes, so that a failure finds its plan."""
+    problem = _clustered(EVERY_NODES, 0)
+    templates = pipeline_templates(problem, EVERY_NODES)
+    before_bytes = _most_held_bytes()
+    start_s = time.perf_counter()
+    found = every_plan(problem, EVERY_NODES, templates)
+    spent_s = time.perf_counter() - start_s
+    more_bytes = _most_held_bytes() - before_bytes
+    print(
+        f"{len(found.plans)} plans, for every number of {EVERY_NODES} nodes: {spent_s:.1f} s, "
+        f"{1000 * spent_s / len(found.plans):.0f} ms each; {more_bytes / 1e6:.0f} MB at the peak"
+    )
+    if spent_s > EVERY_S_MAX:
+        yield f"all plans: {spent_s:.1f} s"
+    lookup_s = min(timeit.repeat(lambda: found.plans.get(EVERY_NODES - 1), number=1000)) / 1000
+    print(f"the plan for {EVERY_NODES - 1} nodes is found in {1e6 * lookup_s:.2f} us")
+    if lookup_s > LOOKUP_S_MAX:
+        yield f"a lookup: {1e3 * lookup_s:.2f} ms"
+    _print_answer(found)
+
+
+def _print_answer(found: EveryPlan) -> None:
+    """What the policy takes for its answers to the loss of a node; finding the plan is in that."""
+    plan, profile = found.plans[EVERY_NODES], found.problem.profile
+    prices = profile_prices(profile, regroup_s=0.0)
+    cluster, event = survivors(plan, (3,), epoch=1), NodesLost((3,), 0)
+    for known in (replace(found, plans={}), found):
+        runs_s = []
+        for _ in range(3):  # The first one also imports.
+            start_s = time.perf_counter()
+            transitions = Reinstantiate(known).propose(plan, cluster, event, prices)
+            runs_s.append(time.perf_counter() - start_s)
+        answers = " and ".join(transition.answer for transition in transitions)
+        print(f"the policy's answers to the loss of a node ({answers}): {min(runs_s):.3f} s")
+
+
+def _clustered(num_nodes: int, device_memory_bytes: int) -> Problem:
+    """32 unequal layers on nodes of one device, of which two may fail at once."""
+    problem = planning_problem(32, num_nodes, 1, spread=1.0)
+    profile = replace(problem.profile, device_memory_bytes=device_memory_bytes)
+    return replace(problem, profile=profile, failures_tolerated=2)
+
+
+def _most_held_bytes() -> int:
+    """The most memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 PARTS: Final = {
     "times": times,
     "large": large,
@@ -268,6 +359,8 @@ PARTS: Final = {
     "regret": regret,
     "ranks": ranks,
     "unequal": unequal,
+    "plans": plans,
+    "every": every,
 }
 
 

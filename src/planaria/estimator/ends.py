@@ -139,9 +139,8 @@ def _states(
     """A run until all repeat, but of no more than num_run of the microbatches.
 
     Returns:
-        the state after each tick, of shape [ticks, 3, S, C]: when each stage, the link above it and
-        the one below it are free; and of each pipeline the period in microbatches, 0 if it did not
-        come to repeat, and in seconds.
+        the state after each tick, of shape [ticks, 3, S + 1, C], see `Run`; and of each pipeline
+        the period in microbatches, 0 if it did not come to repeat, and in seconds.
     """
     run = Run(table)
     num_stages, num_pipelines = table.forward_s.shape
@@ -153,7 +152,7 @@ def _states(
     while len(states) < end:
         run.forward(len(states), _ENDLESS)
         run.backward(len(states), _ENDLESS)
-        states.append(np.stack((run.end_s, run.up_s[:-1], run.down_s[1:])))
+        states.append(run.state_s.copy())
         if len(states) == check + 1 < end:
             periods, periods_s = _repeats(states)
             if periods.all():
@@ -165,11 +164,13 @@ def _states(
 def _repeats(states: list[Seconds]) -> tuple[NDArray[np.int64], Seconds]:
     """Of each pipeline the fewest microbatches that repeat the last state, 0 for none, and how much
     later they end."""
-    *_, num_stages, num_pipelines = states[-1].shape
+    num_stages, num_pipelines = states[-1].shape[1] - 1, states[-1].shape[2]
     periods = np.zeros(num_pipelines, dtype=np.int64)
     periods_s = np.zeros(num_pipelines)
     for period in range(1, num_stages + 1):
-        later_s = (states[-1] - states[-1 - 2 * period]).reshape(-1, num_pipelines)
+        all_s = states[-1] - states[-1 - 2 * period]
+        # The rest never changes: there is no stage S, nor a link above the first stage.
+        later_s = np.concatenate((all_s[0, :-1], all_s[1, :-1], all_s[2, 1:]))
         most_s = later_s.max(axis=0)
         is_new = (most_s - later_s.min(axis=0) <= _TOLERANCE * most_s) & (periods == 0)
         periods[is_new] = period

@@ -160,13 +160,15 @@ class Run:
     Attributes:
         end_s: of what each stage has done so far, shape [S, C].
         down_s, up_s: of the transfers so far, shape [S + 1, C]: link i lies above stage i.
+        state_s: stages with a row more, links up and links down as one array, [3, S + 1, C].
     """
 
     def __init__(self, table: StageTable) -> None:
         self.table = table
         self.num_stages, num_pipelines = table.forward_s.shape
-        self.end_s = np.zeros((self.num_stages, num_pipelines))
-        self.down_s, self.up_s = np.zeros((2, self.num_stages + 1, num_pipelines))
+        self.state_s = np.zeros((3, self.num_stages + 1, num_pipelines))
+        stages_s, self.up_s, self.down_s = self.state_s
+        self.end_s = stages_s[:-1]
         # The same two sets of stages act in turns most of the time.
         self._down: dict[tuple[int, int], tuple[Seconds, ...]] = {}
         self._up: dict[tuple[int, int], tuple[Seconds, ...]] = {}

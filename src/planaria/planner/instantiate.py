@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from planaria.planner.problem import Counts, Seconds
 
 Numbers = NDArray[np.int64]
+_Chain: TypeAlias = "tuple[_Chain, Counts] | None"
 
 _NEVER: Final = -(1 << 40)
 _LOW_STEPS: Final = 20
@@ -291,21 +292,31 @@ def _sets(
     reachable: Collection[Counts] | None,
 ) -> Iterator[tuple[Counts, ...]]:
     """Sets of these sizes, ascending; `reachable` are the nodes that there are sets for."""
-    open_sets: list[tuple[Counts, int, tuple[Counts, ...]]] = [(nodes, 0, ())]
-    while open_sets:  # A stack, as a set may have more pipelines than Python has frames.
-        left, index, chosen = open_sets.pop()
-        missing = min_pipelines - len(chosen)
+    # A stack, as a set may have more pipelines than Python has frames; a set that is not whole
+    # yet is a chain, the last pipeline first, for there are far more of these.
+    open_sets: list[tuple[Counts, int, int, _Chain]] = [(nodes, 0, 0, None)]
+    while open_sets:
+        left, index, used, chosen = open_sets.pop()
+        missing = min_pipelines - used
         if not any(left) and missing <= 0:
-            yield chosen
+            yield _unchained(chosen)
         # The rest is at least as large as the smallest size, and cannot be that often.
         if index == len(sizes) or sum(left) < sum(sizes[index]) * max(1, missing):
             continue
         if reachable is not None and left not in reachable:
             continue
-        open_sets.append((left, index + 1, chosen))
+        open_sets.append((left, index + 1, used, chosen))
         if _is_part(sizes[index], left):
-            rest = tuple(count - used for count, used in zip(left, sizes[index], strict=True))
-            open_sets.append((rest, index, (*chosen, sizes[index])))
+            rest = tuple(count - taken for count, taken in zip(left, sizes[index], strict=True))
+            open_sets.append((rest, index, used + 1, (chosen, sizes[index])))
+
+
+def _unchained(chain: _Chain) -> tuple[Counts, ...]:
+    sizes = []
+    while chain is not None:
+        chain, size = chain
+        sizes.append(size)
+    return tuple(reversed(sizes))
 
 
 def _reachable(nodes: Counts, sizes: Sequence[Counts]) -> set[Counts]:
