@@ -23,7 +23,6 @@ Exits 1 if a goal is missed.
 """
 
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -307,14 +306,12 @@ def every() -> Iterator[str]:
     """What a job's start takes, so that a failure finds its plan."""
     problem = _clustered(EVERY_NODES, 0)
     templates = pipeline_templates(problem, EVERY_NODES)
-    before_bytes = _most_held_bytes()
     start_s = time.perf_counter()
     found = every_plan(problem, EVERY_NODES, templates)
     spent_s = time.perf_counter() - start_s
-    more_bytes = _most_held_bytes() - before_bytes
     print(
         f"{len(found.plans)} plans, for every number of {EVERY_NODES} nodes: {spent_s:.1f} s, "
-        f"{1000 * spent_s / len(found.plans):.0f} ms each; {more_bytes / 1e6:.0f} MB at the peak"
+        f"{1000 * spent_s / len(found.plans):.0f} ms each"
     )
     if spent_s > EVERY_S_MAX:
         yield f"all plans: {spent_s:.1f} s"
@@ -345,11 +342,6 @@ def _clustered(num_nodes: int, device_memory_bytes: int) -> Problem:
     problem = planning_problem(32, num_nodes, 1, spread=1.0)
     profile = replace(problem.profile, device_memory_bytes=device_memory_bytes)
     return replace(problem, profile=profile, failures_tolerated=2)
-
-
-def _most_held_bytes() -> int:
-    """The most memory that this process has had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 PARTS: Final = {
