@@ -1,11 +1,12 @@
 """Jobs that lose nodes: what they can be re-formed to, and what every answer must keep."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
 from planaria.core.cluster import ClusterState
-from planaria.core.plan import PipelineTemplate, Plan, Stage, Transition
+from planaria.core.plan import PARTS, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Prices, profile_prices
@@ -79,17 +80,25 @@ def check_is_whole(transition: Transition, cluster: ClusterState, every: EveryPl
 def check_transfers(
     transition: Transition, cluster: ClusterState, layer_bytes: tuple[int, ...]
 ) -> None:
-    """Exactly what is missing moves, once, whole, from where it lives, a layer at a time."""
+    """Exactly what is missing moves, each part once, from where it lives, one at a time."""
     held = cluster.held_by_rank()
     moved = [transfer for transfers in transition.rounds for transfer in transfers]
-    assert sorted((transfer.layer, transfer.target) for transfer in moved) == sorted(
-        (layer, rank)
+    assert sorted(
+        (transfer.layer, transfer.target, part)
+        for transfer in moved
+        for part in range(transfer.first_part, transfer.end_part)
+    ) == sorted(
+        (layer, rank, part)
         for rank, layers in transition.after.layers_by_rank().items()
         for layer in layers
         if layer not in held[rank]
+        for part in range(PARTS)
     )
     assert all(transfer.layer in held[transfer.source] for transfer in moved)
-    assert all(transfer.num_bytes == layer_bytes[transfer.layer] for transfer in moved)
+    num_bytes: Counter[tuple[int, int]] = Counter()
+    for transfer in moved:
+        num_bytes[transfer.layer, transfer.target] += transfer.num_bytes
+    assert all(size == layer_bytes[layer] for (layer, _), size in num_bytes.items())
     for transfers in transition.rounds:
         for ends in ([t.source for t in transfers], [t.target for t in transfers]):
             assert len(set(ends)) == len(ends)

@@ -45,15 +45,15 @@ def transition(
     )
 
 
-def test_downtime_is_regrouping_and_the_slowest_transfer_of_each_round() -> None:
+def test_downtime_is_regrouping_and_what_the_busiest_link_needs() -> None:
     """Ranks 0 and 1 share a node of two devices: their link is the fast one."""
-    rounds = (
-        (Transfer(0, 0, 2, 100), Transfer(1, 2, 4, 200)),  # 1.5 s and 2.5 s.
-        (Transfer(1, 0, 1, 200),),  # 0.2 s.
-    )
+    within = Transfer(1, 0, 1, 200)  # 0.2 s in a node, 2.5 s between nodes.
+    transfers = (Transfer(0, 0, 2, 100), Transfer(1, 2, 4, 200), within)
 
-    assert downtime_s(rounds, PRICES, devices_per_node=2) == pytest.approx(3.0 + 2.5 + 0.2)
-    assert downtime_s(rounds, PRICES, devices_per_node=1) == pytest.approx(3.0 + 2.5 + 2.5)
+    assert downtime_s(transfers, PRICES, devices_per_node=2) == pytest.approx(3.0 + 2.5)
+    # Node 0 sends 300 bytes, and so does node 2 receive and send.
+    assert downtime_s(transfers, PRICES, devices_per_node=1) == pytest.approx(3.0 + 3.5)
+    assert downtime_s((within,), PRICES, devices_per_node=2) == pytest.approx(3.0 + 0.2)
     assert downtime_s((), PRICES, devices_per_node=1) == 3.0
 
 

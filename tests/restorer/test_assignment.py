@@ -1,14 +1,13 @@
-"""Who takes which place, from whom the layers come, and in which rounds."""
+"""Who takes which place."""
 
-from collections import Counter
 from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, survivors
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transfer, plain_plan
-from planaria.restorer.assignment import Opening, assigned, transfer_rounds, transfers
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.restorer.assignment import Opening, assigned
 
 
 def template_of(*ends: int, num_nodes: int | None = None) -> PipelineTemplate:
@@ -117,96 +116,6 @@ def test_nodes_stay_in_their_pipeline_where_their_place_is_gone() -> None:
     pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=(0,) * 4)
 
     assert [pipeline.nodes for pipeline in pipelines] == [(0,), (3,)]
-
-
-@settings(max_examples=80, deadline=None)
-@given(clusters())
-def test_transfers_bring_what_is_missing_and_nothing_else(
-    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
-) -> None:
-    """Each missing layer once, from a live holder, from the own node where it has one."""
-    layer_bytes, plan, cluster, openings = drawn
-    per_node = plan.pipelines[0].template.devices_per_node
-    whole = Node(99, (frozenset(range(12)),) * per_node)
-    cluster = ClusterState(1, (*cluster.nodes, whole))
-    after = plan_of(*assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes))
-    held = cluster.held_by_rank()
-
-    moved = transfers(after, cluster, layer_bytes=layer_bytes)
-
-    assert sorted((transfer.layer, transfer.target) for transfer in moved) == sorted(
-        (layer, rank)
-        for rank, layers in after.layers_by_rank().items()
-        for layer in layers
-        if layer not in held[rank]
-    )
-    for layer, source, target, num_bytes in (
-        (t.layer, t.source, t.target, t.num_bytes) for t in moved
-    ):
-        assert layer in held[source]
-        assert num_bytes == layer_bytes[layer]
-        node = target // per_node
-        own = [
-            rank for rank in range(node * per_node, (node + 1) * per_node) if layer in held[rank]
-        ]
-        assert not own or source in own
-
-
-def test_sources_share_the_sending() -> None:
-    """Two whole pipelines feed a third: neither of them sends more than the other."""
-    template = template_of(4)
-    plan = plan_of(*(Pipeline(template, (node,)) for node in range(3)))
-    nodes = (Node(0, (frozenset(),)), *survivors(plan, (0,), epoch=1).nodes)
-
-    moved = transfers(plan, ClusterState(1, nodes), layer_bytes=(3, 1, 2, 2))
-
-    sent = Counter[int]()
-    for transfer in moved:
-        sent[transfer.source] += transfer.num_bytes
-    assert sent == {1: 4, 2: 4}
-
-
-def test_layers_with_one_holder_are_placed_before_the_others() -> None:
-    """Layer 1 can come from node 1 only; so layer 0 comes from node 2, which is free."""
-    plan = plan_of(Pipeline(template_of(2), (0,)))
-    nodes = (Node(0, (frozenset(),)), Node(1, (frozenset({0, 1}),)), Node(2, (frozenset({0}),)))
-
-    moved = transfers(plan, ClusterState(1, nodes), layer_bytes=(5, 5))
-
-    assert set(moved) == {Transfer(1, 1, 0, 5), Transfer(0, 2, 0, 5)}
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_transfer_rounds_use_each_rank_once_a_round_each_way(data: st.DataObject) -> None:
-    """All transfers are there, and fewer rounds than twice what the busiest rank has to do."""
-    rank = st.integers(0, 5)
-    found = data.draw(
-        st.lists(
-            st.builds(Transfer, st.integers(0, 9), rank, rank, st.integers(0, 3)).filter(
-                lambda transfer: transfer.source != transfer.target
-            ),
-            unique_by=lambda transfer: (transfer.layer, transfer.target),
-        )
-    )
-
-    rounds = transfer_rounds(found)
-
-    assert sorted(transfer for transfers in rounds for transfer in transfers) == sorted(found)
-    for taken in rounds:
-        assert len({transfer.source for transfer in taken}) == len(taken)
-        assert len({transfer.target for transfer in taken}) == len(taken)
-    sends = Counter(transfer.source for transfer in found)
-    receives = Counter(transfer.target for transfer in found)
-    busiest = max([*sends.values(), *receives.values()], default=1)
-    assert len(rounds) < 2 * busiest
-
-
-def test_transfers_between_different_ranks_run_in_one_round() -> None:
-    """A ring of sends has no conflict: a rank sends and receives at the same time."""
-    found = [Transfer(0, node, (node + 1) % 4, 8) for node in range(4)]
-
-    assert transfer_rounds(found) == (tuple(found),)
 
 
 def test_a_layer_without_a_live_holder_is_named() -> None:

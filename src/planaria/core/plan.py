@@ -11,6 +11,9 @@ epoch, so a rank means one device for the life of a job.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Final
+
+PARTS: Final = 64  # Of a layer's state, which several holders may send.
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +224,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """The state of one layer, parameters and optimizer state, on its way from rank to rank."""
+    """Parts of the state of one layer, parameters and optimizer state, from rank to rank.
+
+    Attributes:
+        num_bytes: of these parts, as far as the profile knows.
+        first_part, end_part: of the PARTS equal parts into which the state, its tensors' bytes end
+            to end, is cut.
+    """
 
     layer: int
     source: int
     target: int
     num_bytes: int
+    first_part: int = 0
+    end_part: int = PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """A transition on live tensors: the outcome is applied, and missing layers come from their holders.
 
-A layer travels as two messages: what its tensors are (JSON: name, dtype, shape; and the hash of
-the bytes), then their bytes end to end. Whoever holds a layer already neither sends for it nor
-touches it. Sends never block, so all of them are queued, round after round, before the first
-layer is awaited.
+A layer comes in parts, from one holder or several. Parts travel as two messages: what the layer's
+tensors are (JSON: name, dtype, shape; and the hash of the parts' bytes), then those of their bytes
+end to end that the parts are. Whoever holds a layer already neither sends for it nor touches it.
+Sends never block, so all of them are queued, round after round, before the first layer is awaited.
 
 Source: DESIGN 4.5 (outcome) and 5 (transfer); Oobleck (SOSP '23), section 5.
 """
@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from planaria.core.plan import Transfer
+from planaria.core.plan import PARTS, Transfer
 from planaria.engine.stage import Stage, State
 from planaria.errors import PeerLostError
 from planaria.transport.links import Channel, Links, Tag
@@ -57,15 +58,20 @@ def exchange_layers(
     Raises:
         PeerLostError, AbortedError: a holder is gone; what has arrived by then is held.
     """
-    rank = links.rank
     ordered = [transfer for transfers in rounds for transfer in transfers]
+    own: dict[int, _Layer] = {}
     for transfer in ordered:
-        if transfer.source == rank:
-            _send(links, transfer.target, transfer.layer, stage.layers[transfer.layer].state(), age)
+        if transfer.source == links.rank:
+            if transfer.layer not in own:
+                own[transfer.layer] = _Layer(stage.layers[transfer.layer].state())
+            own[transfer.layer].send(links, transfer, age)
+    lacked: dict[int, list[Transfer]] = {}
     for transfer in ordered:
-        if transfer.target == rank:
-            state = _receive(links, transfer.source, transfer.layer, age, timeout_s=timeout_s)
-            stage.hold([transfer.layer], states={transfer.layer: state}, age=age)
+        if transfer.target == links.rank:
+            lacked.setdefault(transfer.layer, []).append(transfer)
+    for layer, parts in lacked.items():
+        state = _received(links, parts, age, timeout_s=timeout_s)
+        stage.hold([layer], states={layer: state}, age=age)
     return links.state_bytes[links.epoch]
 
 
@@ -74,33 +80,69 @@ def missing_layers(layers: Collection[int], stage: Stage) -> list[int]:
     return sorted(set(layers) - stage.layers.keys())
 
 
-def _send(links: Links, target: int, layer: int, state: State, age: int) -> None:
-    arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
-    hashed = xxhash.xxh3_128()
-    for array in arrays.values():
-        hashed.update(array.reshape(-1).view(np.uint8).data)
-    tensors = tuple(_Tensor(name, a.dtype.str, a.shape) for name, a in arrays.items())
-    head = msgspec.json.encode(_Head(tensors, hashed.hexdigest()))
-    links.send(target, Tag(Channel.STATE_HEAD, age, layer), np.frombuffer(head, dtype=np.uint8))
-    links.send(target, Tag(Channel.STATE, age, layer), *arrays.values())
+class _Layer:
+    """A layer's state as bytes end to end."""
+
+    def __init__(self, state: State) -> None:
+        arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
+        self._tensors = tuple(_Tensor(name, a.dtype.str, a.shape) for name, a in arrays.items())
+        self._bytes = [array.reshape(-1).view(np.uint8) for array in arrays.values()]
+
+    def send(self, links: Links, transfer: Transfer, age: int) -> None:
+        """Queues some parts of it."""
+        size = sum(len(array) for array in self._bytes)
+        pieces = self._cut(_offset(size, transfer.first_part), _offset(size, transfer.end_part))
+        hashed = xxhash.xxh3_128()
+        for piece in pieces:
+            hashed.update(piece.data)
+        head = msgspec.json.encode(_Head(self._tensors, hashed.hexdigest()))
+        tag = Tag(Channel.STATE_HEAD, age, transfer.layer)
+        links.send(transfer.target, tag, np.frombuffer(head, dtype=np.uint8))
+        links.send(transfer.target, Tag(Channel.STATE, age, transfer.layer), *pieces)
+
+    def _cut(self, first: int, end: int) -> list[npt.NDArray[np.uint8]]:
+        pieces = []
+        for array in self._bytes:
+            piece = array[max(0, first) : max(0, end)]
+            if len(piece):
+                pieces.append(piece)
+            first, end = first - len(array), end - len(array)
+        return pieces
 
 
-def _receive(
-    links: Links, source: int, layer: int, age: int, *, timeout_s: float
+def _offset(num_bytes: int, part: int) -> int:
+    """Where a part of so many bytes begins."""
+    return num_bytes * part // PARTS
+
+
+def _received(
+    links: Links, parts: Sequence[Transfer], age: int, *, timeout_s: float
 ) -> Mapping[str, np.ndarray]:
-    raw = links.receive(source, Tag(Channel.STATE_HEAD, age, layer), timeout_s=timeout_s)
-    head = msgspec.json.decode(raw.tobytes(), type=_Head)
-    body = links.receive(source, Tag(Channel.STATE, age, layer), timeout_s=timeout_s)
-    if xxhash.xxh3_128_hexdigest(body.data) != head.xxh3_128:
-        raise PeerLostError(source, f"layer {layer} did not arrive as it was sent")
+    """A layer's state, of the parts that its holders send."""
+    in_order = sorted(parts, key=lambda transfer: transfer.first_part)
+    assert [p.end_part for p in in_order] == [*(p.first_part for p in in_order[1:]), PARTS]
+    tensors: tuple[_Tensor, ...] = ()
+    bodies = []
+    for part in in_order:
+        tag = Tag(Channel.STATE_HEAD, age, part.layer)
+        raw = links.receive(part.source, tag, timeout_s=timeout_s)
+        head = msgspec.json.decode(raw.tobytes(), type=_Head)
+        tag = Tag(Channel.STATE, age, part.layer)
+        body = links.receive(part.source, tag, timeout_s=timeout_s)
+        is_alike = head.tensors == (tensors or head.tensors)
+        if xxhash.xxh3_128_hexdigest(body.data) != head.xxh3_128 or not is_alike:
+            raise PeerLostError(part.source, f"layer {part.layer} did not arrive as it was sent")
+        tensors = head.tensors
+        bodies.append(body)
+    whole = np.concatenate(bodies)
     state = {}
     offset = 0
-    for tensor in head.tensors:
+    for tensor in tensors:
         dtype = np.dtype(tensor.dtype)
         num_bytes = dtype.itemsize * int(np.prod(tensor.shape, dtype=np.int64))
         state[tensor.name] = (
-            body[offset : offset + num_bytes].copy().view(dtype).reshape(tensor.shape)
+            whole[offset : offset + num_bytes].copy().view(dtype).reshape(tensor.shape)
         )
         offset += num_bytes
-    assert offset == len(body)
+    assert offset == len(whole)
     return state

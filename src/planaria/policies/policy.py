@@ -6,7 +6,8 @@ are priced alike: the downtime by the bytes that move, the iteration by the poli
 Source: DESIGN 6 (Policies).
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,21 +56,23 @@ def profile_prices(profile: ModelProfile, *, regroup_s: float) -> Prices:
     )
 
 
-def downtime_s(
-    rounds: Sequence[Sequence[Transfer]], prices: Prices, *, devices_per_node: int
-) -> float:
-    """Regrouping, then each round for as long as its slowest transfer.
+def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
+    """Regrouping, then transfers for as long as the busiest link needs.
 
-    Links that share a wire are not modelled, nor transfers that go on into the next round.
+    Between nodes that is what one node sends to others, or what it receives; within a node what one
+    device sends or receives there.
     """
-
-    def seconds(transfer: Transfer) -> float:
-        in_one_node = transfer.source // devices_per_node == transfer.target // devices_per_node
-        return prices.links["intra_node" if in_one_node else "inter_node"].seconds(
-            transfer.num_bytes
-        )
-
-    return prices.regroup_s + sum(max(map(seconds, transfers)) for transfers in rounds)
+    bytes_on: Counter[tuple[str, str, int]] = Counter()
+    for transfer in transfers:
+        source, target = transfer.source // devices_per_node, transfer.target // devices_per_node
+        if source != target:
+            bytes_on["inter_node", "from", source] += transfer.num_bytes
+            bytes_on["inter_node", "to", target] += transfer.num_bytes
+        else:
+            bytes_on["intra_node", "from", transfer.source] += transfer.num_bytes
+            bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
+    busiest_s = (prices.links[kind].seconds(size) for (kind, _, _), size in bytes_on.items())
+    return prices.regroup_s + max(busiest_s, default=0.0)
 
 
 def expected_samples_per_s(

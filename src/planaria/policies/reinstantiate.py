@@ -30,7 +30,8 @@ from planaria.core.plan import Pipeline, Plan, Transition, plain_plan
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Prices, downtime_s
-from planaria.restorer.assignment import Opening, assigned, transfer_rounds, transfers
+from planaria.restorer.assignment import Opening, assigned
+from planaria.restorer.sources import balanced_transfers, transfer_rounds
 
 POLICY = "reinstantiate"
 GLOBAL = "global"
@@ -90,14 +91,14 @@ class Reinstantiate:
         for pipelines, answer in filter(None, (local, overall)):
             iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
             after = plain_plan(cluster.epoch, pipelines, microbatches)
-            rounds = transfer_rounds(transfers(after, cluster, layer_bytes=prices.layer_bytes))
+            moved = balanced_transfers(after, cluster, layer_bytes=prices.layer_bytes)
             per_node = self.every.problem.devices_per_node
             transitions.append(
                 Transition(
                     before=plan,
                     after=after,
-                    rounds=rounds,
-                    downtime_s=downtime_s(rounds, prices, devices_per_node=per_node),
+                    rounds=transfer_rounds(moved),
+                    downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
                     iteration_s=iteration_s,
                     redone_samples=event.redone_samples,
                     policy=POLICY,

@@ -1,31 +1,23 @@
-"""Which node takes which place of the next plan, and from whom it gets the layers it lacks.
+"""Which node takes which place of the next plan.
 
-1. Places. A place is a node's position in a pipeline, with the layers of each of its devices. What
-   a node would have to receive is the cost of giving it the place; the assignment with the least
-   sum is found exactly. Of equals the one that leaves most nodes at their place, or failing that
-   in their pipeline.
-2. Sources. Every layer that a rank lacks comes from a live holder: one in its own node if there is
-   one, else the one that sends least so far. Layers with few holders choose first, then large ones.
-3. Rounds. In a round every rank sends at most one layer and receives at most one.
+A place is a node's position in a pipeline, with the layers of each of its devices. What a node
+would have to receive is the cost of giving it the place; the assignment with the least sum is found
+exactly. Of equals the one that leaves most nodes at their place, or failing that in their pipeline.
+Nodes may be more than places, and may hold anything, or nothing.
 
-What a node holds already is in none of the transfers: it is not touched.
-
-Source: Odyssey, section IV-B, figure 3, for step 1; Oobleck (SOSP '23), section 5, copies missing
-layers and does not say from whom to whom.
+Source: Odyssey, section IV-B, figure 3.
 Differs: Odyssey counts layers between two given groups, here it is bytes over all pipelines that
-change. Steps 2 and 3 are greedy, and not always best. The ranks of a stage of several devices each
-count as holders of its whole layers, as they do in a plan.
+change.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.core.cluster import ClusterState, Node
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transfer
+from planaria.core.cluster import Node
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan
 
 # Solved in floating point, which holds whole numbers up to here exactly.
 _EXACT_MAX = 2**53
@@ -77,55 +69,6 @@ def assigned(
         )
         for opening in openings
     )
-
-
-def transfers(
-    after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
-) -> tuple[Transfer, ...]:
-    """Every layer that a rank of the plan lacks, from a live rank that holds it.
-
-    No layer may be without a live holder: `ClusterState.lost_layers` says which are.
-    """
-    assert not cluster.lost_layers(after.num_layers)
-    per_node = after.pipelines[0].template.devices_per_node
-    held = cluster.held_by_rank()
-    holders: dict[int, list[int]] = {layer: [] for layer in range(after.num_layers)}
-    for rank, layers in held.items():
-        for layer in layers:
-            holders[layer].append(rank)
-    missing = [
-        (layer, rank)
-        for rank, layers in after.layers_by_rank().items()
-        for layer in layers
-        if layer not in held[rank]
-    ]
-    missing.sort(key=lambda need: (len(holders[need[0]]), -layer_bytes[need[0]], need))
-    sent_bytes: Counter[int] = Counter()
-    found = []
-    for layer, target in missing:
-        source = min(
-            holders[layer],
-            key=lambda rank: (rank // per_node != target // per_node, sent_bytes[rank], rank),
-        )
-        sent_bytes[source] += layer_bytes[layer]
-        found.append(Transfer(layer, source, target, layer_bytes[layer]))
-    return tuple(found)
-
-
-def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
-    """The transfers in rounds; each is in the first where it fits, the largest chosen first.
-
-    They are fewer than twice the most that one rank sends or receives.
-    """
-    rounds: list[dict[tuple[str, int], Transfer]] = []
-    for transfer in sorted(transfers, key=lambda t: (-t.num_bytes, t)):
-        ends = (("source", transfer.source), ("target", transfer.target))
-        free = next((taken for taken in rounds if not taken.keys() & set(ends)), None)
-        if free is None:
-            free = {}
-            rounds.append(free)
-        free.update(dict.fromkeys(ends, transfer))
-    return tuple(tuple(sorted(set(taken.values()))) for taken in rounds)
 
 
 def _missing_bytes(

@@ -1,0 +1,182 @@
+"""From whom a rank gets the layers that it lacks, such that the busiest node sends the least.
+
+A layer that a device of the own node holds comes from there. All others cross the network, where a
+node's sending is what can be shared out: what it receives is what it lacks. Several holders of a
+layer may each send some of its parts, so the least that the busiest node has to send is
+
+    max over sets N of nodes:  bytes of layers all of whose holders are in N,  over  |N|,
+
+which no choice of sources can beat. It is found by flows from layers to their holders: with less
+for each node some bytes find no way, and the nodes on the near side of the cut are a set N that
+needs more. The next try is what that set needs, until all bytes find a way. Layers with the same
+holders are one to the flow.
+
+Exact but for parts, of which a node may send one more for each set of layers that it helps with,
+and for what is too little to be worth a connection (tests/restorer/test_sources.py).
+
+What a node holds already is in none of the transfers: it is not touched. The ranks of a stage of
+several devices each count as holders of its whole layers, as they do in a plan.
+
+Source: none; Oobleck (SOSP '23), section 5, and Odyssey, section IV-B, copy a layer from one peer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+
+from planaria.core.cluster import ClusterState
+from planaria.core.plan import PARTS, Plan, Transfer
+
+WORTH_BYTES: Final = 1 << 20  # Less from one node is left to the others.
+_UNITS: Final = 1 << 29  # All bytes, as the flow counts them: it has 32 bits.
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    layer: int
+    target: int
+    num_bytes: int
+
+
+def balanced_transfers(
+    after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
+) -> tuple[Transfer, ...]:
+    """Every layer that a rank of the plan lacks, in parts from live ranks that hold it.
+
+    No layer may be without a live holder: `ClusterState.lost_layers` says which are.
+    """
+    assert not cluster.lost_layers(after.num_layers)
+    per_node = after.pipelines[0].template.devices_per_node
+    held = cluster.held_by_rank()
+    # By layer and node, one rank that holds it.
+    holders: list[dict[int, int]] = [{} for _ in range(after.num_layers)]
+    for rank in sorted(held, reverse=True):
+        for layer in held[rank]:
+            holders[layer][rank // per_node] = rank
+    found: list[Transfer] = []
+    groups: dict[tuple[int, ...], list[_Need]] = {}
+    for rank, layers in after.layers_by_rank().items():
+        for layer in layers:
+            if layer in held[rank]:
+                continue
+            own = holders[layer].get(rank // per_node)
+            if own is not None:
+                found.append(Transfer(layer, own, rank, layer_bytes[layer]))
+            else:
+                need = _Need(layer, rank, layer_bytes[layer])
+                groups.setdefault(tuple(sorted(holders[layer])), []).append(need)
+    nodes = sorted(groups)
+    for candidates, budgets in zip(nodes, _budgets([(n, groups[n]) for n in nodes]), strict=True):
+        found += _shared_out(groups[candidates], candidates, budgets, holders)
+    return tuple(sorted(found))
+
+
+def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
+    """The transfers in rounds, in whose order they are sent; the largest chosen first.
+
+    In a round every rank sends at most one and receives at most one. They are fewer than twice the
+    most that one rank sends or receives.
+    """
+    rounds: list[dict[tuple[str, int], Transfer]] = []
+    for transfer in sorted(transfers, key=lambda t: (-t.num_bytes, t)):
+        ends = (("source", transfer.source), ("target", transfer.target))
+        free = next((taken for taken in rounds if not taken.keys() & set(ends)), None)
+        if free is None:
+            free = {}
+            rounds.append(free)
+        free.update(dict.fromkeys(ends, transfer))
+    return tuple(tuple(sorted(set(taken.values()))) for taken in rounds)
+
+
+def least_sent_bytes(needs: Sequence[tuple[Sequence[int], int]]) -> float:
+    """What the busiest node has to send at least.
+
+    Args:
+        needs: holders, as nodes, and bytes.
+    """
+    level, _ = _levelled([tuple(holders) for holders, _ in needs], [size for _, size in needs])
+    return level
+
+
+def _budgets(groups: Sequence[tuple[tuple[int, ...], Sequence[_Need]]]) -> list[list[float]]:
+    """By group, the bytes that each of its candidates sends."""
+    candidates = [nodes for nodes, _ in groups]
+    sizes = [sum(need.num_bytes for need in needs) for _, needs in groups]
+    return _levelled(candidates, sizes)[1]
+
+
+def _levelled(
+    groups: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> tuple[float, list[list[float]]]:
+    """The least that the busiest node sends, and the bytes by group and candidate."""
+    total = sum(sizes)
+    if not total:
+        return 0.0, [[0.0] * len(nodes) for nodes in groups]
+    # It takes half a second to import; the job's processes have it from their fork server.
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    every_node = sorted({node for nodes in groups for node in nodes})
+    place = {node: 1 + len(groups) + index for index, node in enumerate(every_node)}
+    sink = 1 + len(groups) + len(every_node)
+    units = [max(1, round(size * _UNITS / total)) if size else 0 for size in sizes]
+    edges = [(0, 1 + group, unit) for group, unit in enumerate(units)]
+    edges += [(1 + g, place[n], units[g]) for g, nodes in enumerate(groups) for n in nodes]
+    level = -(-sum(units) // len(every_node))
+    while True:
+        all_edges = edges + [(there, sink, level) for there in place.values()]
+        rows, columns, capacities = (
+            np.array(part, dtype=np.int32) for part in zip(*all_edges, strict=True)
+        )
+        graph = csr_array((capacities, (rows, columns)), shape=(sink + 1, sink + 1))
+        result = maximum_flow(graph, 0, sink)
+        if result.flow_value == sum(units):
+            break
+        # What the source still reaches: layers that lack a way, and all nodes that could help.
+        left = csr_array(graph - result.flow)
+        left.eliminate_zeros()
+        reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+        in_set = sum(there in reached for there in place.values())
+        needed = sum(unit for g, unit in enumerate(units) if 1 + g in reached)
+        level = max(level + 1, -(-needed // in_set))
+    flow = result.flow.tocsr()
+    scale = total / sum(units)
+    budgets = [
+        [float(flow[1 + g, place[n]]) * scale for n in nodes] for g, nodes in enumerate(groups)
+    ]
+    return level * scale, budgets
+
+
+def _shared_out(
+    needs: Sequence[_Need],
+    candidates: Sequence[int],
+    budgets: Sequence[float],
+    holders: Sequence[dict[int, int]],
+) -> list[Transfer]:
+    """The parts of these layers from the candidates, as far as each has bytes to send."""
+    total = sum(need.num_bytes for need in needs)
+    most = budgets.index(max(budgets))
+    worth = [
+        size if size >= WORTH_BYTES or index == most else 0.0 for index, size in enumerate(budgets)
+    ]
+    ends = [end * total / max(1.0, sum(worth)) for end in accumulate(worth)]
+    found = []
+    offset = 0
+    for need in needs:
+        # In parts of this layer, where each candidate's share of all bytes ends.
+        cuts = [
+            min(PARTS, max(0, round((end - offset) * PARTS / need.num_bytes)))
+            if need.num_bytes
+            else PARTS
+            for end in ends[:-1]
+        ]
+        for node, first, end in zip(candidates, (0, *cuts), (*cuts, PARTS), strict=True):
+            if first < end:
+                source = holders[need.layer][node]
+                num_bytes = need.num_bytes * end // PARTS - need.num_bytes * first // PARTS
+                found.append(Transfer(need.layer, source, need.target, num_bytes, first, end))
+        offset += need.num_bytes
+    return found

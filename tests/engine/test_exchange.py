@@ -1,0 +1,86 @@
+"""Layers on their way between ranks: in parts, from one holder or several."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from linked import TIMEOUT_S, linked, on_all
+from planaria.core.job import ModelConfig, TrainingConfig
+from planaria.core.plan import PARTS, Transfer
+from planaria.engine.apply import exchange_layers
+from planaria.engine.prepare import split_model
+from planaria.engine.stage import Stage
+from planaria.errors import PeerLostError
+from planaria.transport.links import Links
+
+TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
+AGE = 4
+
+
+def stage(held: Sequence[int]) -> Stage:
+    model = ModelConfig(kind="python", target="user_models:sequential")
+    split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
+    made = Stage(split, training=TRAINING)
+    made.hold(held, states={}, age=AGE)
+    return made
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [(0, PARTS), (0, 1, PARTS), (0, 20, 21, PARTS), (0, 5, 21, 40, PARTS)],
+    ids=["one", "two", "three", "four"],
+)
+def test_a_layer_is_whole_from_any_number_of_holders(cuts: tuple[int, ...]) -> None:
+    """The last rank lacks all of it, and gets the bits that the others hold."""
+    num_holders = len(cuts) - 1
+    every = range(4)
+    stages = [stage(every) for _ in range(num_holders)] + [stage(())]
+    rounds = [
+        [
+            Transfer(layer, rank, num_holders, 0, cuts[rank], cuts[rank + 1])
+            for rank in reversed(range(num_holders))
+        ]
+        for layer in every
+    ]
+
+    with linked(num_holders + 1) as ranks:
+
+        def run(links: Links) -> int:
+            own = stages[links.rank]
+            return exchange_layers(links, own, rounds, age=AGE, timeout_s=TIMEOUT_S)
+
+        *_, received_bytes = on_all(ranks, run)
+
+    found, expected = stages[-1], stages[0]
+    assert sorted(found.layers) == list(every)
+    for layer in every:
+        state, whole = found.layers[layer].state(), expected.layers[layer].state()
+        assert state.keys() == whole.keys()
+        assert all(np.array_equal(state[name], whole[name]) for name in whole)
+        assert found.layers[layer].age == AGE
+    num_bytes = sum(a.nbytes for one in expected.layers.values() for a in one.state().values())
+    assert received_bytes == num_bytes
+
+
+def test_parts_that_did_not_arrive_as_they_were_sent_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hash is that of these parts, and names who sent them."""
+    hashed = "planaria.engine.apply.xxhash.xxh3_128_hexdigest"
+    monkeypatch.setattr(hashed, lambda _body: "another")
+    stages = [stage([1]), stage([1]), stage(())]
+    rounds = [[Transfer(1, 0, 2, 0, 0, 9), Transfer(1, 1, 2, 0, 9, PARTS)]]
+
+    with linked(3) as ranks:
+
+        def run(links: Links) -> str:
+            try:
+                exchange_layers(links, stages[links.rank], rounds, age=AGE, timeout_s=TIMEOUT_S)
+            except PeerLostError as error:
+                return str(error)
+            return ""
+
+        assert "layer 1 did not arrive as it was sent" in on_all(ranks, run)[2]
+
+    assert not stages[2].layers
