@@ -1,4 +1,4 @@
-"""Layers on their way between ranks: in parts, from one holder or several."""
+"""Layers on their way between ranks: in chunks, from one holder or several."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import pytest
 
 from linked import TIMEOUT_S, linked, on_all
 from planaria.core.job import ModelConfig, TrainingConfig
-from planaria.core.plan import PARTS, Transfer
+from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.apply import exchange_layers
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
@@ -28,7 +28,7 @@ def stage(held: Sequence[int]) -> Stage:
 
 @pytest.mark.parametrize(
     "cuts",
-    [(0, PARTS), (0, 1, PARTS), (0, 20, 21, PARTS), (0, 5, 21, 40, PARTS)],
+    [(0, NUM_CHUNKS), (0, 1, NUM_CHUNKS), (0, 20, 21, NUM_CHUNKS), (0, 5, 21, 40, NUM_CHUNKS)],
     ids=["one", "two", "three", "four"],
 )
 def test_a_layer_is_whole_from_any_number_of_holders(cuts: tuple[int, ...]) -> None:
@@ -66,11 +66,11 @@ def test_a_layer_is_whole_from_any_number_of_holders(cuts: tuple[int, ...]) -> N
 def test_parts_that_did_not_arrive_as_they_were_sent_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hash is that of these parts, and names who sent them."""
+    """The hash is that of these chunks, and names who sent them."""
     hashed = "planaria.engine.apply.xxhash.xxh3_128_hexdigest"
     monkeypatch.setattr(hashed, lambda _body: "another")
     stages = [stage([1]), stage([1]), stage(())]
-    rounds = [[Transfer(1, 0, 2, 0, 0, 9), Transfer(1, 1, 2, 0, 9, PARTS)]]
+    rounds = [[Transfer(1, 0, 2, 0, 0, 9), Transfer(1, 1, 2, 0, 9, NUM_CHUNKS)]]
 
     with linked(3) as ranks:
 

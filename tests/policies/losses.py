@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 from planaria.core.cluster import ClusterState
-from planaria.core.plan import PARTS, PipelineTemplate, Plan, Stage, Transition
+from planaria.core.plan import NUM_CHUNKS, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Prices, profile_prices
@@ -80,19 +80,19 @@ def check_is_whole(transition: Transition, cluster: ClusterState, every: EveryPl
 def check_transfers(
     transition: Transition, cluster: ClusterState, layer_bytes: tuple[int, ...]
 ) -> None:
-    """Exactly what is missing moves, each part once, from where it lives, one at a time."""
+    """Exactly what is missing moves, each chunk once, from where it lives, one at a time."""
     held = cluster.held_by_rank()
     moved = [transfer for transfers in transition.rounds for transfer in transfers]
     assert sorted(
-        (transfer.layer, transfer.target, part)
+        (transfer.layer, transfer.target, chunk)
         for transfer in moved
-        for part in range(transfer.first_part, transfer.end_part)
+        for chunk in range(transfer.first_chunk, transfer.end_chunk)
     ) == sorted(
-        (layer, rank, part)
+        (layer, rank, chunk)
         for rank, layers in transition.after.layers_by_rank().items()
         for layer in layers
         if layer not in held[rank]
-        for part in range(PARTS)
+        for chunk in range(NUM_CHUNKS)
     )
     assert all(transfer.layer in held[transfer.source] for transfer in moved)
     num_bytes: Counter[tuple[int, int]] = Counter()

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node
-from planaria.core.plan import PARTS, Pipeline, PipelineTemplate, Plan, Stage, Transfer, plain_plan
+from planaria.core.plan import (
+    NUM_CHUNKS,
+    Pipeline,
+    PipelineTemplate,
+    Plan,
+    Stage,
+    Transfer,
+    plain_plan,
+)
 from planaria.restorer.sources import (
     WORTH_BYTES,
     balanced_transfers,
@@ -48,7 +56,7 @@ def case(rng: random.Random) -> tuple[Plan, ClusterState, list[int]]:
         stages = tuple(Stage(a, b, 1) for a, b in zip((0, *ends), ends, strict=False))
         pipelines.append(Pipeline(PipelineTemplate(stages, size), tuple(left[:size])))
         left = left[size:]
-    layer_bytes = [rng.choice((0, 1, 7, 10**6, 10**10)) * PARTS for _ in range(num_layers)]
+    layer_bytes = [rng.choice((0, 1, 7, 10**6, 10**10)) * NUM_CHUNKS for _ in range(num_layers)]
     plan = plain_plan(1, tuple(pipelines), (1,) * len(pipelines))
     return plan, ClusterState(1, tuple(nodes)), layer_bytes
 
@@ -77,16 +85,18 @@ def test_each_part_comes_once_and_the_busiest_node_sends_the_least() -> None:
 
         found = balanced_transfers(plan, cluster, layer_bytes=layer_bytes)
 
-        parts: dict[tuple[int, int], list[int]] = defaultdict(list)
+        chunks: dict[tuple[int, int], list[int]] = defaultdict(list)
         sent: Counter[int] = Counter()
         for transfer in found:
             assert transfer.layer in held[transfer.source], where
-            parts[transfer.layer, transfer.target] += range(transfer.first_part, transfer.end_part)
+            chunks[transfer.layer, transfer.target] += range(
+                transfer.first_chunk, transfer.end_chunk
+            )
             if transfer.source // per_node != transfer.target // per_node:
                 sent[transfer.source // per_node] += transfer.num_bytes
-        assert sorted(parts) == lacked(plan, cluster), where
-        assert all(sorted(one) == list(range(PARTS)) for one in parts.values()), where
-        num_shared += len(found) > len(parts)
+        assert sorted(chunks) == lacked(plan, cluster), where
+        assert all(sorted(one) == list(range(NUM_CHUNKS)) for one in chunks.values()), where
+        num_shared += len(found) > len(chunks)
         needs = []
         for layer, target in lacked(plan, cluster):
             nodes = {rank // per_node for rank, layers in held.items() if layer in layers}
@@ -94,7 +104,7 @@ def test_each_part_comes_once_and_the_busiest_node_sends_the_least() -> None:
                 needs.append((sorted(nodes), layer_bytes[layer]))
         expected = brute_force_least(needs)
         assert least_sent_bytes(needs) == pytest.approx(expected, rel=1e-6, abs=1), where
-        most_part = max((size for _, size in needs), default=0) / PARTS
+        most_part = max((size for _, size in needs), default=0) / NUM_CHUNKS
         num_helped = sum(len(nodes) for nodes in {tuple(nodes) for nodes, _ in needs})
         more = num_helped * (most_part + WORTH_BYTES)
         assert max(sent.values(), default=0) <= expected * (1 + 1e-6) + more, where
@@ -121,9 +131,9 @@ def test_sources_share_the_sending() -> None:
 
     moved = balanced_transfers(plan, ClusterState(1, nodes), layer_bytes=(10**9,))
 
-    assert [(t.source, t.num_bytes, t.first_part, t.end_part) for t in moved] == [
-        (1, 5 * 10**8, 0, PARTS // 2),
-        (2, 5 * 10**8, PARTS // 2, PARTS),
+    assert [(t.source, t.num_bytes, t.first_chunk, t.end_chunk) for t in moved] == [
+        (1, 5 * 10**8, 0, NUM_CHUNKS // 2),
+        (2, 5 * 10**8, NUM_CHUNKS // 2, NUM_CHUNKS),
     ]
 
 
@@ -134,7 +144,7 @@ def test_what_is_little_comes_from_one_node() -> None:
 
     (moved,) = balanced_transfers(plan, ClusterState(1, nodes), layer_bytes=(WORTH_BYTES,))
 
-    assert (moved.num_bytes, moved.first_part, moved.end_part) == (WORTH_BYTES, 0, PARTS)
+    assert (moved.num_bytes, moved.first_chunk, moved.end_chunk) == (WORTH_BYTES, 0, NUM_CHUNKS)
 
 
 def plan_of_one_layer() -> Plan:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
-PARTS: Final = 64  # Of a layer's state, which several holders may send.
+NUM_CHUNKS: Final = 64  # Of a layer's state, which several holders may send.
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,20 +224,20 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Transfer:
-    """Parts of the state of one layer, parameters and optimizer state, from rank to rank.
+    """Chunks of the state of one layer, parameters and optimizer state, from rank to rank.
 
     Attributes:
-        num_bytes: of these parts, as far as the profile knows.
-        first_part, end_part: of the PARTS equal parts into which the state, its tensors' bytes end
-            to end, is cut.
+        num_bytes: of these chunks, as far as the profile knows.
+        first_chunk, end_chunk: of NUM_CHUNKS of equal size into which the state is cut, its
+            tensors' bytes end to end.
     """
 
     layer: int
     source: int
     target: int
     num_bytes: int
-    first_part: int = 0
-    end_part: int = PARTS
+    first_chunk: int = 0
+    end_chunk: int = NUM_CHUNKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """A transition on live tensors: the outcome is applied, and missing layers come from their holders.
 
-A layer comes in parts, from one holder or several. Parts travel as two messages: what the layer's
-tensors are (JSON: name, dtype, shape; and the hash of the parts' bytes), then those of their bytes
-end to end that the parts are. Whoever holds a layer already neither sends for it nor touches it.
+A layer comes in chunks, from one holder or several. Chunks travel as two messages: what the layer's
+tensors are (JSON: name, dtype, shape; and the hash of the chunks' bytes), then those of their bytes
+end to end that the chunks are. Whoever holds a layer already neither sends for it nor touches it.
 Sends never block, so all of them are queued, round after round, before the first layer is awaited.
 
 Source: DESIGN 4.5 (outcome) and 5 (transfer); Oobleck (SOSP '23), section 5.
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planaria.core.plan import PARTS, Transfer
+from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import Stage, State
 from planaria.errors import PeerLostError
 from planaria.transport.links import Channel, Links, Tag
@@ -69,8 +69,8 @@ def exchange_layers(
     for transfer in ordered:
         if transfer.target == links.rank:
             lacked.setdefault(transfer.layer, []).append(transfer)
-    for layer, parts in lacked.items():
-        state = _received(links, parts, age, timeout_s=timeout_s)
+    for layer, chunks in lacked.items():
+        state = _received(links, chunks, age, timeout_s=timeout_s)
         stage.hold([layer], states={layer: state}, age=age)
     return links.state_bytes[links.epoch]
 
@@ -89,9 +89,9 @@ class _Layer:
         self._bytes = [array.reshape(-1).view(np.uint8) for array in arrays.values()]
 
     def send(self, links: Links, transfer: Transfer, age: int) -> None:
-        """Queues some parts of it."""
+        """Queues some chunks of it."""
         size = sum(len(array) for array in self._bytes)
-        pieces = self._cut(_offset(size, transfer.first_part), _offset(size, transfer.end_part))
+        pieces = self._cut(_offset(size, transfer.first_chunk), _offset(size, transfer.end_chunk))
         hashed = xxhash.xxh3_128()
         for piece in pieces:
             hashed.update(piece.data)
@@ -110,28 +110,28 @@ class _Layer:
         return pieces
 
 
-def _offset(num_bytes: int, part: int) -> int:
-    """Where a part of so many bytes begins."""
-    return num_bytes * part // PARTS
+def _offset(num_bytes: int, chunk: int) -> int:
+    """Where a chunk of so many bytes begins."""
+    return num_bytes * chunk // NUM_CHUNKS
 
 
 def _received(
-    links: Links, parts: Sequence[Transfer], age: int, *, timeout_s: float
+    links: Links, chunks: Sequence[Transfer], age: int, *, timeout_s: float
 ) -> Mapping[str, np.ndarray]:
-    """A layer's state, of the parts that its holders send."""
-    in_order = sorted(parts, key=lambda transfer: transfer.first_part)
-    assert [p.end_part for p in in_order] == [*(p.first_part for p in in_order[1:]), PARTS]
+    """A layer's state, of the chunks that its holders send."""
+    in_order = sorted(chunks, key=lambda transfer: transfer.first_chunk)
+    assert [p.end_chunk for p in in_order] == [*(p.first_chunk for p in in_order[1:]), NUM_CHUNKS]
     tensors: tuple[_Tensor, ...] = ()
     bodies = []
-    for part in in_order:
-        tag = Tag(Channel.STATE_HEAD, age, part.layer)
-        raw = links.receive(part.source, tag, timeout_s=timeout_s)
+    for chunk in in_order:
+        tag = Tag(Channel.STATE_HEAD, age, chunk.layer)
+        raw = links.receive(chunk.source, tag, timeout_s=timeout_s)
         head = msgspec.json.decode(raw.tobytes(), type=_Head)
-        tag = Tag(Channel.STATE, age, part.layer)
-        body = links.receive(part.source, tag, timeout_s=timeout_s)
+        tag = Tag(Channel.STATE, age, chunk.layer)
+        body = links.receive(chunk.source, tag, timeout_s=timeout_s)
         is_alike = head.tensors == (tensors or head.tensors)
         if xxhash.xxh3_128_hexdigest(body.data) != head.xxh3_128 or not is_alike:
-            raise PeerLostError(part.source, f"layer {part.layer} did not arrive as it was sent")
+            raise PeerLostError(chunk.source, f"layer {chunk.layer} did not arrive as it was sent")
         tensors = head.tensors
         bodies.append(body)
     whole = np.concatenate(bodies)

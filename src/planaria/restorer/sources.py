@@ -2,7 +2,7 @@
 
 A layer that a device of the own node holds comes from there. All others cross the network, where a
 node's sending is what can be shared out: what it receives is what it lacks. Several holders of a
-layer may each send some of its parts, so the least that the busiest node has to send is
+layer may each send some of its chunks, so the least that the busiest node has to send is
 
     max over sets N of nodes:  bytes of layers all of whose holders are in N,  over  |N|,
 
@@ -11,8 +11,8 @@ for each node some bytes find no way, and the nodes on the near side of the cut 
 needs more. The next try is what that set needs, until all bytes find a way. Layers with the same
 holders are one to the flow.
 
-Exact but for parts, of which a node may send one more for each set of layers that it helps with,
-and for what is too little to be worth a connection (tests/restorer/test_sources.py).
+Exact but for the size of a chunk, of which a node may send one more for each set of layers that it
+helps with, and for what is too little to be worth a connection (tests/restorer/test_sources.py).
 
 What a node holds already is in none of the transfers: it is not touched. The ranks of a stage of
 several devices each count as holders of its whole layers, as they do in a plan.
@@ -28,7 +28,7 @@ from typing import Final
 import numpy as np
 
 from planaria.core.cluster import ClusterState
-from planaria.core.plan import PARTS, Plan, Transfer
+from planaria.core.plan import NUM_CHUNKS, Plan, Transfer
 
 WORTH_BYTES: Final = 1 << 20  # Less from one node is left to the others.
 _UNITS: Final = 1 << 29  # All bytes, as the flow counts them: it has 32 bits.
@@ -44,7 +44,7 @@ class _Need:
 def balanced_transfers(
     after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """Every layer that a rank of the plan lacks, in parts from live ranks that hold it.
+    """Every layer that a rank of the plan lacks, in chunks from live ranks that hold it.
 
     No layer may be without a live holder: `ClusterState.lost_layers` says which are.
     """
@@ -156,7 +156,7 @@ def _shared_out(
     budgets: Sequence[float],
     holders: Sequence[dict[int, int]],
 ) -> list[Transfer]:
-    """The parts of these layers from the candidates, as far as each has bytes to send."""
+    """The chunks of these layers from the candidates, as far as each has bytes to send."""
     total = sum(need.num_bytes for need in needs)
     most = budgets.index(max(budgets))
     worth = [
@@ -166,17 +166,19 @@ def _shared_out(
     found = []
     offset = 0
     for need in needs:
-        # In parts of this layer, where each candidate's share of all bytes ends.
+        # In chunks of this layer, where each candidate's share of all bytes ends.
         cuts = [
-            min(PARTS, max(0, round((end - offset) * PARTS / need.num_bytes)))
+            min(NUM_CHUNKS, max(0, round((end - offset) * NUM_CHUNKS / need.num_bytes)))
             if need.num_bytes
-            else PARTS
+            else NUM_CHUNKS
             for end in ends[:-1]
         ]
-        for node, first, end in zip(candidates, (0, *cuts), (*cuts, PARTS), strict=True):
+        for node, first, end in zip(candidates, (0, *cuts), (*cuts, NUM_CHUNKS), strict=True):
             if first < end:
                 source = holders[need.layer][node]
-                num_bytes = need.num_bytes * end // PARTS - need.num_bytes * first // PARTS
+                num_bytes = (
+                    need.num_bytes * end // NUM_CHUNKS - need.num_bytes * first // NUM_CHUNKS
+                )
                 found.append(Transfer(need.layer, source, need.target, num_bytes, first, end))
         offset += need.num_bytes
     return found
