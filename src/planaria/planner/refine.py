@@ -4,9 +4,9 @@ A bound leaves out what transfers and unequal stages cost a real schedule. So th
 `BoundSearch` finds are only where this search begins: it times them, then those that differ from
 the best one by a small change, then those near the next best, until nothing near the best few is
 left to look at or the budget is spent. A change moves the cuts of neighbouring stages by a layer,
-moves devices of a node from stage to stage, splits a stage, joins two, or exchanges two nodes of
-different kinds with all that they hold. Changes that a closed form shows to be slower than the best
-few are not timed (`least_s`).
+moves devices of a node from stage to stage, splits a stage, joins two or all of a node, or
+exchanges two nodes of different kinds with all that they hold. Changes that a closed form shows to
+be slower than the best few are not timed (`least_s`).
 
 Ranked, not proved: against exhaustive search on small instances see docs/PLANNER.md. With many
 microbatches a partition is timed for fewer here, and the rest taken at the steady rate of its
@@ -129,7 +129,8 @@ def _stage_ticks(num_stages: int, num_microbatches: int) -> int:
 def changed(costs: StageCosts, shape: Shape) -> list[Shape]:
     """The partitions that differ from this one by one small change, whether they fit or not."""
     found = dict.fromkeys((*_moved_cuts(shape), *_moved_devices(costs, shape)))
-    found |= dict.fromkeys((*_split(costs, shape), *_exchanged(costs, shape)))
+    found |= dict.fromkeys((*_split(costs, shape), *_whole_nodes(costs, shape)))
+    found |= dict.fromkeys(_exchanged(costs, shape))
     found.pop(shape, None)
     return list(found)
 
@@ -184,23 +185,42 @@ def _halves(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
             yield none + count, group - count
 
 
+def _whole_nodes(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
+    """A node of three stages or more made one stage; of two, it is joined as any two are."""
+    if costs.devices_per_node not in costs.counts:
+        return
+    index = 0
+    for node in _nodes(costs, shape):
+        end = index + len(node)
+        if len(node) > 2:
+            whole = costs.group(costs.kind_of(node[0][1]), costs.devices_per_node)
+            yield (*shape[:index], (shape[end - 1][0], whole), *shape[end:])
+        index = end
+
+
 def _exchanged(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
     """Two neighbouring nodes of different kinds exchanged, with all that they hold."""
     if len(costs.kinds) == 1:
         return
-    nodes: list[list[tuple[int, int]]] = [[]]  # Layers and group of each stage.
-    device = first = 0
-    for end, group in shape:
-        if device and device % costs.devices_per_node == 0:
-            nodes.append([])
-        nodes[-1].append((end - first, group))
-        device += costs.count_of(group)
-        first = end
+    nodes = _nodes(costs, shape)
     for index, (one, other) in enumerate(pairwise(nodes)):
         if costs.kind_of(one[0][1]) != costs.kind_of(other[0][1]):
             stages = chain(*nodes[:index], other, one, *nodes[index + 2 :])
             widths, groups = zip(*stages, strict=True)
             yield tuple(zip(accumulate(widths), groups, strict=True))
+
+
+def _nodes(costs: StageCosts, shape: Shape) -> list[list[tuple[int, int]]]:
+    """Of each node the number of layers and the group of its stages."""
+    nodes: list[list[tuple[int, int]]] = []
+    device = first = 0
+    for end, group in shape:
+        if device % costs.devices_per_node == 0:
+            nodes.append([])
+        nodes[-1].append((end - first, group))
+        device += costs.count_of(group)
+        first = end
+    return nodes
 
 
 def _cuts(costs: StageCosts, first: int, end: int, group: int, next_group: int) -> Iterator[int]:
