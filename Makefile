@@ -22,7 +22,7 @@ SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
 	@echo 'make test     check the code, then run all tests'
-	@echo 'make sweep    the long tests: every pipeline shape for every model family'
+	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
 	@echo 'make chaos    every loss: each node, each step, twice, with and without a coordinator'
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the picture in docs/'
