@@ -1,6 +1,8 @@
 """The passes over schedules and the rules that they keep."""
 
+import random
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,9 +13,15 @@ from hypothesis import strategies as st
 from planaria.core.plan import Hop, Plan, Route, TiedParameters, plain_plan
 from planaria.errors import DeadlockError, ScheduleError
 from planaria.schedule.action import Action, Bucket, Kind, Schedule, format_schedule, parse_schedule
-from planaria.schedule.lower import execution_order, lowered, place_reductions, validate
+from planaria.schedule.lower import (
+    buckets_of,
+    execution_order,
+    lowered,
+    place_reductions,
+    validate,
+)
 from planaria.schedule.routed import routed_1f1b
-from schedule.plan_examples import figure_9_plan, pipeline, plain_plans, rerouted_plans
+from schedule.plan_examples import figure_9_plan, pipeline, plain_plans, random_plan, rerouted_plans
 
 TWO_RANKS: tuple[Route, ...] = ((Hop(0, 0, 1), Hop(1, 1, 2)),)
 TWO_RANKS_TEXT = """
@@ -77,6 +85,39 @@ def test_buckets_of_one_round_share_no_rank_and_tied_ones_come_last(plan: Plan) 
                 assert set(other.ranks).isdisjoint(bucket.ranks)
     own = {bucket.round_index for bucket in buckets if bucket.tied < 0}
     assert own.isdisjoint(bucket.round_index for bucket in buckets if bucket.tied >= 0)
+
+
+def test_no_colouring_has_fewer_rounds() -> None:
+    """Of the layers' own buckets, against every colouring; and as few as the most of one rank."""
+    seed, num_many = 20_261_121, 0
+    for index in range(400):
+        plan = random_plan(random.Random(f"{seed} {index}"), num_layers_max=10)
+        buckets = buckets_of(plan)
+        where = f"seed {seed}, plan {index}"
+        rounds = len({bucket.round_index for bucket in buckets})
+
+        assert rounds == fewest_rounds([set(bucket.ranks) for bucket in buckets]), where
+        by_rank = Counter(rank for bucket in buckets for rank in bucket.ranks)
+        assert rounds == max(by_rank.values(), default=0), where
+        num_many += rounds > 3
+    assert num_many > 20
+
+
+def fewest_rounds(buckets: list[set[int]]) -> int:
+    """The fewest groups of buckets that share no rank, by trying all."""
+
+    def fits(index: int, groups: list[set[int]], most: int) -> bool:
+        if index == len(buckets):
+            return True
+        for group in groups:
+            if not group & buckets[index]:
+                group |= buckets[index]
+                if fits(index + 1, groups, most):
+                    return True
+                group -= buckets[index]
+        return len(groups) < most and fits(index + 1, [*groups, set(buckets[index])], most)
+
+    return next(most for most in range(len(buckets) + 1) if fits(0, [], most))
 
 
 @given(rerouted_plans())

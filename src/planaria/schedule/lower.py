@@ -11,11 +11,16 @@ Reductions run in one global order, in rounds: buckets that share a rank are nev
 round, so that the buckets of one round run side by side. Rounds are coloured greedily in layer
 order. Tied parameters come last, in rounds of their own.
 
+No colouring has fewer rounds, as ranks hold consecutive layers. Let b be a bucket, and a the first
+one before it with which it shares a rank. That rank holds the layers of a and of b, so all between
+them, and is in all buckets from a to b. So b and the k buckets before it that it shares ranks with
+share this one: they need k + 1 rounds in any colouring, and greedily b gets one of the first k + 1.
+
 Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; Odyssey, section IV-B for
 coloured rounds; torch.distributed.pipelining for passes over action lists and the dry run.
 Differs: Oobleck and Odyssey reduce each layer by itself; here consecutive layers with the same
-holders are one bucket, so that few, large messages travel. Odyssey colours for the least number
-of rounds; layer order attains it where each rank holds consecutive layers.
+holders are one bucket, so that few, large messages travel. Odyssey colours greedily, and says that
+it is the least number of rounds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
