@@ -33,6 +33,7 @@ from planaria.schedule.lower import lowered
 # What a rank's process would import at its start, imported once per job instead.
 PRELOAD = (
     "scipy.optimize",
+    "scipy.sparse.csgraph",
     "torch",
     "torch._dynamo",
     "torch.optim",

@@ -134,7 +134,7 @@ def _received(
             raise PeerLostError(chunk.source, f"layer {chunk.layer} did not arrive as it was sent")
         tensors = head.tensors
         bodies.append(body)
-    whole = np.concatenate(bodies)
+    whole = np.concatenate(bodies) if len(bodies) > 1 else bodies[0]
     state = {}
     offset = 0
     for tensor in tensors:

@@ -48,9 +48,6 @@ class Positions:
         self._most = most
         self._options: dict[int, tuple[Option, ...]] = {}
 
-    def __len__(self) -> int:
-        return prod(count + 1 for count in self._most) * self._each
-
     def of(self, counts: Counts) -> int:
         """That of whole nodes, so many of each kind."""
         steps = zip(counts, self._steps, strict=True)

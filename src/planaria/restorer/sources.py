@@ -69,7 +69,8 @@ def balanced_transfers(
                 need = _Need(layer, rank, layer_bytes[layer])
                 groups.setdefault(tuple(sorted(holders[layer])), []).append(need)
     nodes = sorted(groups)
-    for candidates, budgets in zip(nodes, _budgets([(n, groups[n]) for n in nodes]), strict=True):
+    sizes = [sum(need.num_bytes for need in groups[candidates]) for candidates in nodes]
+    for candidates, budgets in zip(nodes, least_sending(nodes, sizes)[1], strict=True):
         found += _shared_out(groups[candidates], candidates, budgets, holders)
     return tuple(sorted(found))
 
@@ -91,27 +92,15 @@ def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...]
     return tuple(tuple(sorted(set(taken.values()))) for taken in rounds)
 
 
-def least_sent_bytes(needs: Sequence[tuple[Sequence[int], int]]) -> float:
-    """What the busiest node has to send at least.
-
-    Args:
-        needs: holders, as nodes, and bytes.
-    """
-    level, _ = _levelled([tuple(holders) for holders, _ in needs], [size for _, size in needs])
-    return level
-
-
-def _budgets(groups: Sequence[tuple[tuple[int, ...], Sequence[_Need]]]) -> list[list[float]]:
-    """By group, the bytes that each of its candidates sends."""
-    candidates = [nodes for nodes, _ in groups]
-    sizes = [sum(need.num_bytes for need in needs) for _, needs in groups]
-    return _levelled(candidates, sizes)[1]
-
-
-def _levelled(
+def least_sending(
     groups: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> tuple[float, list[list[float]]]:
-    """The least that the busiest node sends, and the bytes by group and candidate."""
+    """The least that the busiest node sends, and the bytes by group and candidate.
+
+    Args:
+        groups: the nodes that could send, of each set of layers.
+        sizes: bytes of these layers.
+    """
     total = sum(sizes)
     if not total:
         return 0.0, [[0.0] * len(nodes) for nodes in groups]
