@@ -177,11 +177,11 @@ def test_a_thousand_nodes_are_answered_while_one_waits() -> None:
         for size in sizes
     }
 
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     search = SizeSearch((1000,), times_s, num_microbatches=4000, pipelines=Range(5, None))
     found = search.fastest((1000,))
 
-    assert time.perf_counter() - start_s < MANY_NODES_S
+    assert time.process_time() - start_s < MANY_NODES_S
     assert found is not None
     assert sum(size for (size,) in found[1]) == 1000
     assert len(found[1]) >= 5
