@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, Link, ModelProfile, PipelineTemplate, Stage
 from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
+from planaria.estimator.memory import peak_bytes
 from planaria.planner.problem import Problem, Shape
 
 MICROBATCHES = (2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512)
@@ -161,3 +162,18 @@ def template_of(shape: Shape, num_nodes: int) -> PipelineTemplate:
     firsts = (0, *(end for end, _ in shape))
     stages = tuple(Stage(firsts[i], end, count) for i, (end, count) in enumerate(shape))
     return PipelineTemplate(stages, num_nodes)
+
+
+def fits(problem: Problem, template: PipelineTemplate) -> bool:
+    """Whether each stage fits into its node's devices."""
+    peaks = peak_bytes(
+        problem.profile,
+        template,
+        num_microbatches=problem.num_microbatches,
+        gradient_copies=problem.gradient_copies,
+    )
+    limits = [
+        kind.device_memory_bytes or problem.profile.device_memory_bytes
+        for kind in template.stage_kinds()
+    ]
+    return all(limit == 0 or peak <= limit for peak, limit in zip(peaks, limits, strict=True))

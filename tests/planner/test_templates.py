@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exhaustive import all_shapes
+from exhaustive import all_shapes, fits
 from planaria.core.plan import Link, PipelineTemplate, Stage
 from planaria.errors import ConfigError
-from planaria.estimator.memory import peak_bytes
 from planaria.planner.problem import Problem
 from planaria.planner.templates import (
     pipeline_template,
@@ -23,17 +22,6 @@ from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, pr
 
 REFUSED_S = 20.0
 FREE = {"intra_node": Link(0.0, 1e30), "inter_node": Link(0.0, 1e30)}
-
-
-def fits(problem: Problem, template: PipelineTemplate) -> bool:
-    peaks = peak_bytes(
-        problem.profile,
-        template,
-        num_microbatches=problem.num_microbatches,
-        gradient_copies=problem.gradient_copies,
-    )
-    limit_bytes = problem.profile.device_memory_bytes
-    return limit_bytes == 0 or max(peaks) <= limit_bytes
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,11 +9,10 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from exhaustive import all_shapes, small_problem, template_of
+from exhaustive import all_shapes, fits, small_problem, template_of
 from planaria.core.plan import Link, NodeKind, PipelineTemplate, Plan
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
-from planaria.estimator.memory import peak_bytes
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.bound import BoundSearch
 from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iteration_s
@@ -55,22 +54,6 @@ def templates(problem: Problem, kinds: list[NodeKind], counts: Counts) -> list[P
         for shape in shapes
     ]
     return [template for template in found if fits(problem, template)]
-
-
-def fits(problem: Problem, template: PipelineTemplate) -> bool:
-    peaks = peak_bytes(
-        problem.profile,
-        template,
-        num_microbatches=problem.num_microbatches,
-        gradient_copies=problem.gradient_copies,
-    )
-    device = 0
-    for stage, peak in zip(template.stages, peaks, strict=True):
-        kind = template.node_kinds[device // problem.devices_per_node]
-        if peak > (kind.device_memory_bytes or problem.profile.device_memory_bytes or peak):
-            return False
-        device += stage.num_devices
-    return True
 
 
 def bound_s(problem: Problem, template: PipelineTemplate) -> float:
