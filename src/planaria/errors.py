@@ -10,6 +10,7 @@ PlanariaError
 |-- AuthenticationError  the other end of a connection does not know the job's token
 |-- PeerLostError        a link to another rank is gone
 |-- AbortedError         an operation was freed because its epoch is over
+|-- CorruptedError       holders of a layer have different parameters
 `-- StoreError           the store of coordination cannot go on
     |-- ConflictError    a guard of a write does not hold
     |-- LeaseLostError   a lease has ended
@@ -93,6 +94,22 @@ class PeerLostError(PlanariaError):
 
 class AbortedError(PlanariaError):
     """When a blocked operation is freed because its links were aborted."""
+
+
+class CorruptedError(PlanariaError):
+    """When holders of a layer turn out to have different parameters.
+
+    Attributes:
+        age: of the parameters, the iterations applied to them.
+        hashes: what this rank has in the layers concerned, by layer.
+    """
+
+    def __init__(self, age: int, hashes: dict[int, int], layers: tuple[int, ...]) -> None:
+        super().__init__(
+            f"holders differ in layer {', '.join(map(str, layers))} after {age} iterations"
+        )
+        self.age = age
+        self.hashes = hashes
 
 
 class StoreError(PlanariaError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from planaria.core.messages import (
     Abort,
     Acknowledged,
+    Corrupted,
     EpochReady,
     Fact,
     HeartbeatTaken,
@@ -75,6 +76,8 @@ def said(state: AgentState, message: Fact) -> AgentState:
             return state
         case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():
             pass
+        case Corrupted():
+            pass
     key = (type(message).__name__, message.rank, iteration)
     facts = {other: fact for other, fact in state.facts.items() if other != key}
     return replace(state, facts={**facts, key: message})
@@ -122,4 +125,4 @@ def _is_over(fact: Fact, epoch: int) -> bool:
     """Whether an epoch that begins makes a fact worthless."""
     if isinstance(fact, WorkerExited):
         return True  # It was answered by this very epoch.
-    return isinstance(fact, Stopped | EpochReady) and fact.epoch < epoch
+    return isinstance(fact, Stopped | EpochReady | Corrupted) and fact.epoch < epoch

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planaria.coordinator.recovery import decided, lost
+from planaria.coordinator.recovery import decided, lost, refuted
 from planaria.coordinator.saves import layers_saved, save_failed
 from planaria.coordinator.state import (
     Command,
@@ -44,6 +44,7 @@ from planaria.coordinator.state import (
 from planaria.core.commit import decode_vector
 from planaria.core.messages import (
     Abort,
+    Corrupted,
     EpochReady,
     Fact,
     IterationDone,
@@ -94,6 +95,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case IterationDone() if _is_open(state, event):
             reports = {**state.reports.get(event.iteration, {}), event.rank: event}
             return replace(state, reports={**state.reports, event.iteration: reports}), ()
+        case Corrupted() if event.epoch == state.epoch:
+            return replace(state, corrupted={**state.corrupted, event.rank: event}), ()
         case LayersSaved():
             return layers_saved(state, event)
         case Published():
@@ -144,6 +147,8 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
             return _joined(rules, state, now_s)
         case Phase.STARTING if set(state.ready) >= set(state.plan.ranks):
             return _running(state, now_s)
+        case Phase.TRAINING if set(state.corrupted) >= set(state.plan.ranks):
+            return refuted(state, now_s)
         case Phase.TRAINING:
             return _committed(state, now_s)
         case Phase.SAVING:

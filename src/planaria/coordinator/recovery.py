@@ -1,7 +1,8 @@
 """What follows a loss: who is left, where they go on, and with which plan.
 
 1. Members: the record of who is left is written before anybody is told (`lost`).
-2. Answers: each member leaves the epoch before, then says what it holds.
+2. Answers: each member leaves the epoch before, then says what it holds. Where holders of a layer
+   differ, those that most others outvote are lost too; without a majority the job ends.
 3. Outcome: the newest commit vector that anyone holds settles where all go on. Whoever holds it
    proves that every gradient of that iteration is complete everywhere, so the others can apply
    it too; what is newer is done again.
@@ -17,6 +18,7 @@ test_commit_search.py shows to be needed.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.state import (
     Command,
     End,
@@ -70,6 +72,7 @@ def lost(
         workers={rank: worker for rank, worker in state.workers.items() if worker.node in left},
         answers={},
         ready={},
+        corrupted={},
         decision=None,
         saves={},
         loss=loss,
@@ -87,6 +90,9 @@ def lost(
 
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     """Every member has answered: where all go on, and how."""
+    judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
+    if judged.layer >= 0:
+        return _without_odd(state, judged, now_s)
     outcome = _outcome(rules, state)
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
@@ -120,6 +126,31 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
         reason = f"{_nodes_left(num_nodes)}, and no policy knows an answer"
         return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
     return _resume(rules, state, outcome, transitions, now_s)
+
+
+def refuted(state: JobState, now_s: float) -> Step:
+    """Every rank has left the epoch, for holders of a layer differ: on without the odd ones."""
+    judged = verdict(votes(state.corrupted.values()), devices_per_node=state.devices_per_node)
+    if judged.layer < 0:
+        reason = "the sums of the holders' hashes are wrong, though the hashes agree"
+        return _end(state, f"{reason}: nothing of this is saved")
+    return _without_odd(state, judged, now_s)
+
+
+def _without_odd(state: JobState, judged: Verdict, now_s: float) -> Step:
+    """The next epoch, or the end of the job where nobody can tell whose parameters are right."""
+    if judged.undecided:
+        nodes = " and ".join(map(str, judged.undecided))
+        return _end(
+            state,
+            f"nodes {nodes} have different parameters in layer {judged.layer}, and no majority "
+            "tells which are right: nothing of this is saved, the memory of one is faulty",
+        )
+    nodes = " and ".join(map(str, judged.odd))
+    reason = (
+        f"the parameters of layer {judged.layer} on node {nodes} have another hash than on most"
+    )
+    return lost(state, "lost", judged.odd, reason=reason, now_s=now_s)
 
 
 def _outcome(rules: Rules, state: JobState) -> Outcome:

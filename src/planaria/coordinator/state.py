@@ -7,6 +7,7 @@ from enum import Enum
 from planaria.core.commit import VectorLayout
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
+    Corrupted,
     EpochReady,
     IterationDone,
     LayerFile,
@@ -185,6 +186,7 @@ class JobState:
         outcome: the newest on record, of this epoch or an older one.
         decision: of this epoch, once it is on record.
         ready: by rank, in this epoch.
+        corrupted: ranks that left this epoch because holders differ.
         next_iteration: the first that is not committed.
         reports: of iterations not yet committed, by iteration, then rank.
         saves: files so far by (iteration, epoch), then layer, of saves not yet published.
@@ -210,6 +212,7 @@ class JobState:
     outcome: Outcome | None = None
     decision: Decision | None = None
     ready: Mapping[int, EpochReady] = field(default_factory=dict)
+    corrupted: Mapping[int, Corrupted] = field(default_factory=dict)
     reports: Mapping[int, Mapping[int, IterationDone]] = field(default_factory=dict)
     saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
     published: int = -1
@@ -228,8 +231,12 @@ class JobState:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the members, whether they have work or not."""
-        per_node = self.plan.pipelines[0].template.devices_per_node
+        per_node = self.devices_per_node
         return tuple(node * per_node + device for node in self.nodes for device in range(per_node))
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.plan.pipelines[0].template.devices_per_node
 
 
 Step = tuple[JobState, tuple[Command, ...]]

@@ -55,6 +55,7 @@ class Stopped(Message, frozen=True, kw_only=True):
             vector of that iteration can be applied.
         vector: the newest commit vector that the rank holds, of iteration vector_iteration; -1
             and empty if it has none.
+        hashes: sampled, of the layers' parameters at these ages; empty if none are compared.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Stopped(Message, frozen=True, kw_only=True):
     complete: tuple[int, ...]
     vector_iteration: int = -1
     vector: bytes = b""
+    hashes: dict[int, int] = {}
 
 
 class EpochReady(Message, frozen=True, kw_only=True):
@@ -106,6 +108,20 @@ class IterationDone(Message, frozen=True, kw_only=True):
     peak_bytes: int
     ends: bool
     spans: tuple[MeasuredSpan, ...] = ()
+
+
+class Corrupted(Message, frozen=True, kw_only=True):
+    """A rank has left the epoch, for the holders of a layer have different parameters.
+
+    Attributes:
+        age: of the parameters.
+        hashes: what this rank has in the layers concerned; empty if it holds none of them.
+    """
+
+    rank: int
+    epoch: int
+    age: int
+    hashes: dict[int, int]
 
 
 class LayersSaved(Message, frozen=True, kw_only=True):
@@ -257,6 +273,7 @@ Fact = (
     | Stopped
     | EpochReady
     | IterationDone
+    | Corrupted
     | LayersSaved
     | SaveFailed
     | WorkerFailed
