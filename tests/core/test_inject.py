@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.core.inject import (
+    AFTER_COMMIT,
     KINDS,
     RECOVERY_STEPS,
     STEPS,
@@ -28,6 +29,7 @@ SPECS = {
     "kill:0@~2.5": Injection("kill", (0,), Place(0, "start", 2.5)),
     "leader:@~0": Injection("leader", (), Place(0, "start", 0.0)),
     " crash:0@0 ": Injection("crash", (0,), Place(0, "start")),
+    "flip:2,0@5": Injection("flip", (0, 2), Place(5, AFTER_COMMIT)),
 }
 
 
@@ -38,7 +40,7 @@ def test_a_spec_says_who_what_and_when(text: str) -> None:
 
 
 @given(
-    st.sampled_from([kind for kind in KINDS if kind not in ("hang", "leader")]),
+    st.sampled_from([kind for kind in KINDS if kind not in ("hang", "leader", "flip")]),
     st.frozensets(st.integers(0, 99), min_size=1),
     st.integers(0, 10**6),
     st.sampled_from(STEPS),
@@ -74,13 +76,18 @@ MISTAKES = {
     "hang=1.2.3:2@5": FORM,
     "hang=soon:2@5": FORM,
     "KILL:2@5": FORM,
-    "explode:2@5": "KIND is one of kill, hang, stall, crash, leader",
+    "explode:2@5": "KIND is one of kill, hang, stall, crash, leader, flip",
     "kill:2@5.lunch": "STEP is one of start, forward, backward, reduce, commit, optimizer, detect",
     "kill=8:2@5": "kill takes no value",
     "leader=8:@5": "leader takes no value",
     "kill:@5": "say which nodes, as in kill:2@5",
     "hang=8:,@5": "say which nodes, as in hang:2@5",
     "leader:2@5": "leader names no nodes",
+    "flip=3:2@5": "flip takes no value",
+    "flip:2@5.commit": "name that alone, as in flip:2@5",
+    "flip:2@5.applied": "STEP is one of",
+    "flip:2@~3": "name that alone, as in flip:2@5",
+    "flip:@5": "say which nodes, as in flip:2@5",
     "kill:2@99999999999999999999": FORM,
     f"kill:2@{'9' * 5000}": FORM,
     f"kill:2@~{'9' * 400}": FORM,
@@ -98,14 +105,14 @@ def test_each_kind_of_mistake_is_told_with_what_would_do(text: str) -> None:
     assert MISTAKES[text] in caught.value.remedy
 
 
-@given(st.text(alphabet="kilhangedr:=@~.,0123456789 ", max_size=20))
+@given(st.text(alphabet="kilhangedrfp:=@~.,0123456789 ", max_size=20))
 def test_nothing_but_a_config_error_comes_of_nonsense(text: str) -> None:
     """A typing mistake never ends in a traceback."""
     with suppress(ConfigError):
         injection = parse_injection(text)
 
         assert injection.kind in KINDS
-        assert injection.place.step in STEPS
+        assert injection.place.step in (*STEPS, AFTER_COMMIT)
         assert bool(injection.nodes) == (injection.kind != "leader")
 
 

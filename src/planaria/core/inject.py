@@ -6,6 +6,7 @@
     leader:@4.commit     kill the coordinator; it is no node
     kill:0@5.transfer    in the next recovery that begins at or after iteration 5
     kill:0@~2.5          2.5 seconds after training starts
+    flip:2@5             flip a bit of a parameter on node 2 right after the commit of iteration 5
 
 Specs with the same place (and so the same nodes' turn) fire together.
 
@@ -19,12 +20,14 @@ from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
-KINDS = ("kill", "hang", "stall", "crash", "leader")
+KINDS = ("kill", "hang", "stall", "crash", "leader", "flip")
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
 RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
 STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
 # Steps that the coordinator takes for all; the others each node takes by itself.
 COORDINATOR_STEPS = ("detect", "decide")
+# Where a bit is flipped, and nothing else happens: the iteration is applied, but not saved yet.
+AFTER_COMMIT = "applied"
 
 _SPEC = re.compile(
     r"(?P<kind>[a-z]+)(=(?P<value>[0-9.]+))?:(?P<nodes>[0-9,]*)"
@@ -89,7 +92,10 @@ def parse_injection(text: str) -> Injection:
     if (kind == "leader") == bool(nodes):
         remedy = "leader names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
         raise ConfigError("--inject", text, remedy)
-    place = Place(iteration, step, at_s)
+    if kind == "flip" and (match["step"] or match["at_s"]):
+        remedy = "flip is right after the commit of an iteration: name that alone, as in flip:2@5"
+        raise ConfigError("--inject", text, remedy)
+    place = Place(iteration, AFTER_COMMIT if kind == "flip" else step, at_s)
     return Injection(kind, nodes, place, value)
 
 

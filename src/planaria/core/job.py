@@ -89,6 +89,9 @@ class ResilienceConfig:
         "continue",
         "with fewer than (f + 1) * n0 nodes left go on with what fits, or save and stop (exit 3)",
     )
+    corruption_guard: bool = _key(
+        True, "compare parameters among the holders of a layer; false: nodes of different CPU types"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,9 @@ message, and a reduction is handed to one communication thread, which runs this 
 in ascending order: a bucket that is ready early waits for those before it, so that no two ranks
 wait for each other (DESIGN 4.3). When all reductions are in, the ranks sum the commit vector:
 squared gradient norms by layer, losses by microbatch, and whether anyone asks to stop. Whoever
-holds it knows that every gradient is complete everywhere (DESIGN 4.4).
+holds it knows that every gradient is complete everywhere (DESIGN 4.4), and that all holders of a
+layer computed them with the same parameters: behind the vector travel sums of hashes that tell
+(core/agreement.py), and where they tell of a difference there is no vector.
 """
 
 import time
@@ -13,16 +15,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from planaria.core.agreement import disagreeing_layers, hash_entries
 from planaria.core.commit import CommitVector, VectorLayout, commit_vector
+from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Plan
 from planaria.engine.batches import Batches
 from planaria.engine.groups import reduce_bucket, reduce_vector
+from planaria.engine.guard import sampled_hashes
 from planaria.engine.layers import TiedGroup
 from planaria.engine.stage import HeldLayer, Stage
+from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.pulse import Pulse
@@ -60,6 +67,7 @@ class Executor:
         layout: VectorLayout,
         pulse: Pulse,
         lease_s: float,
+        resilience: ResilienceConfig,
         reached: Callable[[str, int], None],
     ) -> None:
         self._plan = plan
@@ -69,6 +77,7 @@ class Executor:
         self._layout = layout
         self._pulse = pulse
         self._lease_s = lease_s
+        self._resilience = resilience
         self._reached = reached
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
@@ -93,7 +102,11 @@ class Executor:
     def run(
         self, iteration: int, batches: Batches, *, wants_stop: Callable[[], bool]
     ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
-        """Computes all gradients of an iteration; returns what was agreed and what was measured."""
+        """Computes all gradients of an iteration; returns what was agreed and what was measured.
+
+        Raises:
+            CorruptedError: they are worth nothing, for holders of a layer differ; none is kept.
+        """
         self._iteration = iteration
         self._batches = batches
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -288,14 +301,36 @@ class Executor:
             first = layout.samples + microbatch * size
             vector[first : first + size] = samples
         vector[-1] = float(stop)
+        total = self._agreed(vector, self._iteration, Channel.COMMIT)
+        return commit_vector(total.tolist(), layout)
+
+    def compare(self, age: int) -> None:
+        """Returns if all holders of each layer have the same parameters at this age.
+
+        Raises:
+            CorruptedError: they have not, so none of them is to be saved.
+        """
+        self._agreed(np.zeros(0, dtype=np.float64), age, Channel.COMPARE)
+
+    def _agreed(
+        self, vector: npt.NDArray[np.float64], age: int, channel: Channel
+    ) -> npt.NDArray[np.float64]:
+        """The sum of the vector over all ranks, whose parameters of this age agree."""
+        hashes = sampled_hashes(self._held(), self._resilience)
         total = reduce_vector(
             self._links,
-            vector,
+            np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
             ranks=self._plan.ranks,
-            iteration=self._iteration,
+            iteration=age,
             timeout_s=RECEIVE_TIMEOUT_S,
+            channel=channel,
         )
-        return commit_vector(total.tolist(), layout)
+        if layers := disagreeing_layers(total[len(vector) :]):
+            for held in self._held():
+                held.clear()
+            own = {layer: hashes[layer] for layer in layers if layer in hashes}
+            raise CorruptedError(age, own, layers)
+        return total[: len(vector)]
 
     def _counted(self, layer: int) -> list[str]:
         """The layer's parameters without tied ones that an earlier layer counts."""

@@ -133,12 +133,14 @@ def reduce_vector(
     ranks: Sequence[int],
     iteration: int,
     timeout_s: float,
+    channel: Channel = Channel.COMMIT,
 ) -> npt.NDArray[np.float64]:
     """The sum of a float64 vector over all ranks, the same bits everywhere.
 
-    Exact where each entry is contributed by one rank alone and is +0 elsewhere.
+    Exact where each entry is contributed by one rank alone and is +0 elsewhere, and where the sum
+    is of whole numbers and below 2^53.
     """
-    up, down = Tag(Channel.COMMIT, iteration, 0), Tag(Channel.COMMIT, iteration, 1)
+    up, down = Tag(channel, iteration, 0), Tag(channel, iteration, 1)
     index = list(ranks).index(links.rank)
     peers = tree_peers(links.rank, ranks)
     parent, children = (peers[0], peers[1:]) if index else (-1, peers)

@@ -1,14 +1,13 @@
 """The process of a rank: holds layers, runs iterations, commits, applies, saves and recovers.
 
 The compute thread (the main one) runs `_Worker`: it serves one epoch after the other. Other
-threads: links, one for reductions, one for saves, one for control. `PeerLostError` and
-`AbortedError` end an epoch here and nowhere else; then the worker waits for orders, tells what it
-holds, and goes on in the next epoch with the layers that it has.
+threads: links, one for reductions, one for saves, one for control. `PeerLostError`, `AbortedError`
+and `CorruptedError` end an epoch here and nowhere else; then the worker waits for orders, tells
+what it holds, and goes on in the next epoch with the layers that it has.
 """
 
 import faulthandler
 import logging
-import math
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from planaria.checkpoint.tiers import DiskTier
 from planaria.core.commit import CommitVector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import (
     Abort,
+    Corrupted,
     EpochReady,
     IterationDone,
     PeerUnreachable,
@@ -39,14 +39,23 @@ from planaria.engine.apply import drop_others, exchange_layers, missing_layers, 
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.executor import Executor
+from planaria.engine.faults import flip_bit
 from planaria.engine.groups import tree_peers
+from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import learning_rate
+from planaria.engine.peak import peak_bytes, reset_peak
 from planaria.engine.prepare import load_data, load_model, mistake_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage, State
 from planaria.engine.tracebacks import user_traceback
-from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
+from planaria.errors import (
+    AbortedError,
+    CheckpointError,
+    ConfigError,
+    CorruptedError,
+    PeerLostError,
+)
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import lowered
 from planaria.transport.links import Links
@@ -99,7 +108,11 @@ class _Worker:
             self._tier, rank=spec.rank, send=control.send, may_write=lambda: pulse.is_member
         )
         self._reached = Probe(
-            spec.node, places=spec.places, address=spec.injector, token=spec.token
+            spec.node,
+            places=spec.places,
+            address=spec.injector,
+            token=spec.token,
+            faults={"flip": lambda i: flip_bit(self._stage, rank=spec.rank, iteration=i)},
         ).reached
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
@@ -147,6 +160,16 @@ class _Worker:
                     self._serve_epoch(order)
                 except AbortedError as loss:
                     logger.info("rank %s: %s", self._spec.rank, loss)
+                except CorruptedError as found:
+                    logger.info("rank %s: %s", self._spec.rank, found)
+                    self._control.send(
+                        Corrupted(
+                            rank=self._spec.rank,
+                            epoch=order.epoch,
+                            age=found.age,
+                            hashes=found.hashes,
+                        )
+                    )
                 except PeerLostError as loss:
                     logger.info("rank %s: %s", self._spec.rank, loss)
                     self._control.send(
@@ -182,6 +205,7 @@ class _Worker:
                 complete=tuple(n for n, held in layers.items() if held.gradients_of == held.age),
                 vector_iteration=vector_iteration,
                 vector=vector,
+                hashes=sampled_hashes(layers.values(), self._job.resilience),
             )
         )
 
@@ -190,7 +214,7 @@ class _Worker:
         if vector:
             decoded = decode_vector(vector, self._layout)
             self._vector = (iteration - 1, decoded)
-            self._refuse_divergence(iteration - 1, decoded)
+            refuse_divergence(iteration - 1, decoded, self._job.training)
             self._apply(iteration - 1, decoded)
         drop_others(self._stage, age=iteration)
 
@@ -244,6 +268,7 @@ class _Worker:
             layout=self._layout,
             pulse=self._pulse,
             lease_s=self._job.cluster.lease_s,
+            resilience=self._job.resilience,
             reached=self._reached,
         )
         try:
@@ -276,11 +301,12 @@ class _Worker:
         ends = iteration >= training.iterations
         own = start.plan.layers_by_rank()[self._spec.rank]
         if start.persists:
+            executor.compare(iteration)
             self._save(start, iteration)
         end_s = time.monotonic()
         while not ends:
             self._reached("start", iteration)
-            _reset_peak()
+            reset_peak()
             batches = Batches(self._dataset, training, iteration=iteration)
             vector, spans = executor.run(
                 iteration, batches, wants_stop=self._control.stop_requested.is_set
@@ -288,14 +314,16 @@ class _Worker:
             self._vector = (iteration, vector)
             # All ranks have their layers, so nobody needs what this one has too many.
             self._stage.keep_only(own)
-            self._refuse_divergence(iteration, vector)
+            refuse_divergence(iteration, vector, training)
             self._reached("optimizer", iteration)
             self._apply(iteration, vector)
+            self._reached("applied", iteration)
             assert all(held.age == iteration + 1 for held in self._stage.layers.values())
             ends = vector.is_last(iteration, training)
             every = self._job.checkpoint.persist_every
             stall_s = 0.0
             if ends or (every and (iteration + 1) % every == 0):
+                executor.compare(iteration + 1)
                 stall_s = self._save(start, iteration + 1)
             before_s, end_s = end_s, time.monotonic()
             self._control.send(
@@ -308,33 +336,13 @@ class _Worker:
                     sample_digest=vector.sample_digest,
                     seconds=end_s - before_s,
                     stall_s=stall_s,
-                    peak_bytes=max(0, _peak_bytes() - self._base_bytes),
+                    peak_bytes=max(0, peak_bytes() - self._base_bytes),
                     ends=ends,
                     spans=spans if self._spec.trace else (),
                 )
             )
             iteration += 1
         self._saver.wait_written()
-
-    def _refuse_divergence(self, iteration: int, vector: CommitVector) -> None:
-        """Ends training before a step would turn every parameter into a NaN.
-
-        All ranks see the same vector, so all end here. The state is not saved: the parameters
-        that led here are suspect, and resuming from them would compute the same numbers.
-
-        Raises:
-            ConfigError: the loss or the gradient norm is infinite or not a number.
-        """
-        if math.isfinite(vector.loss) and math.isfinite(vector.gradient_norm):
-            return
-        raise ConfigError(
-            "training.learning_rate",
-            self._job.training.learning_rate,
-            f"training diverged: iteration {iteration} has loss {vector.loss} and gradient norm "
-            f"{vector.gradient_norm}, and was not applied; lower the rate, set "
-            "training.gradient_clip, or mend the data, and --resume from the newest checkpoint "
-            "(checkpoint.persist_every) if there is one",
-        )
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         """Takes the optimizer step of the layers that are ready for it."""
@@ -377,18 +385,3 @@ def _peers(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> set[int]:
         if rank in bucket.ranks:
             peers |= set(bucket.ranks)
     return peers - {rank}
-
-
-def _reset_peak() -> None:
-    """Starts the measurement of this process's peak memory anew (Linux)."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
-
-
-def _peak_bytes() -> int:
-    """The most resident memory since `_reset_peak`."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/status has no VmHWM")

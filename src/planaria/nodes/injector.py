@@ -1,7 +1,8 @@
 """Carries out faults: the launcher's end of the probes (transport/probe.py).
 
 A probe that reaches a step is kept waiting until the faults of that place have happened. Signals
-go from here to a node's whole process group, or to its workers.
+go from here to a node's whole process group, or to its workers; a bit is flipped by the worker
+that calls, because it is told to in the answer.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import psutil
 
-from planaria.core.inject import COORDINATOR_STEPS, Injection, Place
+from planaria.core.inject import AFTER_COMMIT, COORDINATOR_STEPS, Injection, Place
 from planaria.errors import AuthenticationError
 from planaria.transport.frames import Role, shake_hands
 from planaria.transport.probe import NO_NODE, Reached
@@ -56,6 +57,7 @@ class Injector:
         fired: Callable[[Injection], None],
     ) -> None:
         self._waiting = list(injections)
+        self._to_flip: set[tuple[int, int]] = set()  # Node and iteration.
         self._token = token
         self._agents = agents
         self._leader = leader
@@ -86,7 +88,7 @@ class Injector:
             reached = msgspec.json.decode(await reader.readline(), type=Reached)
             for place in self._places_at(node, reached):
                 self._fire(place)
-            writer.write(b"\n")
+            writer.write(self._own_fault(node, reached) + b"\n")
             await writer.drain()
         except (AuthenticationError, asyncio.IncompleteReadError, ConnectionError) as error:
             logger.info("a probe went away: %s", error)
@@ -94,6 +96,14 @@ class Injector:
             logger.warning("a probe said what none says: %s", error)
         finally:
             writer.close()
+
+    def _own_fault(self, node: int, reached: Reached) -> bytes:
+        """What the node that calls is to do to itself, the first of its workers that asks."""
+        flip = (node, reached.iteration)
+        if reached.step != AFTER_COMMIT or flip not in self._to_flip:
+            return b""
+        self._to_flip.remove(flip)
+        return b"flip"
 
     def _places_at(self, node: int, reached: Reached) -> list[Place]:
         """The places of waiting faults that this node, or any node, makes come."""
@@ -130,6 +140,8 @@ class Injector:
                 if injection.value:
                     loop = asyncio.get_running_loop()
                     loop.call_later(injection.value, _kill_group, pid, signal.SIGCONT)
+            case "flip":
+                self._to_flip.add((node, injection.place.iteration))
             case "stall" | "crash":
                 number = signal.SIGSTOP if injection.kind == "stall" else signal.SIGKILL
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -90,7 +90,9 @@ class _Leader:
     def __init__(self, spec: LeaderSpec) -> None:
         self._spec = spec
         self._rules = rules_of(spec)
-        self._probe = Probe(NO_NODE, places=spec.places, address=spec.injector, token=spec.token)
+        self._probe = Probe(
+            NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
+        )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publisher = Publisher(
             DiskTier(Path(spec.job.checkpoint.directory)),

@@ -41,6 +41,7 @@ class Channel(IntEnum):
     COMMIT = 5
     STATE_HEAD = 6
     STATE = 7
+    COMPARE = 8
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

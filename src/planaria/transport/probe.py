@@ -2,12 +2,13 @@
 
 Without specs for it a probe does nothing. Else it calls the launcher when a step of a spec is
 reached, and waits until the launcher has done what the spec says, which may be to kill this very
-process. So a fault happens exactly there, not a little later.
+process. So a fault happens exactly there, not a little later. The answer is a line that names the
+faults which only the process can plant in itself; the probe was given what does that.
 """
 
 import logging
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -35,12 +36,20 @@ class Probe:
         node: whose process this is.
         places: at which it is to call.
         address: where the launcher listens.
+        faults: by kind, what plants a fault in this process, given the iteration.
     """
 
     def __init__(
-        self, node: int, *, places: Collection[Place], address: tuple[str, int], token: bytes
+        self,
+        node: int,
+        *,
+        places: Collection[Place],
+        address: tuple[str, int],
+        token: bytes,
+        faults: Mapping[str, Callable[[int], None]],
     ) -> None:
         self._node = node
+        self._faults = faults
         self._places = places
         self._address = address
         self._token = token
@@ -49,13 +58,21 @@ class Probe:
         """A step begins; returns when whatever is to happen there has happened."""
         if not any(_is_at(place, step, iteration) for place in self._places):
             return
+        for fault in self._answer(Reached(step, iteration)):
+            self._faults[fault](iteration)
+
+    def _answer(self, reached: Reached) -> list[str]:
+        """The faults to plant here, once all others have happened."""
+        answer = b""
         try:
             with socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S) as sock:
                 self._shake_hands(sock)
-                sock.sendall(msgspec.json.encode(Reached(step, iteration)) + b"\n")
-                _read(sock, 1)
+                sock.sendall(msgspec.json.encode(reached) + b"\n")
+                while not answer.endswith(b"\n"):
+                    answer += _read(sock, 1)
         except OSError as error:
-            logger.warning("a fault cannot be injected at %s of %d: %s", step, iteration, error)
+            logger.warning("a fault cannot be injected at %s: %s", reached, error)
+        return answer.decode().split()
 
     def _shake_hands(self, sock: socket.socket) -> None:
         steps = handshake(self._token, Role.CONNECT, identity=self._node)

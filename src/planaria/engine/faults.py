@@ -1,0 +1,31 @@
+"""Faults that only the process itself can plant, for the probe to call (transport/probe.py)."""
+
+import logging
+
+import torch
+
+from planaria.core.samples import mix
+from planaria.engine.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
+    """Flips one bit of a parameter that the rank keeps; which one follows from both numbers."""
+    drawn = mix(rank, iteration)
+    sizes = {
+        layer: sum(tensor.nbytes for tensor in held.masters.values())
+        for layer, held in sorted(stage.layers.items())
+    }
+    layers = [stage.layers[layer] for layer, num_bytes in sizes.items() if num_bytes]
+    if not layers:
+        return
+    held = layers[drawn % len(layers)]
+    bit = drawn // len(layers) % (8 * sizes[held.layer])
+    for name, master in held.masters.items():
+        if bit < 8 * master.nbytes:
+            flat = master.data.view(-1).view(torch.uint8)
+            flat[bit // 8] ^= 1 << bit % 8
+            logger.info("rank %s: a bit of %s in layer %s is flipped", rank, name, held.layer)
+            return
+        bit -= 8 * master.nbytes
