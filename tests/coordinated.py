@@ -96,7 +96,12 @@ class Survivors:
 
 
 def small_rules(
-    *, n0: int = 2, failures_tolerated: int = 1, policy: Survivors | None = None, **keys: Any
+    *,
+    n0: int = 2,
+    max_nodes: int = 8,
+    failures_tolerated: int = 1,
+    policy: Survivors | None = None,
+    **keys: Any,
 ) -> Rules:
     """A job of ten layers and six microbatches; `keys` are of its resilience."""
     resilience = ResilienceConfig(failures_tolerated=failures_tolerated, **keys)
@@ -111,6 +116,7 @@ def small_rules(
         policy=policy or Survivors(),
         prices=Prices(links={}, layer_bytes=(8,) * NUM_LAYERS, regroup_s=0.1),
         n0=n0,
+        max_nodes=max_nodes,
         num_layers=NUM_LAYERS,
         layout=vector_layout(job, NUM_LAYERS),
         first_iteration=FIRST,

@@ -81,6 +81,7 @@ RULES = Rules(
     policy=_Survivors(),
     prices=Prices(links={}, layer_bytes=(8,), regroup_s=0.0),
     n0=1,
+    max_nodes=8,
     num_layers=1,
     layout=LAYOUT,
     first_iteration=ITERATION - 1,

@@ -37,6 +37,7 @@ from planaria.coordinator.state import (
     Tell,
     Tick,
 )
+from planaria.core.cluster import NodesLost
 from planaria.core.messages import (
     Abort,
     PeerUnreachable,
@@ -119,8 +120,9 @@ def test_a_loss_in_every_phase_leads_to_the_next_epoch(phase: str, kind: str) ->
     assert isinstance(notice, Recovering)
     assert (notice.kind, notice.nodes, notice.epoch) == (kind, (2,), state.epoch)
     assert (notice.iteration, notice.lost_s) == (before.next_iteration, NOW_S)
+    gone_so_far = tuple(sorted({*before.gone, *evicted}))
     assert evict == ([Evict(evicted)] if evicted else [])
-    assert record == RecordMembers(Members(epoch=state.epoch, term=3, nodes=left))
+    assert record == RecordMembers(Members(epoch=state.epoch, term=3, nodes=left, gone=gone_so_far))
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -206,7 +208,7 @@ def test_a_policy_is_told_of_lost_nodes_only() -> None:
 
     ((cluster, event),) = policy.seen
     assert [node.node for node in cluster.nodes] == [0, 1, 2, 3]
-    assert event.nodes == ()
+    assert event == NodesLost((), redone_samples=6)
 
 
 def test_the_job_ends_without_a_save_when_no_live_node_holds_a_layer() -> None:

@@ -39,6 +39,7 @@ def vectors(draw: st.DrawFn) -> tuple[CommitVector, VectorLayout]:
             int(number) for number in draw(tuples(st.integers(0, 1 << 53), layout.num_samples))
         ),
         stop_votes=draw(st.integers(0, 1000)),
+        switch_votes=draw(st.integers(0, 1000)),
     )
     return vector, layout
 
@@ -72,7 +73,8 @@ def test_parts_that_ranks_contribute_alone_sum_to_the_whole(
 ) -> None:
     """Each entry comes from one rank and is +0 elsewhere, in whatever order they are added."""
     vector, layout = drawn
-    entries = [*vector.squared_norms, *vector.losses, *vector.samples, vector.stop_votes]
+    votes = (vector.stop_votes, vector.switch_votes)
+    entries = [*vector.squared_norms, *vector.losses, *vector.samples, *votes]
     owners = [random.randrange(num_ranks) for _ in entries]
     total = [0.0] * layout.size
     for rank in range(num_ranks):
@@ -84,7 +86,7 @@ def test_parts_that_ranks_contribute_alone_sum_to_the_whole(
     assert commit_vector(total, layout) == vector
 
 
-@pytest.mark.parametrize("entries", [[0.0] * 4, [0.0] * 6])
+@pytest.mark.parametrize("entries", [[0.0] * 5, [0.0] * 7])
 def test_a_vector_of_another_size_is_refused(entries: list[float]) -> None:
     """It is of another job."""
     with pytest.raises(AssertionError):
@@ -94,7 +96,7 @@ def test_a_vector_of_another_size_is_refused(entries: list[float]) -> None:
 def test_a_sample_that_is_no_number_of_one_is_refused() -> None:
     """Two ranks have contributed the same microbatch, or half of one."""
     with pytest.raises(AssertionError):
-        commit_vector([1.0, 1.0, 2.5, 3.0, 0.0], VectorLayout(1, 1, 2))
+        commit_vector([1.0, 1.0, 2.5, 3.0, 0.0, 0.0], VectorLayout(1, 1, 2))
 
 
 def test_the_layout_follows_the_job() -> None:
@@ -103,7 +105,7 @@ def test_the_layout_follows_the_job() -> None:
     layout = vector_layout(job, num_layers=7)
 
     assert layout == VectorLayout(num_layers=7, num_microbatches=4, num_samples=12)
-    assert (layout.losses, layout.samples, layout.size) == (7, 11, 24)
+    assert (layout.losses, layout.samples, layout.size) == (7, 11, 25)
 
 
 def test_loss_and_norm_are_those_of_the_global_batch() -> None:

@@ -1,6 +1,7 @@
 """A worker's line to its agent: orders in order, and the process ends with its agent or job."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from planaria.core.messages import (
     EpochReady,
     FromNode,
     LayersSaved,
+    NoticeTaken,
     SaveLayers,
     Shutdown,
     StartEpoch,
@@ -29,7 +31,7 @@ TIMEOUT_S = 20.0
 WORKER = """
 import sys, threading, time
 from planaria.core.messages import (
-    Abort, EpochReady, LayersSaved, SaveLayers, Shutdown, WorkerFailed
+    Abort, EpochReady, LayersSaved, NoticeTaken, SaveLayers, Shutdown, WorkerFailed
 )
 from planaria.engine.control import Control
 from planaria.errors import AbortedError
@@ -48,7 +50,14 @@ def last_beat_s():
     return now_s - pulse.silent_s(now_s)
 
 links, pulse = Links(0, token=b""), Pulse()
-control = Control(int(sys.argv[1]), int(sys.argv[2]), links=links, pulse=pulse, beat_s=0.01)
+control = Control(
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    links=links,
+    pulse=pulse,
+    beat_s=0.01,
+    notice=NoticeTaken(node=0, rank=0, after_s=30.0),
+)
 threads = [
     threading.Thread(
         target=lambda rank=rank: [
@@ -141,6 +150,16 @@ def test_an_abort_frees_the_epochs_before_it_and_no_other(agent: Agent) -> None:
     answers = [m for m in agent.messages(101) if isinstance(m, EpochReady)]
 
     assert answers == [EpochReady(rank=0, epoch=3, layers_materialised=3)]
+
+
+def test_a_sigterm_is_a_notice_that_the_node_will_be_taken_away(agent: Agent) -> None:
+    """The worker lives on, and says so at once, whatever its main thread does."""
+    agent.socket.sendall(frame(StopRequested()))
+    agent.messages(100)
+    agent.process.send_signal(signal.SIGTERM)
+
+    assert agent.messages(1) == [NoticeTaken(node=0, rank=0, after_s=30.0)]
+    assert agent.process.poll() is None
 
 
 def test_a_worker_beats_while_nobody_says_anything(agent: Agent) -> None:

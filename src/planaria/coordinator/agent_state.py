@@ -19,6 +19,8 @@ from planaria.core.messages import (
     HeartbeatTaken,
     IterationDone,
     LayersSaved,
+    NodeArrived,
+    NoticeTaken,
     PeerUnreachable,
     SaveFailed,
     SaveLayers,
@@ -76,7 +78,7 @@ def said(state: AgentState, message: Fact) -> AgentState:
             return state
         case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():
             pass
-        case Corrupted():
+        case Corrupted() | NodeArrived() | NoticeTaken():
             pass
     key = (type(message).__name__, message.rank, iteration)
     facts = {other: fact for other, fact in state.facts.items() if other != key}

@@ -10,20 +10,23 @@ An epoch goes through the phases of `Phase`:
     TRAINING    iterations are committed, each when every rank has reported the age after it
     SAVING      the last iteration is committed; its save is awaited
 
-A loss in any phase begins the next epoch. Events are facts: each is noted when it comes, in
-whatever order, and then the state advances as far as the facts allow. What a rank says twice, or
-says of an older epoch, changes nothing. A coordinator that is restarted from its records is told
-all facts again, and so gets where it was.
+A loss in any phase begins the next epoch. So does a switch, at a commit and without all this: nodes
+come or leave in peace while the job trains (change.py). Events are facts: each is noted when it
+comes, in whatever order, and then the state advances as far as the facts allow. What a rank says
+twice, or says of an older epoch, changes nothing. A coordinator that is restarted from its records
+is told all facts again, and so gets where it was.
 
 It decides; who calls it (nodes/leader.py) acts.
 
 Source: DESIGN 4.5, 5 and 6 (Coordination).
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planaria.coordinator.candidates import arrived, candidate_lost, leaves
+from planaria.coordinator.change import begun, continued, entered, entering, switched, told
+from planaria.coordinator.crashes import ended, link_broken, worker_exited
 from planaria.coordinator.recovery import decided, lost, refuted
 from planaria.coordinator.saves import layers_saved, save_failed
 from planaria.coordinator.state import (
@@ -45,11 +48,14 @@ from planaria.core.commit import decode_vector
 from planaria.core.messages import (
     Abort,
     Corrupted,
+    DrainRequested,
     EpochReady,
     Fact,
     IterationDone,
     LayersSaved,
+    NodeArrived,
     NodeLost,
+    NoticeTaken,
     PeerUnreachable,
     SaveFailed,
     SaveLayers,
@@ -67,11 +73,8 @@ from planaria.core.records import (
     Warned,
 )
 
-# With no iteration committed in between: of one rank with the same status, and of epochs.
-CRASHES_MAX = 3
-BROKEN_LINKS_MAX = 3
-
-Event = Fact | NodeLost | StopRequested | MembersRecorded | DecisionRecorded | Published | Tick
+Request = StopRequested | DrainRequested
+Event = Fact | NodeLost | Request | MembersRecorded | DecisionRecorded | Published | Tick
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
@@ -86,44 +89,56 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
 def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     """The state with one more fact in it."""
     match event:
-        case WorkerReady() if event.rank in state.ranks:
+        case NodeArrived():
+            return arrived(rules, state, event, now_s)
+        case NoticeTaken() | DrainRequested():
+            return leaves(state, event)
+        case WorkerReady() if event.node in state.all_nodes or event.node in state.candidates:
             return replace(state, workers={**state.workers, event.rank: event}), ()
         case Stopped() if event.epoch == state.epoch and event.rank in state.ranks:
             return replace(state, answers={**state.answers, event.rank: event}), ()
         case EpochReady() if event.epoch == state.epoch:
             return replace(state, ready={**state.ready, event.rank: event}), ()
+        case EpochReady() if event.epoch in state.epochs:
+            return entering(state, event), ()
         case IterationDone() if _is_open(state, event):
             reports = {**state.reports.get(event.iteration, {}), event.rank: event}
             return replace(state, reports={**state.reports, event.iteration: reports}), ()
-        case Corrupted() if event.epoch == state.epoch:
+        case Corrupted() if event.epoch in state.epochs:
             return replace(state, corrupted={**state.corrupted, event.rank: event}), ()
         case LayersSaved():
             return layers_saved(state, event)
         case Published():
             return replace(state, published=max(state.published, event.iteration)), ()
-        case SaveFailed() if event.epoch == state.epoch:
+        case SaveFailed() if state.saves_since <= event.epoch <= state.epoch:
             return save_failed(state, event)
         case StopRequested() if not state.stop_requested:
             return replace(state, stop_requested=True), (Tell(event),)
+        case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
+            return candidate_lost(state, event)
         case WorkerFailed():
-            return _end(state, End(Ending.FAILED, "the code in a worker raised", event))
-        case WorkerExited() if event.rank in state.ranks:
-            return _worker_exited(state, event, now_s)
-        case NodeLost() if event.node in state.nodes:
-            return lost(state, "lost", (event.node,), reason=event.reason, now_s=now_s)
-        case PeerUnreachable() if event.epoch == state.epoch:
+            return ended(state, End(Ending.FAILED, "the code in a worker raised", event))
+        case WorkerExited() if event.node in state.all_nodes:
+            return worker_exited(rules, state, event, now_s)
+        case NodeLost() if event.node in state.all_nodes:
+            return lost(rules, state, "lost", (event.node,), reason=event.reason, now_s=now_s)
+        case NodeLost() if event.node in state.candidates:
+            return candidate_lost(state, event)
+        case PeerUnreachable() if event.epoch in state.epochs:
             since_s = state.unreachable_s or now_s
             unreached = (*state.unreached, event.peer)
             return replace(state, unreachable_s=since_s, unreached=unreached), ()
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
             order = Abort(epoch=state.epoch, nodes=state.nodes)
             return replace(state, phase=Phase.STOPPING), (Tell(order),)
+        case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
+            return told(state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case Tick() if state.unreachable_s:
             # Whoever cannot be reached is usually lost, and then found within a lease.
             if now_s - state.unreachable_s > rules.job.cluster.lease_s:
-                return _link_broken(state, now_s)
+                return link_broken(rules, state, now_s)
     return state, ()
 
 
@@ -145,15 +160,23 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
             return decided(rules, state, now_s)
         case Phase.JOINING:
             return _joined(rules, state, now_s)
-        case Phase.STARTING if set(state.ready) >= set(state.plan.ranks):
-            return _running(state, now_s)
-        case Phase.TRAINING if set(state.corrupted) >= set(state.plan.ranks):
-            return refuted(state, now_s)
+        case Phase.STARTING if set(state.ready) >= set(state.plan.all_ranks):
+            began_s = state.began_s or now_s
+            state = replace(state, phase=Phase.TRAINING, began_s=began_s, is_entered=True)
+            return state, (_running(state, now_s),)
+        case Phase.TRAINING if _is_refuted(state):
+            return refuted(rules, state, now_s)
         case Phase.TRAINING:
-            return _committed(state, now_s)
+            return _trained(rules, state, now_s)
         case Phase.SAVING:
             return _saved(rules, state)
     return state, ()
+
+
+def _is_refuted(state: JobState) -> bool:
+    """Whether every rank has left this epoch, for holders of a layer differ."""
+    told = {rank for rank, fact in state.corrupted.items() if fact.epoch == state.epoch}
+    return told >= set(state.plan.all_ranks)
 
 
 def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -167,7 +190,7 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
         return replace(state, phase=Phase.SAVING), (*settled, Tell(order))
     addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
     order = _with_addresses(order, addresses)
-    # A node that connected after the user's request has not heard of it.
+    # A node that connected after the request has not heard of it.
     stop = (Tell(StopRequested()),) if state.stop_requested else ()
     starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
     return replace(state, phase=Phase.STARTING), (*settled, starting, Tell(order), *stop)
@@ -186,19 +209,42 @@ def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) ->
     )
 
 
-def _running(state: JobState, now_s: float) -> Step:
+def _running(state: JobState, now_s: float) -> Notify:
     running = Running(
         epoch=state.epoch,
         plan=state.plan,
-        workers={rank: state.workers[rank] for rank in state.plan.ranks},
+        workers={rank: state.workers[rank] for rank in state.plan.all_ranks},
         materialised={rank: event.layers_materialised for rank, event in state.ready.items()},
         received_bytes=sum(event.received_bytes for event in state.ready.values()),
         regroup_s=max(event.regroup_s for event in state.ready.values()),
         transfer_s=max(event.transfer_s for event in state.ready.values()),
         now_s=now_s,
     )
-    began_s = state.began_s or now_s
-    return replace(state, phase=Phase.TRAINING, began_s=began_s), (Notify(running),)
+    return Notify(running)
+
+
+def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
+    """Commits what all have done; then changes what is to be changed."""
+    commands: list[Command] = []
+    for further in (_entered, _committed, _entered, _continued, begun):
+        state, more = further(rules, state, now_s)
+        commands += more
+        if state.phase is not Phase.TRAINING:
+            break
+    return state, tuple(commands)
+
+
+def _entered(rules: Rules, state: JobState, now_s: float) -> Step:
+    """After a switch: every rank has begun the new epoch."""
+    if state.is_entered or not set(state.ready) >= set(state.plan.all_ranks):
+        return state, ()
+    notice = _running(state, now_s)
+    state, commands = entered(rules, replace(state, is_entered=True), now_s)
+    return state, (notice, *commands)
+
+
+def _continued(_rules: Rules, state: JobState, _now_s: float) -> Step:
+    return continued(state)
 
 
 # -- iterations -----------------------------------------------------------------------------------
@@ -213,7 +259,8 @@ def _is_open(state: JobState, event: IterationDone) -> bool:
     assert state.outcome is not None
     if event.iteration < state.outcome.iteration:
         return True
-    return event.epoch == state.epoch and event.rank in state.plan.ranks
+    plans = (state.plan, state.switch.plan) if state.switch else (state.plan,)
+    return any(event.epoch == p.epoch and event.rank in p.all_ranks for p in plans)
 
 
 def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -226,44 +273,49 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
         if iteration == state.outcome.iteration - 1 and state.outcome.vector:
             vector = decode_vector(state.outcome.vector, rules.layout)
             ends = vector.is_last(iteration, rules.job.training)
-            told = (vector.loss, len(vector.samples), vector.sample_digest)
+            values = (vector.loss, len(vector.samples), vector.sample_digest)
         elif reports:
             first = reports[min(reports)]
-            ends, told = first.ends, (first.loss, first.num_samples, first.sample_digest)
+            ends, values = first.ends, (first.loss, first.num_samples, first.sample_digest)
         else:  # Whoever could tell of it was lost with the coordinator before this one.
             text = f"iteration {iteration} is committed, but nobody can tell its loss any more"
             commands.append(Notify(Warned(text=text)))
             state = _after_commit(state, ends=False)
             continue
-        commands.append(Notify(_commit_notice(state, reports, told, ends=ends, now_s=now_s)))
+        commands.append(Notify(_commit_notice(state, reports, values, ends=ends, now_s=now_s)))
         state = _after_commit(state, ends=ends)
     return state, tuple(commands)
 
 
-def _committed(state: JobState, now_s: float) -> Step:
+def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits what every rank has reported, in the order of iterations."""
     commands: list[Command] = []
     while not state.ends:
         reports = state.reports.get(state.next_iteration, {})
-        if len(reports) < len(state.plan.ranks):
+        if not set(reports) >= set(state.plan.all_ranks):
             return state, tuple(commands)
         first = reports[min(reports)]
-        told = (first.loss, first.num_samples, first.sample_digest)
-        notice = _commit_notice(state, reports, told, ends=first.ends, now_s=now_s)
+        values = (first.loss, first.num_samples, first.sample_digest)
+        notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
         state = _after_commit(state, ends=first.ends)
+        if first.switches and not state.ends:
+            state, more = switched(state)
+            commands += more
+            state, more = _entered(rules, state, now_s)
+            commands += more
     return replace(state, phase=Phase.SAVING), tuple(commands)
 
 
 def _commit_notice(
     state: JobState,
     reports: Mapping[int, IterationDone],
-    told: tuple[float, int, str],
+    values: tuple[float, int, str],
     *,
     ends: bool,
     now_s: float,
 ) -> Committed:
-    loss, num_samples, digest = told
+    loss, num_samples, digest = values
     return Committed(
         iteration=state.next_iteration,
         epoch=state.epoch,
@@ -277,6 +329,10 @@ def _commit_notice(
 
 
 def _after_commit(state: JobState, *, ends: bool) -> JobState:
+    if state.change is not None:
+        came = sum(r.received_bytes for r in state.reports.get(state.next_iteration, {}).values())
+        change = replace(state.change, received_bytes=state.change.received_bytes + came)
+        state = replace(state, change=change)
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
     number = state.next_iteration + 1
     return replace(
@@ -295,55 +351,19 @@ def _saved(rules: Rules, state: JobState) -> Step:
     failure = state.unsaved.get((number, state.epoch))
     if decision.ending and failure is not None:
         reason = f"{decision.reason}; what is live was not saved: {failure}"
-        return _end(state, End(Ending(decision.ending), reason))
+        return ended(state, End(Ending(decision.ending), reason))
     if failure is not None:
-        return _end(state, End(Ending.UNSAVED, failure))
+        return ended(state, End(Ending.UNSAVED, failure))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
     if state.published < number and not has_nothing_to_save:
         return state, ()
     if decision.ending:
-        return _end(state, End(Ending(decision.ending), decision.reason))
+        return ended(state, End(Ending(decision.ending), decision.reason))
+    if state.stop_reason:
+        return ended(state, End(Ending.LOST, state.stop_reason))
     is_cut_short = state.stop_requested and number < rules.job.training.iterations
-    return _end(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
+    return ended(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
 
 
-def _link_broken(state: JobState, now_s: float) -> Step:
-    """Live nodes cannot reach each other: once more, then without whom most cannot reach."""
-    broken_links = state.broken_links + 1
-    state = replace(state, broken_links=broken_links)
-    if broken_links < BROKEN_LINKS_MAX:
-        return lost(state, "lost", (), reason="a link broke between live nodes", now_s=now_s)
-    counts = Counter(state.unreached)
-    rank = max(counts, key=lambda rank: (counts[rank], rank))
-    node = rank // (len(state.ranks) // len(state.nodes))
-    reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
-    return lost(state, "lost", (node,), reason=reason, now_s=now_s)
-
-
-def _worker_exited(state: JobState, event: WorkerExited, now_s: float) -> Step:
-    """A worker is gone and its node is not: the epoch ends, unless that happens in a loop."""
-    worker = state.workers.get(event.rank)
-    if worker is not None and worker.pid != event.pid:  # Its successor has reported already.
-        return state, ()
-    crash = (event.rank, event.status)
-    crashes = (*state.crashes, crash)
-    told = f"the worker of rank {event.rank} on node {event.node} {_told(event.status)}"
-    if crashes.count(crash) >= CRASHES_MAX:
-        reason = f"{told}, the {CRASHES_MAX}rd time in a row"
-        text = f"{event.stack.rstrip()}\n{reason}" if event.stack else reason
-        failure = WorkerFailed(node=event.node, rank=event.rank, traceback=text)
-        return _end(state, End(Ending.FAILED, reason, failure))
-    workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
-    state = replace(state, crashes=crashes, workers=workers)
-    kind, reason = "crash", told
-    if event.stalled:
-        kind, reason = "stall", f"rank {event.rank} made no progress:\n{event.stack.rstrip()}"
-    return lost(state, kind, (), reason=reason, now_s=now_s, node=event.node)
-
-
-def _end(state: JobState, end: End) -> Step:
-    return replace(state, phase=Phase.ENDED), (end,)
-
-
-def _told(status: int) -> str:
-    return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
+def _only_candidates(state: JobState) -> set[int]:
+    return set(state.candidates) - set(state.all_nodes)

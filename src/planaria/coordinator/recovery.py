@@ -17,6 +17,7 @@ test_commit_search.py shows to be needed.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.state import (
@@ -40,21 +41,30 @@ from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Decided, Decision, Members, Outcome, Recovering
 from planaria.policies.policy import best_transition, expected_samples_per_s
 
-TIME_TO_FAILURE_S_MIN = 60.0
+TIME_TO_FAILURE_S_MIN: Final = 60.0
+FORGIVEN_S: Final = 3600.0  # A machine that has not failed for so long may as well never have.
 
 
 def lost(
-    state: JobState, kind: str, nodes: tuple[int, ...], *, reason: str, now_s: float, node: int = -1
+    rules: Rules,
+    state: JobState,
+    kind: str,
+    nodes: tuple[int, ...],
+    *,
+    reason: str,
+    now_s: float,
+    node: int = -1,
 ) -> Step:
-    """The next epoch, without nodes that are gone.
+    """The next epoch, without nodes that are gone; a change that is being made ends unmade.
 
     Args:
         kind: of what happened, as the report names it.
         node: the one concerned where none is gone.
     """
-    left = tuple(member for member in state.nodes if member not in nodes)
+    left = tuple(member for member in state.all_nodes if member not in nodes)
+    left = tuple(sorted({*left, *_needed_candidates(rules, state, len(left))}))
     concerned = nodes or ((node,) if node >= 0 else ())
-    epoch = state.epoch + 1
+    epoch = max(state.epochs) + 1
     loss = Loss(kind, concerned, reason, now_s)
     notice = Recovering(
         epoch=epoch,
@@ -68,8 +78,14 @@ def lost(
         state,
         epoch=epoch,
         nodes=left,
+        gone=tuple(sorted({*state.gone, *nodes})),
+        failures=_failures(state, nodes, now_s),
+        candidates={n: waits for n, waits in state.candidates.items() if n not in left},
+        change=None,
+        refused=(),
+        saves_since=epoch,
         phase=Phase.RECORDING,
-        workers={rank: worker for rank, worker in state.workers.items() if worker.node in left},
+        workers={r: w for r, w in state.workers.items() if w.node not in nodes},
         answers={},
         ready={},
         corrupted={},
@@ -84,21 +100,43 @@ def lost(
     if not left:
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
-    record = RecordMembers(Members(epoch=epoch, term=state.term, nodes=left))
-    return state, (Notify(notice), *evict, record)
+    members = Members(
+        epoch=epoch, term=state.term, nodes=left, gone=state.gone, failures=dict(state.failures)
+    )
+    return state, (Notify(notice), *evict, RecordMembers(members))
+
+
+def _needed_candidates(rules: Rules, state: JobState, num_left: int) -> tuple[int, ...]:
+    """Nodes that wait to join and are needed now, if the others tolerate no more failures."""
+    f = rules.job.resilience.failures_tolerated
+    able = [n for n in state.candidates if set(state.ranks_of((n,))) <= set(state.workers)]
+    return tuple(able[: max(0, (f + 1) * rules.n0 - num_left)])
+
+
+def _failures(
+    state: JobState, nodes: tuple[int, ...], now_s: float
+) -> Mapping[str, tuple[int, float]]:
+    failures = dict(state.failures)
+    for node in nodes:
+        machine = state.machines.get(node)
+        if machine is not None:
+            count, last_s = failures.get(machine, (0, 0.0))
+            count = 0 if now_s - last_s > FORGIVEN_S else count
+            failures[machine] = (count + 1, now_s)
+    return failures
 
 
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     """Every member has answered: where all go on, and how."""
     judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
     if judged.layer >= 0:
-        return _without_odd(state, judged, now_s)
+        return _without_odd(rules, state, judged, now_s)
     outcome = _outcome(rules, state)
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
     held = _held(rules, state, outcome)
-    cluster = ClusterState(state.epoch, _nodes(state, held))
-    num_nodes, f = len(state.nodes), rules.job.resilience.failures_tolerated
+    cluster = _cluster(rules, state, held)
+    num_nodes, f = len(cluster.nodes), rules.job.resilience.failures_tolerated
     ends = False
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
@@ -110,11 +148,11 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     if ends:
         return _save(rules, state, outcome, held, ending="", reason="")
     if num_nodes < rules.n0:
-        reason = f"{_nodes_left(num_nodes)}, fewer than n0 = {rules.n0} that hold the model"
+        reason = f"{left_text(num_nodes)}, fewer than n0 = {rules.n0} that hold the model"
         return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
     if num_nodes < (f + 1) * rules.n0 and rules.job.resilience.when_below == "stop":
         reason = (
-            f"{_nodes_left(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}, and "
+            f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}, and "
             'resilience.when_below = "stop"'
         )
         return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
@@ -123,21 +161,21 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     event = NodesLost(tuple(n for n in state.loss.nodes if n not in state.nodes), redone)
     transitions = rules.policy.propose(state.plan, cluster, event, rules.prices)
     if not transitions:
-        reason = f"{_nodes_left(num_nodes)}, and no policy knows an answer"
+        reason = f"{left_text(num_nodes)}, and no policy knows an answer"
         return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
     return _resume(rules, state, outcome, transitions, now_s)
 
 
-def refuted(state: JobState, now_s: float) -> Step:
+def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
     """Every rank has left the epoch, for holders of a layer differ: on without the odd ones."""
     judged = verdict(votes(state.corrupted.values()), devices_per_node=state.devices_per_node)
     if judged.layer < 0:
         reason = "the sums of the holders' hashes are wrong, though the hashes agree"
         return _end(state, f"{reason}: nothing of this is saved")
-    return _without_odd(state, judged, now_s)
+    return _without_odd(rules, state, judged, now_s)
 
 
-def _without_odd(state: JobState, judged: Verdict, now_s: float) -> Step:
+def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -> Step:
     """The next epoch, or the end of the job where nobody can tell whose parameters are right."""
     if judged.undecided:
         nodes = " and ".join(map(str, judged.undecided))
@@ -150,7 +188,7 @@ def _without_odd(state: JobState, judged: Verdict, now_s: float) -> Step:
     reason = (
         f"the parameters of layer {judged.layer} on node {nodes} have another hash than on most"
     )
-    return lost(state, "lost", judged.odd, reason=reason, now_s=now_s)
+    return lost(rules, state, "lost", judged.odd, reason=reason, now_s=now_s)
 
 
 def _outcome(rules: Rules, state: JobState) -> Outcome:
@@ -184,12 +222,16 @@ def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
     )
 
 
-def _nodes(state: JobState, held: Mapping[int, frozenset[int]]) -> tuple[Node, ...]:
-    per_node = len(state.ranks) // len(state.nodes)
-    return tuple(
-        Node(node, tuple(held[node * per_node + device] for device in range(per_node)))
-        for node in state.nodes
-    )
+def _cluster(rules: Rules, state: JobState, held: Mapping[int, frozenset[int]]) -> ClusterState:
+    """The members; those that are leaving only give what they hold, if the others can do it."""
+    nodes = [
+        Node(node, tuple(held[rank] for rank in state.ranks_of((node,)))) for node in state.nodes
+    ]
+    staying = tuple(node for node in nodes if node.node not in state.leaving)
+    if len(staying) < rules.n0:
+        return ClusterState(state.epoch, tuple(nodes))
+    leaving = tuple(node for node in nodes if node.node in state.leaving)
+    return ClusterState(state.epoch, staying, leaving)
 
 
 def _resume(
@@ -201,14 +243,9 @@ def _resume(
 ) -> Step:
     """Takes the best of the transitions."""
     assert state.loss is not None
-    batch = rules.job.training.global_batch_size
-    up_s = state.loss.lost_s - state.began_s if state.began_s else 0.0
-    time_to_failure_s = max(TIME_TO_FAILURE_S_MIN, up_s / state.losses)
-    best = best_transition(
-        transitions, global_batch_size=batch, time_to_failure_s=time_to_failure_s
-    )
-    candidates = _candidates(transitions, batch, time_to_failure_s)
-    degraded = _degraded(rules, state)
+    best, candidates = candidates_of(rules, state, transitions, state.loss.lost_s)
+    assert best is not None
+    degraded = degraded_text(rules, state)
     order = StartEpoch(
         epoch=state.epoch,
         plan=best.after,
@@ -245,6 +282,21 @@ def _resume(
     return state, (Notify(notice), RecordDecision(outcome, decision))
 
 
+def candidates_of(
+    rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
+) -> tuple[Transition | None, tuple[Candidate, ...]]:
+    """The best of the transitions, None if there are none, and the prices of all."""
+    if not transitions:
+        return None, ()
+    batch = rules.job.training.global_batch_size
+    up_s = now_s - state.began_s if state.began_s else 0.0
+    time_to_failure_s = max(TIME_TO_FAILURE_S_MIN, up_s / max(1, state.losses))
+    best = best_transition(
+        transitions, global_batch_size=batch, time_to_failure_s=time_to_failure_s
+    )
+    return best, _candidates(transitions, batch, time_to_failure_s)
+
+
 def _candidates(
     transitions: tuple[Transition, ...], batch: int, time_to_failure_s: float
 ) -> tuple[Candidate, ...]:
@@ -262,13 +314,13 @@ def _candidates(
     )
 
 
-def _degraded(rules: Rules, state: JobState) -> str:
+def degraded_text(rules: Rules, state: JobState) -> str:
     """The warning that f failures are not tolerated any more; empty if they are, or once told."""
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
     if num_nodes >= (f + 1) * rules.n0 or state.is_degraded:
         return ""
     return (
-        f"{_nodes_left(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}: from now on "
+        f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}: from now on "
         f"only f' = {num_nodes // rules.n0 - 1} failures at once are survived"
     )
 
@@ -306,7 +358,8 @@ def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(layers) for rank, layers in writers.items() if layers}
 
 
-def _nodes_left(num_nodes: int) -> str:
+def left_text(num_nodes: int) -> str:
+    """How many nodes are left, in words."""
     return f"{num_nodes} node{'s are' if num_nodes != 1 else ' is'} left"
 
 

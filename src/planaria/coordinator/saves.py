@@ -10,7 +10,7 @@ def layers_saved(state: JobState, event: LayersSaved) -> Step:
     """A save is complete when every layer of it is on disk."""
     key = (event.iteration, event.epoch)
     is_settled = event.iteration <= state.published or key in state.unsaved
-    if event.epoch != state.epoch or is_settled:
+    if event.epoch < state.saves_since or is_settled:
         return state, ()
     files = {**state.saves.get(key, {}), **{file.layer: file for file in event.files}}
     assert all(0 <= layer < state.plan.num_layers for layer in files), event
@@ -25,9 +25,9 @@ def layers_saved(state: JobState, event: LayersSaved) -> Step:
 def save_failed(state: JobState, event: SaveFailed) -> Step:
     """A save that cannot be complete any more is removed."""
     iteration, reason = event.iteration, event.reason
-    if iteration <= state.published or (iteration, state.epoch) in state.unsaved:
+    key = (iteration, event.epoch)
+    if iteration <= state.published or key in state.unsaved:
         return state, ()
-    key = (iteration, state.epoch)
     discard = Discard(*key, reason)
     rest = {k: v for k, v in state.saves.items() if k != key}
     return replace(state, saves=rest, unsaved={key: reason, **state.unsaved}), (discard,)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from planaria.coordinator.coordinator import advanced
+from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import (
     JobState,
     Loss,
@@ -26,6 +27,7 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
         nodes=plan.nodes,
         plan=plan,
         next_iteration=rules.first_iteration,
+        saves_since=plan.epoch,
         phase=Phase.DECIDING,
     )
     outcome = Outcome(epoch=plan.epoch, iteration=rules.first_iteration)
@@ -64,7 +66,10 @@ def restored_step(
         term=term,
         epoch=members.epoch,
         nodes=members.nodes,
+        gone=members.gone,
+        failures=members.failures,
         plan=plan,
+        saves_since=members.epoch,
         next_iteration=progress.num_committed if progress else rules.first_iteration,
         ends=progress is not None and progress.ends,
         outcome=outcome,
@@ -78,5 +83,9 @@ def restored_step(
         return replace(first, next_iteration=state.next_iteration), (record,)
     if decision is not None and decision.order.epoch == members.epoch:
         return advanced(rules, replace(state, phase=Phase.JOINING, decision=decision), now_s)
+    if members.is_planned:
+        # Nobody knows who has begun this epoch: all leave it for one more.
+        reason = "the coordinator before this one was changing the members"
+        return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)

@@ -1,9 +1,10 @@
 """What the coordinator knows, and what it can ask of whoever calls it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from planaria.core import records
 from planaria.core.commit import VectorLayout
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
@@ -16,7 +17,7 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from planaria.core.plan import Plan
+from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Decision, Members, Outcome, ToLauncher
 from planaria.policies.policy import Policy, Prices
 
@@ -51,6 +52,7 @@ class Rules:
     Attributes:
         policy: proposes the answers to losses.
         n0: nodes of the smallest pipeline.
+        max_nodes: that there are plans for.
         first_iteration: where this run starts.
         source: version of the disk tier to start from, "" for the seed.
     """
@@ -59,6 +61,7 @@ class Rules:
     policy: Policy
     prices: Prices
     n0: int
+    max_nodes: int
     num_layers: int
     layout: VectorLayout
     first_iteration: int
@@ -67,9 +70,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a message to the agent of every member."""
+    """Send a message to the agents of these nodes, or of every member if there are none."""
 
     message: ToNode
+    nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,62 @@ class Loss:
     lost_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that is there and no member; it waits to be taken.
+
+    Attributes:
+        not_before_s: machines that failed often are taken back later.
+    """
+
+    machine: str
+    not_before_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """The next epoch of a change, which begins when all ranks agree at a commit to begin it.
+
+    Attributes:
+        nodes: its members.
+        is_told: its members are on record, and everybody is told.
+        ready: those ranks that have begun it already.
+    """
+
+    epoch: int
+    nodes: tuple[int, ...]
+    plan: Plan
+    rounds: tuple[tuple[Transfer, ...], ...]
+    is_told: bool = False
+    ready: Mapping[int, EpochReady] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of members or of their work that is made while training goes on.
+
+    Attributes:
+        kinds: of the nodes that come, leave, or have other work: why.
+        transition: to the plan at its end.
+        waves: of transfers to silent ranks that are still to come, each an epoch's.
+        silent: the layers that ranks have got silently so far.
+        switch: the next epoch, None while the first iteration of one is awaited.
+        trained: the ranks that took part in the epoch before the newest.
+        pause_s, received_bytes: so far.
+    """
+
+    kinds: Mapping[int, str]
+    transition: Transition
+    candidates: tuple[records.Candidate, ...]
+    waves: tuple[tuple[Transfer, ...], ...]
+    began_s: float
+    silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    switch: Switch | None = None
+    trained: tuple[int, ...] = ()
+    pause_s: float = 0.0
+    received_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """All that the coordinator knows.
@@ -195,6 +255,15 @@ class JobState:
         ends: the last committed iteration was the job's last.
         loss: what this epoch answers to, None in the first.
         losses: how many there were.
+        gone: nodes that were members and are not any more.
+        machines: on which nodes run.
+        failures: of machines, how many and when the last one was.
+        candidates: nodes that are there and no members.
+        leaving: nodes that are to leave in peace, and why: drain or preempt.
+        change: that is being made.
+        refused: what was asked for and led nowhere: (members, candidates, leaving).
+        is_entered: every rank of this epoch has begun it, and the launcher knows.
+        saves_since: saves of this epoch and of later ones count.
         crashes: rank and exit status of workers since an iteration was committed last.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
         unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
@@ -222,6 +291,16 @@ class JobState:
     loss: Loss | None = None
     losses: int = 0
     is_degraded: bool = False
+    gone: tuple[int, ...] = ()
+    machines: Mapping[int, str] = field(default_factory=dict)
+    failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    candidates: Mapping[int, Candidate] = field(default_factory=dict)
+    leaving: Mapping[int, str] = field(default_factory=dict)
+    change: Change | None = None
+    refused: tuple[tuple[int, ...], ...] = ()
+    is_entered: bool = False
+    saves_since: int = 0
+    stop_reason: str = ""
     crashes: tuple[tuple[int, int], ...] = ()
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
@@ -231,8 +310,27 @@ class JobState:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the members, whether they have work or not."""
-        per_node = self.devices_per_node
-        return tuple(node * per_node + device for node in self.nodes for device in range(per_node))
+        return self.ranks_of(self.nodes)
+
+    @property
+    def switch(self) -> Switch | None:
+        """The next epoch, where a change is about to begin it."""
+        return self.change.switch if self.change else None
+
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        """This epoch, and the next one if some may have begun it already."""
+        return (self.epoch, self.switch.epoch) if self.switch else (self.epoch,)
+
+    @property
+    def all_nodes(self) -> tuple[int, ...]:
+        """The members, and those of the next epoch."""
+        return tuple(sorted({*self.nodes, *(self.switch.nodes if self.switch else ())}))
+
+    def ranks_of(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """All ranks of these nodes."""
+        per_node = self.plan.pipelines[0].template.devices_per_node
+        return tuple(node * per_node + device for node in nodes for device in range(per_node))
 
     @property
     def devices_per_node(self) -> int:

@@ -30,21 +30,24 @@ class ClusterState:
 
     Attributes:
         epoch: of their membership record; the next plan gets it.
-        nodes: ascending.
+        nodes: that are to have work, ascending.
+        leaving: that are not, but can still give what they hold.
     """
 
     epoch: int
     nodes: tuple[Node, ...]
+    leaving: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = [node.node for node in self.nodes]
         assert numbers == sorted(set(numbers))
+        assert not {node.node for node in self.leaving}.intersection(numbers)
 
     def held_by_rank(self) -> dict[int, frozenset[int]]:
         """For every live rank the layers that it holds."""
         return {
             node.node * len(node.held) + device: layers
-            for node in self.nodes
+            for node in (*self.nodes, *self.leaving)
             for device, layers in enumerate(node.held)
         }
 
@@ -70,7 +73,19 @@ class NodesLost:
     redone_samples: int
 
 
-ClusterEvent = NodesLost
+@dataclass(frozen=True, slots=True)
+class NodesChanged:
+    """Nodes have come or are about to leave, while training goes on; nothing is done again."""
+
+    joined: tuple[int, ...]
+    leaving: tuple[int, ...]
+
+    @property
+    def redone_samples(self) -> int:
+        return 0
+
+
+ClusterEvent = NodesLost | NodesChanged
 
 
 def survivors(plan: Plan, lost: Collection[int], *, epoch: int) -> ClusterState:

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from planaria.core.job import JobConfig, TrainingConfig
+from planaria.core.plan import Plan
 from planaria.core.samples import sample_digest
 
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """Where what stands: squared norms, losses, sample numbers, votes to stop."""
+    """Where what stands: squared norms, losses, sample numbers, votes to stop and to switch."""
 
     num_layers: int
     num_microbatches: int
@@ -29,7 +30,7 @@ class VectorLayout:
 
     @property
     def size(self) -> int:
-        return self.num_layers + self.num_microbatches + self.num_samples + 1
+        return self.num_layers + self.num_microbatches + self.num_samples + 2
 
     @property
     def losses(self) -> int:
@@ -56,12 +57,14 @@ class CommitVector:
         losses: by microbatch, each divided by the global count; their sum is the loss.
         samples: sample numbers as the first stages consumed them, by microbatch.
         stop_votes: how many ranks ask to stop after this iteration.
+        switch_votes: how many ranks know the plan of the next epoch, and wait for the others to.
     """
 
     squared_norms: tuple[float, ...]
     losses: tuple[float, ...]
     samples: tuple[int, ...]
     stop_votes: int
+    switch_votes: int = 0
 
     @property
     def loss(self) -> float:
@@ -81,24 +84,30 @@ class CommitVector:
         reached = training.target_loss > 0.0 and self.loss <= training.target_loss
         return iteration + 1 >= training.iterations or reached or self.stop_votes > 0
 
+    def switches(self, plan: Plan) -> bool:
+        """Whether the next epoch begins after this iteration: all who take part know its plan."""
+        return self.switch_votes == len(plan.all_ranks)
+
 
 def commit_vector(entries: Sequence[float], layout: VectorLayout) -> CommitVector:
     """The vector as the ranks have summed it."""
     assert len(entries) == layout.size
-    numbers = entries[layout.samples : -1]
+    numbers = entries[layout.samples : -2]
     samples = tuple(int(number) for number in numbers)
     assert all(int_ == float_ for int_, float_ in zip(samples, numbers, strict=True))
     return CommitVector(
         squared_norms=tuple(entries[: layout.num_layers]),
         losses=tuple(entries[layout.losses : layout.samples]),
         samples=samples,
-        stop_votes=int(entries[-1]),
+        stop_votes=int(entries[-2]),
+        switch_votes=int(entries[-1]),
     )
 
 
 def encode_vector(vector: CommitVector) -> bytes:
     """The vector as little-endian float64."""
-    entries = (*vector.squared_norms, *vector.losses, *vector.samples, vector.stop_votes)
+    votes = (vector.stop_votes, vector.switch_votes)
+    entries = (*vector.squared_norms, *vector.losses, *vector.samples, *votes)
     return np.array(entries, dtype="<f8").tobytes()
 
 

@@ -7,6 +7,8 @@
     kill:0@5.transfer    in the next recovery that begins at or after iteration 5
     kill:0@~2.5          2.5 seconds after training starts
     flip:2@5             flip a bit of a parameter on node 2 right after the commit of iteration 5
+    preempt=5:1@3        tell node 1 that it will be gone after 5 seconds, and kill it then
+    join:2@5             two more nodes come
 
 Specs with the same place (and so the same nodes' turn) fire together.
 
@@ -15,12 +17,14 @@ Source: DESIGN 7 (SPEC); torchft's failure injection at (rank, step).
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
-KINDS = ("kill", "hang", "stall", "crash", "leader", "flip")
+KINDS = ("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join")
+# Of which a VALUE says for how long, and what it is if there is none; 0: for ever.
+SECONDS = {"hang": 0.0, "preempt": 30.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
 RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
 STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
@@ -55,13 +59,16 @@ class Injection:
     """A fault that is to happen.
 
     Attributes:
-        value: seconds until a node that hangs goes on; 0 for never.
+        nodes: that it strikes; none if the coordinator is struck, or nodes join.
+        value: seconds until a node that hangs goes on, or one that was told to leave is killed.
+        num_nodes: that join.
     """
 
     kind: str
     nodes: tuple[int, ...]
     place: Place
     value: float = 0.0
+    num_nodes: int = 0
 
 
 def parse_injection(text: str) -> Injection:
@@ -78,17 +85,19 @@ def parse_injection(text: str) -> Injection:
         raise ConfigError("--inject", text, f"KIND is one of {', '.join(KINDS)}")
     if step not in STEPS:
         raise ConfigError("--inject", text, f"STEP is one of {', '.join(STEPS)}")
-    if match["value"] is not None and kind != "hang":
+    if match["value"] is not None and kind not in SECONDS:
         raise ConfigError("--inject", text, f"{kind} takes no value")
     try:
         nodes = tuple(sorted({int(node) for node in match["nodes"].split(",") if node}))
-        value = float(match["value"] or 0.0)
+        value = float(match["value"] or SECONDS.get(kind, 0.0))
         at_s = float(match["at_s"]) if match["at_s"] else -1.0
         iteration = int(match["iteration"] or 0)
     except ValueError as error:
         raise ConfigError("--inject", text, _FORM) from error
     if iteration >= 2**63 or not math.isfinite(value) or not math.isfinite(at_s):
         raise ConfigError("--inject", text, _FORM)
+    if kind == "join":
+        return _join(text, nodes, Place(iteration, step, at_s))
     if (kind == "leader") == bool(nodes):
         remedy = "leader names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
         raise ConfigError("--inject", text, remedy)
@@ -99,12 +108,20 @@ def parse_injection(text: str) -> Injection:
     return Injection(kind, nodes, place, value)
 
 
-def check_injections(injections: Iterable[Injection], *, num_nodes: int) -> None:
-    """Refuses nodes that a job of that many does not have.
+def _join(text: str, nodes: tuple[int, ...], place: Place) -> Injection:
+    """Where others name nodes it says how many."""
+    if len(nodes) != 1 or nodes == (0,):
+        raise ConfigError("--inject", text, "say how many nodes join, as in join:2@5")
+    return Injection("join", (), place, num_nodes=nodes[0])
+
+
+def check_injections(injections: Sequence[Injection], *, num_nodes: int) -> None:
+    """Refuses nodes that a job which starts with that many never has.
 
     Raises:
         ConfigError: a node does not exist.
     """
+    num_nodes += sum(injection.num_nodes for injection in injections)
     for injection in injections:
         for node in injection.nodes:
             if node >= num_nodes:

@@ -112,6 +112,11 @@ class ClusterConfig:
         0, "what a device may hold; 0: what the device has (emulated nodes: no limit)"
     )
     lease_s: float = _key(3.0, "a node that is not heard of for so long is lost")
+    notice_s: float = _key(30.0, "SIGTERM on a node means that it is gone after so long")
+    rejoin_delay_s: float = _key(
+        10.0,
+        "a machine whose nodes failed twice is taken back so long after that, doubled each time",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,14 @@ an older one can be refused. On the wire: JSON with the record's name as its tag
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from planaria.core.plan import Plan, Transfer
+
+# The iteration of a StartEpoch that begins when the ranks of the epoch before agree to.
+AT_COMMIT: Final = -1
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -33,6 +37,18 @@ class MeasuredSpan(msgspec.Struct, frozen=True, array_like=True):
     action: str
     start_s: float
     end_s: float
+
+
+class NodeArrived(Message, frozen=True, kw_only=True):
+    """An agent has started; `rank` is its first one.
+
+    Attributes:
+        machine: on which it runs. Another node may have run there before, and been lost.
+    """
+
+    node: int
+    rank: int
+    machine: str
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):
@@ -95,6 +111,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
         stall_s: of those, spent in copying state for a save.
         peak_bytes: most resident memory above that of the worker before it held a layer.
         ends: this iteration is the last one (the end, target_loss, or a request to stop).
+        switches: it is the last one of this epoch; the rank goes on with the order that it has.
+        received_bytes: of state that came in the iteration, for layers that the rank has silently.
     """
 
     rank: int
@@ -107,6 +125,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
     stall_s: float
     peak_bytes: int
     ends: bool
+    switches: bool = False
+    received_bytes: int = 0
     spans: tuple[MeasuredSpan, ...] = ()
 
 
@@ -178,6 +198,18 @@ class PeerUnreachable(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class NoticeTaken(Message, frozen=True, kw_only=True):
+    """A node is going to be taken away; some process of it, of this rank, was told so.
+
+    Attributes:
+        after_s: it will be gone then, counted from the notice.
+    """
+
+    node: int
+    rank: int
+    after_s: float
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """A node lives; `sent_s` is by its own clock and comes back to it."""
 
@@ -194,6 +226,12 @@ class NodeLost(Message, frozen=True, kw_only=True):
 
 class StopRequested(Message, frozen=True, kw_only=True):
     """The user asks the job to stop at the next commit."""
+
+
+class DrainRequested(Message, frozen=True, kw_only=True):
+    """The user asks that the job go on without a node."""
+
+    node: int
 
 
 class Welcome(Message, frozen=True, kw_only=True):
@@ -230,12 +268,15 @@ class StartEpoch(Message, frozen=True, kw_only=True):
 
     Attributes:
         addresses: where each rank's worker listens.
-        iteration: the first to run; all layers have this age then.
+        iteration: the first to run; all layers have this age then. AT_COMMIT: the one after the
+            commit at which all ranks of the epoch before ask for this one; whoever has no part
+            in that one begins at once.
         vector: of iteration - 1, to be applied first by whoever has not; empty before the first
             iteration of a run. Gradients of any other iteration are dropped.
         source: before the first iteration of a run, the version of the disk tier in which all
             layers are, "" if the seed or given weights tell them.
-        rounds: of transfers of the layers that a rank lacks.
+        rounds: of transfers of the layers that a rank lacks; those of the silent ones arrive while
+            training goes on.
         persists: save to disk before the first iteration.
     """
 
@@ -269,7 +310,9 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 # What workers and their agent say about what is; the coordinator notes it.
 Fact = (
-    WorkerReady
+    NodeArrived
+    | NoticeTaken
+    | WorkerReady
     | Stopped
     | EpochReady
     | IterationDone

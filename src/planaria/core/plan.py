@@ -9,7 +9,7 @@ epoch, so a rank means one device for the life of a job.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final
 
@@ -188,11 +188,14 @@ class Plan:
     Attributes:
         epoch: rises by one with each membership record; older ones are fenced off.
         routes: one per microbatch of the job, indexed by microbatch.
+        silent: layers that a rank takes part in reducing and steps like their holders, but does
+            not compute: it is about to need them (DESIGN 5, joins).
     """
 
     epoch: int
     pipelines: tuple[Pipeline, ...]
     routes: tuple[Route, ...]
+    silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -200,14 +203,20 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks that compute, ascending."""
         return tuple(sorted(self.layers_by_rank()))
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute or are silent, ascending: whoever takes part in a commit."""
+        return tuple(sorted({*self.layers_by_rank(), *self.silent}))
 
     @property
     def num_layers(self) -> int:
         return self.pipelines[0].template.stages[-1].end_layer
 
     def layers_by_rank(self) -> dict[int, range]:
-        """For every rank the layers whose parameters it holds."""
+        """For every rank that computes the layers whose parameters it holds for that."""
         return {
             rank: range(stage.first_layer, stage.end_layer)
             for pipeline in self.pipelines
@@ -217,8 +226,16 @@ class Plan:
             for rank in ranks
         }
 
+    def held_by_rank(self) -> dict[int, frozenset[int]]:
+        """As `layers_by_rank`, of all ranks, with what they have silently."""
+        computed = self.layers_by_rank()
+        return {
+            rank: frozenset((*computed.get(rank, ()), *self.silent.get(rank, ())))
+            for rank in self.all_ranks
+        }
+
     def holders(self, layer: int) -> tuple[int, ...]:
-        """The ranks that hold the layer's parameters, ascending; the first is its owner."""
+        """The ranks that hold the layer to compute it, ascending; the first is its owner."""
         return tuple(sorted(r for r, layers in self.layers_by_rank().items() if layer in layers))
 
 

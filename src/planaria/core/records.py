@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from planaria.core.messages import (
+    DrainRequested,
     IterationDone,
     Message,
     SaveLayers,
@@ -25,11 +26,21 @@ from planaria.core.plan import Plan
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """Who belongs to an epoch; whoever is not in it is dead for good."""
+    """Who belongs to an epoch.
+
+    Attributes:
+        gone: whoever was a member and is not: dead for good.
+        is_planned: the epoch begins at a commit of the one before, or never; no decision is
+            recorded before it has.
+        failures: of machines, how many and when the last one was.
+    """
 
     epoch: int
     term: int
     nodes: tuple[int, ...]
+    gone: tuple[int, ...] = ()
+    is_planned: bool = False
+    failures: dict[str, tuple[int, float]] = {}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +149,33 @@ class Running(Message, frozen=True, kw_only=True):
     now_s: float
 
 
+class Changed(Message, frozen=True, kw_only=True):
+    """Nodes have come or left, or have other work, while training went on.
+
+    Attributes:
+        kinds: of each node concerned: join, preempt, drain or slow.
+        candidates: answers, as in Decided.
+        asked_s: when the change was begun.
+        pause_s: for how long ranks did not train, all switches together.
+    """
+
+    epoch: int
+    kinds: dict[int, str]
+    iteration: int
+    policy: str
+    answer: str
+    candidates: tuple[Candidate, ...]
+    plan: Plan
+    predicted_s: float
+    predicted_pause_s: float
+    transfer_bytes: int
+    received_bytes: int
+    asked_s: float
+    pause_s: float
+    now_s: float
+    degraded: str = ""
+
+
 class Committed(Message, frozen=True, kw_only=True):
     """Every member has applied the iteration; `reports` are those of the ranks that could."""
 
@@ -210,10 +248,11 @@ ToLauncher = (
     | Recovering
     | Decided
     | Running
+    | Changed
     | Committed
     | Saved
     | Unsaved
     | Warned
     | Ended
 )
-FromLauncher = AgentEnded | StopRequested
+FromLauncher = AgentEnded | StopRequested | DrainRequested

@@ -17,6 +17,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         worker: the worker's main function, "module:function".
         cache_directory: where tokens and profiles are kept between jobs.
         profile: of a paced job, whose layers it describes.
+        machine: on which the node is; a node that takes the place of a lost one may be on its.
         trace: whether workers report the spans of every iteration.
         places: at which faults are to be injected on this node, and where the launcher listens
             for whoever gets there.
@@ -28,6 +29,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: tuple[str, int]
     worker: str
     cache_directory: str
+    machine: str = ""
     profile: ModelProfile | None = None
     trace: bool = False
     places: tuple[Place, ...] = ()

@@ -15,10 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.commit import CommitVector, encode_vector
+from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import Stage, State
-from planaria.errors import PeerLostError
+from planaria.errors import CheckpointError, ConfigError, PeerLostError
 from planaria.transport.links import Channel, Links, Tag
+
+_AGE_TAG = Tag(Channel.AGE, 0, 0)
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +42,52 @@ def drop_others(stage: Stage, *, age: int) -> None:
     stage.keep_only([layer for layer, held in stage.layers.items() if held.age == age])
     for held in stage.layers.values():
         held.clear()
+
+
+def loaded_layers(tier: DiskTier, source: str, layers: Sequence[int]) -> dict[int, State]:
+    """The states of layers in a version of the disk tier; none if that is "".
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not source:
+        return {}
+    manifest = next(v.manifest for v in tier.versions() if v.directory.name == source)
+    try:
+        if manifest is None:
+            raise CheckpointError(f"checkpoint {source} is not complete any more")
+        return {layer: tier.read_layer(manifest, layer) for layer in layers}
+    except CheckpointError as error:
+        raise ConfigError("checkpoint.directory", str(tier.directory), str(error)) from error
+
+
+def answer(
+    stage: Stage,
+    rank: int,
+    epoch: int,
+    vector: tuple[int, CommitVector] | None,
+    hashes: Mapping[int, int],
+) -> Stopped:
+    """What a rank holds, now that nothing of it changes any more.
+
+    Args:
+        vector: the newest one, with its iteration.
+    """
+    whole = stage.whole()
+    return Stopped(
+        rank=rank,
+        epoch=epoch,
+        ages={layer: held.age for layer, held in whole.items()},
+        complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
+        vector_iteration=vector[0] if vector else -1,
+        vector=encode_vector(vector[1]) if vector else b"",
+        hashes=dict(hashes),
+    )
+
+
+def transfer_sources(rounds: Sequence[Sequence[Transfer]]) -> set[int]:
+    """The ranks that others get layers from."""
+    return {transfer.source for transfers in rounds for transfer in transfers}
 
 
 def transfer_peers(rounds: Sequence[Sequence[Transfer]], rank: int) -> set[int]:
@@ -65,14 +116,64 @@ def exchange_layers(
             if transfer.layer not in own:
                 own[transfer.layer] = _Layer(stage.layers[transfer.layer].state())
             own[transfer.layer].send(links, transfer, age)
-    lacked: dict[int, list[Transfer]] = {}
-    for transfer in ordered:
-        if transfer.target == links.rank:
-            lacked.setdefault(transfer.layer, []).append(transfer)
-    for layer, chunks in lacked.items():
+    for layer, chunks in _lacked(links, rounds).items():
         state = _received(links, chunks, age, timeout_s=timeout_s)
         stage.hold([layer], states={layer: state}, age=age)
     return links.state_bytes[links.epoch]
+
+
+def send_silently(
+    links: Links, stage: Stage, rounds: Sequence[Sequence[Transfer]], *, age: int
+) -> None:
+    """Sends layers of this age to those who are to hold them silently, and first of all the age.
+
+    Raises:
+        PeerLostError: one of them is gone.
+    """
+    own = [t for transfers in rounds for t in transfers if t.source == links.rank]
+    for target in {transfer.target for transfer in own}:
+        links.send(target, _AGE_TAG, np.array([age], dtype=np.int64))
+    states = {layer: _Layer(stage.layers[layer].state()) for layer in {t.layer for t in own}}
+    for transfer in own:
+        states[transfer.layer].send(links, transfer, age)
+
+
+def received_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_s: float) -> int:
+    """The age of what is sent to this rank, which had no part in the epoch before.
+
+    Raises:
+        PeerLostError, AbortedError: whoever would send it is gone.
+    """
+    source = min(t.source for transfers in rounds for t in transfers if t.target == links.rank)
+    received = links.receive(source, _AGE_TAG, timeout_s=timeout_s)
+    return int(received.view(np.int64)[0])
+
+
+def receive_silently(
+    links: Links,
+    stage: Stage,
+    rounds: Sequence[Sequence[Transfer]],
+    *,
+    age: int,
+    timeout_s: float,
+) -> int:
+    """Fills in the layers that this rank has prepared, once they are here; the bytes that came.
+
+    Raises:
+        PeerLostError, AbortedError: a holder is gone; what has arrived by then is held.
+    """
+    for layer, chunks in _lacked(links, rounds).items():
+        stage.fill(layer, _received(links, chunks, age, timeout_s=timeout_s), age=age)
+    return links.state_bytes[links.epoch]
+
+
+def _lacked(links: Links, rounds: Sequence[Sequence[Transfer]]) -> dict[int, list[Transfer]]:
+    lacked: dict[int, list[Transfer]] = {}
+    for transfers in rounds:
+        for transfer in transfers:
+            if transfer.target == links.rank:
+                lacked.setdefault(transfer.layer, []).append(transfer)
+    return lacked
 
 
 def missing_layers(layers: Collection[int], stage: Stage) -> list[int]:

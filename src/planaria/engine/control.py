@@ -3,18 +3,20 @@
 The thread blocks in a selector over the agent's socket and the launcher's lifeline pipe. When
 either closes, the node or the job is over and the worker leaves at once, whatever its compute
 thread does. An order to abort frees the compute thread at once, and only then is queued for it.
-The thread also beats, so that the agent sees that the process runs at all.
+The thread also beats, so that the agent sees that the process runs at all, and takes SIGTERM for a
+notice that the node is going to be taken away.
 """
 
 import os
 import queue
 import selectors
+import signal
 import socket
 import sys
 import threading
 import traceback
 
-from planaria.core.messages import Abort, Message, Order, StopRequested
+from planaria.core.messages import AT_COMMIT, Abort, Message, Order, StartEpoch, StopRequested
 from planaria.transport.frames import FrameDecoder, frame, to_node_decoder
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
@@ -26,15 +28,25 @@ class Control:
     Args:
         links: aborted on order.
         pulse: beats every beat_s.
+        notice: said when SIGTERM tells that the node will be taken away.
 
     Attributes:
         stop_requested: set once the user asked for a stop at the next commit.
+        next_epoch: of the newest order to begin an epoch at a commit, -1 if there was none.
     """
 
     def __init__(
-        self, agent_fd: int, lifeline_fd: int, *, links: Links, pulse: Pulse, beat_s: float
+        self,
+        agent_fd: int,
+        lifeline_fd: int,
+        *,
+        links: Links,
+        pulse: Pulse,
+        beat_s: float,
+        notice: Message,
     ) -> None:
         self.stop_requested = threading.Event()
+        self.next_epoch = -1
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
@@ -42,6 +54,11 @@ class Control:
         self._links = links
         self._pulse = pulse
         self._beat_s = beat_s
+        self._notice = notice
+        self._signal_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Python's own handlers wait for the main thread, which may be deep in a kernel.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -70,9 +87,14 @@ class Control:
         selector = selectors.DefaultSelector()
         selector.register(self._socket, selectors.EVENT_READ)
         selector.register(self._lifeline_fd, selectors.EVENT_READ)
+        selector.register(self._signal_fd, selectors.EVENT_READ)
         while True:
             self._pulse.beat()
             for key, _ in selector.select(self._beat_s):
+                if key.fileobj == self._signal_fd:
+                    if signal.SIGTERM in os.read(self._signal_fd, 1 << 10):
+                        self.send(self._notice)
+                    continue
                 data = self._socket.recv(1 << 20) if key.fileobj is self._socket else b""
                 if not data:
                     return
@@ -82,6 +104,8 @@ class Control:
                         self.stop_requested.set()
                         continue
                     assert isinstance(message, Order)
+                    if isinstance(message, StartEpoch) and message.iteration == AT_COMMIT:
+                        self.next_epoch = message.epoch
                     if isinstance(message, Abort):
                         self._links.abort("a member is lost", first_epoch=message.epoch)
                     self._orders.put(message)

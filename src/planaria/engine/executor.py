@@ -81,7 +81,7 @@ class Executor:
         self._reached = reached
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
-        self._own = plan.layers_by_rank()[self._rank]
+        self._own = plan.held_by_rank()[self._rank]
         self._actions = schedule.actions[self._rank]
         self._buckets = [i for i, b in enumerate(schedule.buckets) if self._rank in b.ranks]
         self._communication = ThreadPoolExecutor(1, thread_name_prefix="reduce")
@@ -100,7 +100,12 @@ class Executor:
         self._communication.shutdown(wait=True, cancel_futures=True)
 
     def run(
-        self, iteration: int, batches: Batches, *, wants_stop: Callable[[], bool]
+        self,
+        iteration: int,
+        batches: Batches,
+        *,
+        wants_stop: Callable[[], bool],
+        wants_switch: Callable[[], bool],
     ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
         """Computes all gradients of an iteration; returns what was agreed and what was measured.
 
@@ -133,12 +138,12 @@ class Executor:
         for held in self._held():
             held.gradients_of = iteration
         self._reached("commit", iteration)
-        vector = self._commit(wants_stop())
+        vector = self._commit(stop=wants_stop(), switch=wants_switch())
         return vector, tuple(self._spans)
 
     def _held(self) -> list[HeldLayer]:
-        """The layers that the plan gives to this rank; it may still have others."""
-        return [self._stage.layers[layer] for layer in self._own]
+        """The layers that the plan gives to this rank, also silently; it may still have others."""
+        return [self._stage.layers[layer] for layer in sorted(self._own)]
 
     def _act(self, action: Action) -> None:
         """Runs one action; the agent sees when it is late, unless it waits for others."""
@@ -289,7 +294,7 @@ class Executor:
 
     # -- the commit -----------------------------------------------------------------------------
 
-    def _commit(self, stop: bool) -> CommitVector:
+    def _commit(self, *, stop: bool, switch: bool) -> CommitVector:
         layout, size = self._layout, self._batches.microbatch_size
         vector = np.zeros(layout.size, dtype=np.float64)
         for held in self._held():
@@ -300,7 +305,7 @@ class Executor:
         for microbatch, samples in self._batches.consumed.items():
             first = layout.samples + microbatch * size
             vector[first : first + size] = samples
-        vector[-1] = float(stop)
+        vector[-2:] = float(stop), float(switch)
         total = self._agreed(vector, self._iteration, Channel.COMMIT)
         return commit_vector(total.tolist(), layout)
 
@@ -316,11 +321,12 @@ class Executor:
         self, vector: npt.NDArray[np.float64], age: int, channel: Channel
     ) -> npt.NDArray[np.float64]:
         """The sum of the vector over all ranks, whose parameters of this age agree."""
-        hashes = sampled_hashes(self._held(), self._resilience)
+        whole = [held for held in self._held() if held.age == age]
+        hashes = sampled_hashes(whole, self._resilience)
         total = reduce_vector(
             self._links,
             np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
-            ranks=self._plan.ranks,
+            ranks=self._plan.all_ranks,
             iteration=age,
             timeout_s=RECEIVE_TIMEOUT_S,
             channel=channel,

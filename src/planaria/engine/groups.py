@@ -12,12 +12,14 @@ does not depend on timing or on the chunk size.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from planaria.schedule.action import Schedule
 from planaria.transport.links import Buffer, Channel, Links, Tag
 
 _NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
@@ -124,6 +126,19 @@ def tree_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
     parent = (ranks[(index - 1) // 2],) if index else ()
     children = tuple(ranks[c] for c in (2 * index + 1, 2 * index + 2) if c < len(ranks))
     return parent + children
+
+
+def iteration_peers(schedule: Schedule, rank: int, ranks: Sequence[int]) -> set[int]:
+    """Whom a rank exchanges anything with in an iteration of so many ranks."""
+    peers = set(tree_peers(rank, ranks))
+    for route in schedule.routes:
+        for before, after in pairwise(route):
+            if rank in (before.rank, after.rank):
+                peers |= {before.rank, after.rank}
+    for bucket in schedule.buckets:
+        if rank in bucket.ranks:
+            peers |= set(bucket.ranks)
+    return peers - {rank}
 
 
 def reduce_vector(

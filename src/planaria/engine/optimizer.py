@@ -37,6 +37,7 @@ _REFUSED_ARGUMENTS = {
     "capturable": "leave it out: it is for CUDA graphs, which planaria does not capture",
     "differentiable": "leave it out: nothing differentiates through the optimizer's step",
 }
+_CLIP_EPSILON = 1e-6  # As in torch.nn.utils.clip_grad_norm_.
 _SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -108,6 +109,13 @@ def load_optimizer_state(
             if tensors
             else _initial_state(optimizer, parameter)
         )
+
+
+def clip_scale(training: TrainingConfig, gradient_norm: float) -> float:
+    """By what gradients of this global norm are multiplied."""
+    if training.gradient_clip <= 0:
+        return 1.0
+    return min(1.0, training.gradient_clip / (gradient_norm + _CLIP_EPSILON))
 
 
 def learning_rate(training: TrainingConfig, iteration: int) -> float:

@@ -27,6 +27,8 @@ from planaria.engine.optimizer import load_optimizer_state, optimizer_factory, o
 
 State = Mapping[str, npt.NDArray[np.generic]]
 
+NOT_YET = -1  # The age of a silent layer whose state has not come.
+
 
 class HeldLayer:
     """One layer on this rank.
@@ -34,7 +36,7 @@ class HeldLayer:
     A parameter that does not require gradients stays as it is: no weight decay reaches it.
 
     Attributes:
-        age: iterations applied to it.
+        age: iterations applied to it, NOT_YET before there is a state to apply them to.
         gradients_of: the iteration whose reduced gradients are complete, -1 while none are.
         masters: the parameters that are stepped, saved and sent, float32; those of the module
             itself unless it computes in bfloat16.
@@ -183,13 +185,32 @@ class Stage:
                 continue
             loaded = layer in states
             module = self.model.structure(layer) if loaded else self.model.materialise(layer)
-            tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
-            held = HeldLayer(layer, module, training=self.training, tied=tied)
+            held = self._layer(layer, module)
             if loaded:
                 held.load(states[layer], age=age)
             held.age = age
             self.layers[layer] = held
             self.num_materialised += 1
+
+    def _layer(self, layer: int, module: nn.Module) -> HeldLayer:
+        tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
+        return HeldLayer(layer, module, training=self.training, tied=tied)
+
+    def prepare(self, layers: Iterable[int]) -> None:
+        """Makes room for layers whose state is to come; their gradients can come before it."""
+        for layer in layers:
+            self.layers[layer] = self._layer(layer, self.model.structure(layer))
+            self.layers[layer].age = NOT_YET
+
+    def fill(self, layer: int, state: State, *, age: int) -> None:
+        """The state of a layer that was prepared is here."""
+        assert self.layers[layer].age == NOT_YET
+        self.layers[layer].load(state, age=age)
+        self.num_materialised += 1
+
+    def whole(self) -> dict[int, HeldLayer]:
+        """The layers whose state is here."""
+        return {layer: held for layer, held in self.layers.items() if held.age != NOT_YET}
 
     def keep_only(self, layers: Collection[int]) -> None:
         """Drops all other layers."""

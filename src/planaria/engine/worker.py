@@ -13,50 +13,56 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import psutil
 import torch
 
 from planaria.checkpoint.tiers import DiskTier
 from planaria.core.commit import CommitVector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import (
+    AT_COMMIT,
     Abort,
     Corrupted,
     EpochReady,
     IterationDone,
+    MeasuredSpan,
+    NoticeTaken,
     PeerUnreachable,
     SaveLayers,
     Shutdown,
     StartEpoch,
-    Stopped,
     WorkerFailed,
     WorkerReady,
 )
 from planaria.core.specs import NodeSpec
-from planaria.engine.apply import drop_others, exchange_layers, missing_layers, transfer_peers
+from planaria.engine.apply import (
+    answer,
+    drop_others,
+    exchange_layers,
+    loaded_layers,
+    missing_layers,
+    receive_silently,
+    received_age,
+    send_silently,
+    transfer_peers,
+    transfer_sources,
+)
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.executor import Executor
 from planaria.engine.faults import flip_bit
-from planaria.engine.groups import tree_peers
+from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
-from planaria.engine.optimizer import learning_rate
+from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.peak import peak_bytes, reset_peak
 from planaria.engine.prepare import load_data, load_model, mistake_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
-from planaria.engine.stage import Stage, State
+from planaria.engine.stage import Stage
 from planaria.engine.tracebacks import user_traceback
-from planaria.errors import (
-    AbortedError,
-    CheckpointError,
-    ConfigError,
-    CorruptedError,
-    PeerLostError,
-)
-from planaria.schedule.action import Schedule
+from planaria.errors import AbortedError, ConfigError, CorruptedError, PeerLostError
 from planaria.schedule.lower import lowered
 from planaria.transport.links import Links
 from planaria.transport.probe import Probe
@@ -66,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 60.0
 _BEATS_PER_LEASE = 6
-_CLIP_EPSILON = 1e-6  # As in torch.nn.utils.clip_grad_norm_.
 
 
 def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
@@ -81,7 +86,8 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
     links = Links(spec.rank, token=spec.token)
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
-    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s)
+    notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
+    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)
     try:
         _Worker(spec, control, links, pulse).run()
         return
@@ -117,6 +123,8 @@ class _Worker:
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
         self._is_recovering = False
+        self._takes_part = False  # In the newest epoch that this rank was told to begin.
+        self._switches_at = -1  # Where the ranks agreed that the next epoch begins.
         self._vector: tuple[int, CommitVector] | None = None
 
     def run(self) -> None:
@@ -141,44 +149,39 @@ class _Worker:
         )
         while not isinstance(order := self._control.wait_order(), Shutdown):
             self._obey(order)
+        self._saver.wait_written()
         self._links.close()
 
     def _obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
         """Carries out an order; one that came before, or is for this worker's predecessor, not."""
+        rank, epoch = self._spec.rank, order.epoch
         match order:
             case Abort() if order.epoch >= self._epoch:
                 self._epoch = order.epoch
                 self._is_recovering = True
-                self._answer(order)
+                hashes = sampled_hashes(self._stage.whole().values(), self._job.resilience)
+                self._control.send(
+                    answer(self._stage, self._spec.rank, order.epoch, self._vector, hashes)
+                )
             case SaveLayers() if order.epoch == self._epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
                 self._settle(order.iteration, order.vector)
                 self._write(order.layers.get(self._spec.rank, ()), order.iteration, order.epoch)
             case StartEpoch() if self._is_for_this(order):
-                self._epoch = order.epoch
+                self._epoch = epoch
                 try:
                     self._serve_epoch(order)
                 except AbortedError as loss:
-                    logger.info("rank %s: %s", self._spec.rank, loss)
+                    logger.info("rank %s: %s", rank, loss)
                 except CorruptedError as found:
-                    logger.info("rank %s: %s", self._spec.rank, found)
+                    logger.info("rank %s: %s", rank, found)
                     self._control.send(
-                        Corrupted(
-                            rank=self._spec.rank,
-                            epoch=order.epoch,
-                            age=found.age,
-                            hashes=found.hashes,
-                        )
+                        Corrupted(rank=rank, epoch=epoch, age=found.age, hashes=found.hashes)
                     )
                 except PeerLostError as loss:
-                    logger.info("rank %s: %s", self._spec.rank, loss)
+                    logger.info("rank %s: %s", rank, loss)
                     self._control.send(
-                        PeerUnreachable(
-                            rank=self._spec.rank,
-                            epoch=order.epoch,
-                            peer=loss.rank,
-                            reason=str(loss),
-                        )
+                        PeerUnreachable(rank=rank, epoch=epoch, peer=loss.rank, reason=str(loss))
                     )
 
     def _is_for_this(self, start: StartEpoch) -> bool:
@@ -187,27 +190,15 @@ class _Worker:
         is_new = start.epoch > self._epoch or (
             start.epoch == self._epoch and self._links.epoch < start.epoch
         )
-        return is_new and own is not None and tuple(own) == tuple(self._links.address)
+        is_agreed = self._switches_at >= 0 or not self._takes_part
+        return (
+            is_new
+            and (is_agreed or start.iteration != AT_COMMIT)
+            and own is not None
+            and tuple(own) == tuple(self._links.address)
+        )
 
     # -- between epochs ---------------------------------------------------------------------------
-
-    def _answer(self, order: Abort) -> None:
-        """Says what this rank holds, now that nothing of it changes any more."""
-        vector_iteration, vector = -1, b""
-        if self._vector is not None:
-            vector_iteration, vector = self._vector[0], encode_vector(self._vector[1])
-        layers = self._stage.layers
-        self._control.send(
-            Stopped(
-                rank=self._spec.rank,
-                epoch=order.epoch,
-                ages={layer: held.age for layer, held in layers.items()},
-                complete=tuple(n for n, held in layers.items() if held.gradients_of == held.age),
-                vector_iteration=vector_iteration,
-                vector=vector,
-                hashes=sampled_hashes(layers.values(), self._job.resilience),
-            )
-        )
 
     def _settle(self, iteration: int, vector: bytes) -> None:
         """Brings the layers to the age at which all go on; drops what does not get there."""
@@ -222,34 +213,29 @@ class _Worker:
 
     def _serve_epoch(self, start: StartEpoch) -> None:
         plan, rank = start.plan, self._spec.rank
-        self._settle(start.iteration, start.vector)
-        if rank not in plan.ranks and rank not in transfer_sources(start):
-            return
         begin_s = time.monotonic()
+        start = self._settled(start)
+        self._takes_part, self._switches_at = rank in plan.all_ranks, -1
+        if not self._takes_part and rank not in transfer_sources(start.rounds):
+            return
         if self._is_recovering:
             self._reached("regroup", start.iteration)
         peers = transfer_peers(start.rounds, rank)
         schedule = lowered(plan, tied=tied_parameters(self._stage.model))
-        if rank in plan.ranks:
-            peers |= _peers(schedule, rank, plan.ranks)
+        if self._takes_part:
+            peers |= iteration_peers(schedule, rank, plan.all_ranks)
         self._links.begin(
             start.epoch, addresses=start.addresses, peers=peers, timeout_s=LINK_TIMEOUT_S
         )
         linked_s = time.monotonic()
         if self._is_recovering:
             self._reached("transfer", start.iteration)
-        received_bytes = exchange_layers(
-            self._links, self._stage, start.rounds, age=start.iteration, timeout_s=LINK_TIMEOUT_S
-        )
-        if rank not in plan.ranks:
+        start, received_bytes = self._exchanged(start)
+        if not self._takes_part:
             return
-        own = plan.layers_by_rank()[rank]
-        if not start.vector:  # Nothing has been trained yet in this run.
-            missing = missing_layers(own, self._stage)
-            self._stage.hold(missing, states=self._loaded(start, missing), age=start.iteration)
-        assert not missing_layers(own, self._stage)
         if self._is_recovering:
             self._reached("resume", start.iteration)
+            self._is_recovering = False
         self._control.send(
             EpochReady(
                 rank=rank,
@@ -278,48 +264,61 @@ class _Worker:
             self._links.abort("the epoch is over", first_epoch=start.epoch + 1)
             executor.close()
 
-    def _loaded(self, start: StartEpoch, layers: list[int]) -> dict[int, State]:
-        if not start.source:
-            return {}
-        manifest = next(
-            version.manifest
-            for version in self._tier.versions()
-            if version.directory.name == start.source
-        )
-        if manifest is None:
-            raise CheckpointError(f"checkpoint {start.source} is not complete any more")
-        try:
-            return {layer: self._tier.read_layer(manifest, layer) for layer in layers}
-        except CheckpointError as error:
-            directory = self._job.checkpoint.directory
-            raise ConfigError("checkpoint.directory", directory, str(error)) from error
+    def _settled(self, start: StartEpoch) -> StartEpoch:
+        """The order with its iteration, as far as this rank can know it, and its layers so."""
+        if start.iteration == AT_COMMIT:
+            if self._switches_at < 0:  # It had no part in the epoch before.
+                self._stage.keep_only(())
+                return start
+            assert self._vector is not None
+            start = msgspec.structs.replace(
+                start, iteration=self._switches_at, vector=encode_vector(self._vector[1])
+            )
+        self._settle(start.iteration, start.vector)
+        return start
+
+    def _exchanged(self, start: StartEpoch) -> tuple[StartEpoch, int]:
+        """The order with its iteration, once this rank has what it begins the epoch with; the
+        bytes that came for that."""
+        links, stage, rounds = self._links, self._stage, start.rounds
+        if not start.plan.silent:
+            age = start.iteration
+            size = exchange_layers(links, stage, rounds, age=age, timeout_s=LINK_TIMEOUT_S)
+            if not self._takes_part:
+                return start, size
+            own = start.plan.layers_by_rank()[self._spec.rank]
+            if not start.vector:  # Nothing has been trained yet in this run.
+                missing = missing_layers(own, stage)
+                states = loaded_layers(self._tier, start.source, missing)
+                stage.hold(missing, states=states, age=age)
+            assert not missing_layers(own, stage)
+            return start, size
+        if start.iteration == AT_COMMIT:
+            age = received_age(links, rounds, timeout_s=LINK_TIMEOUT_S)
+            start = msgspec.structs.replace(start, iteration=age)
+        send_silently(links, stage, rounds, age=start.iteration)
+        stage.prepare(missing_layers(start.plan.held_by_rank()[self._spec.rank], stage))
+        return start, 0
 
     def _train(self, start: StartEpoch, executor: Executor) -> None:
         """Runs iterations until the ranks agree that one was the last, then saves."""
         training = self._job.training
         iteration = start.iteration
         ends = iteration >= training.iterations
-        own = start.plan.layers_by_rank()[self._spec.rank]
         if start.persists:
             executor.compare(iteration)
             self._save(start, iteration)
         end_s = time.monotonic()
         while not ends:
-            self._reached("start", iteration)
             reset_peak()
-            batches = Batches(self._dataset, training, iteration=iteration)
-            vector, spans = executor.run(
-                iteration, batches, wants_stop=self._control.stop_requested.is_set
-            )
-            self._vector = (iteration, vector)
-            # All ranks have their layers, so nobody needs what this one has too many.
-            self._stage.keep_only(own)
-            refuse_divergence(iteration, vector, training)
+            vector, spans = self._computed(start, executor, iteration)
+            received_bytes = self._received(start, iteration)
             self._reached("optimizer", iteration)
             self._apply(iteration, vector)
             self._reached("applied", iteration)
             assert all(held.age == iteration + 1 for held in self._stage.layers.values())
             ends = vector.is_last(iteration, training)
+            switches = not ends and vector.switches(start.plan)
             every = self._job.checkpoint.persist_every
             stall_s = 0.0
             if ends or (every and (iteration + 1) % every == 0):
@@ -338,22 +337,48 @@ class _Worker:
                     stall_s=stall_s,
                     peak_bytes=max(0, peak_bytes() - self._base_bytes),
                     ends=ends,
+                    switches=switches,
+                    received_bytes=received_bytes,
                     spans=spans if self._spec.trace else (),
                 )
             )
             iteration += 1
+            if switches:
+                self._switches_at = iteration
+                return
         self._saver.wait_written()
+
+    def _computed(
+        self, start: StartEpoch, executor: Executor, iteration: int
+    ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
+        """The vector of an iteration, whose gradients are complete then, and what was measured."""
+        self._reached("start", iteration)
+        vector, spans = executor.run(
+            iteration,
+            Batches(self._dataset, self._job.training, iteration=iteration),
+            wants_stop=self._control.stop_requested.is_set,
+            wants_switch=lambda: self._control.next_epoch > start.epoch,
+        )
+        self._vector = (iteration, vector)
+        # All ranks have their layers, so nobody needs what this one has too many.
+        self._stage.keep_only(start.plan.held_by_rank()[self._spec.rank])
+        refuse_divergence(iteration, vector, self._job.training)
+        return vector, spans
+
+    def _received(self, start: StartEpoch, iteration: int) -> int:
+        """Waits for the layers that this rank is to have silently; the bytes that came."""
+        if not start.plan.silent or iteration > start.iteration:
+            return 0
+        links, stage, rounds = self._links, self._stage, start.rounds
+        return receive_silently(links, stage, rounds, age=iteration, timeout_s=LINK_TIMEOUT_S)
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         """Takes the optimizer step of the layers that are ready for it."""
         training = self._job.training
-        scale = 1.0
-        if training.gradient_clip > 0:
-            norm = vector.gradient_norm
-            scale = min(1.0, training.gradient_clip / (norm + _CLIP_EPSILON))
-        for held in self._stage.layers.values():
+        scale = clip_scale(training, vector.gradient_norm)
+        rate = learning_rate(training, iteration)
+        for held in self._stage.whole().values():
             if held.gradients_of == iteration:
-                rate = learning_rate(training, iteration)
                 held.apply(iteration, learning_rate=rate, scale=scale)
 
     def _save(self, start: StartEpoch, age: int) -> float:
@@ -367,21 +392,3 @@ class _Worker:
             return 0.0
         held = {layer: self._stage.layers[layer] for layer in layers}
         return self._saver.save(held, iteration=age, epoch=epoch)
-
-
-def transfer_sources(start: StartEpoch) -> set[int]:
-    """The ranks that others get layers from."""
-    return {transfer.source for transfers in start.rounds for transfer in transfers}
-
-
-def _peers(schedule: Schedule, rank: int, ranks: tuple[int, ...]) -> set[int]:
-    """Whom this rank exchanges anything with in an iteration."""
-    peers = set(tree_peers(rank, ranks))
-    for route in schedule.routes:
-        for before, after in pairwise(route):
-            if rank in (before.rank, after.rank):
-                peers |= {before.rank, after.rank}
-    for bucket in schedule.buckets:
-        if rank in bucket.ranks:
-            peers |= set(bucket.ranks)
-    return peers - {rank}

@@ -34,6 +34,8 @@ from planaria.core.messages import (
     Fact,
     Heartbeat,
     HeartbeatTaken,
+    NodeArrived,
+    NoticeTaken,
     Shutdown,
     ToNode,
     WorkerExited,
@@ -69,6 +71,8 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     os.setsid()
     # The launcher alone answers Ctrl-C; a terminal's signal must not reach half of the job.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A notice that the node will be taken away; nobody may die of it.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         workers = [
             _Worker(msgspec.structs.replace(spec, device=device), lifeline_fd)
@@ -144,7 +148,13 @@ class _Agent:
 
     async def run(self) -> None:
         """Carries messages until the coordinator says to leave."""
-        asyncio.get_running_loop().add_reader(self._lifeline_fd, _end_group)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._lifeline_fd, _end_group)
+        loop.add_signal_handler(signal.SIGTERM, self._notice)
+        arrived = NodeArrived(
+            node=self._spec.node, rank=self._spec.rank, machine=self._spec.machine
+        )
+        self._say(arrived)
         carriers = [asyncio.create_task(self._carry(worker)) for worker in self._workers]
         ticks = asyncio.create_task(self._tick())
         while not self._is_shut_down:
@@ -200,6 +210,11 @@ class _Agent:
         self._state = said(self._state, message)
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
+
+    def _notice(self) -> None:
+        """SIGTERM: the node is going to be taken away."""
+        after_s = self._spec.job.cluster.notice_s
+        self._say(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
 
     def _leave(self, reason: str) -> None:
         """Ends the node, whose place others have taken."""

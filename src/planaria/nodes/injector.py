@@ -29,7 +29,7 @@ def node_places(injections: Sequence[Injection], node: int) -> tuple[Place, ...]
         injection.place
         for injection in injections
         if injection.place.step not in COORDINATOR_STEPS
-        and (node in injection.nodes or injection.kind == "leader")
+        and (node in injection.nodes or not injection.nodes)
     )
 
 
@@ -42,8 +42,9 @@ class Injector:
     """Waits for probes to call, and for time to pass, and does what the specs say.
 
     Args:
-        agents: the process of each node.
+        agents: the process of each node that is there.
         leader: the coordinator's process now.
+        join: starts so many nodes more.
         fired: is told what has happened, in the order of the signals.
     """
 
@@ -54,6 +55,7 @@ class Injector:
         token: bytes,
         agents: Mapping[int, int],
         leader: Callable[[], int],
+        join: Callable[[int], None],
         fired: Callable[[Injection], None],
     ) -> None:
         self._waiting = list(injections)
@@ -61,6 +63,7 @@ class Injector:
         self._token = token
         self._agents = agents
         self._leader = leader
+        self._join = join
         self._fired = fired
 
     async def listen(self) -> tuple[str, int]:
@@ -115,7 +118,7 @@ class Injector:
                 if place.is_in_recovery
                 else place.iteration == reached.iteration
             )
-            is_meant = node == NO_NODE or node in injection.nodes or injection.kind == "leader"
+            is_meant = node == NO_NODE or node in injection.nodes or not injection.nodes
             if is_here and is_meant and place.at_s < 0 and place not in places:
                 places.append(place)
         return places
@@ -127,11 +130,14 @@ class Injector:
             self._fired(injection)
             if injection.kind == "leader":
                 _kill(self._leader(), signal.SIGKILL)
+            self._join(injection.num_nodes)
             for node in injection.nodes:
                 self._strike(injection, node)
 
     def _strike(self, injection: Injection, node: int) -> None:
-        pid = self._agents[node]
+        pid = self._agents.get(node)
+        if pid is None:  # It is gone already.
+            return
         match injection.kind:
             case "kill":
                 _kill_group(pid, signal.SIGKILL)
@@ -142,11 +148,19 @@ class Injector:
                     loop.call_later(injection.value, _kill_group, pid, signal.SIGCONT)
             case "flip":
                 self._to_flip.add((node, injection.place.iteration))
+            case "preempt":
+                _kill(pid, signal.SIGTERM)
+                asyncio.get_running_loop().call_later(injection.value, self._take, node)
             case "stall" | "crash":
                 number = signal.SIGSTOP if injection.kind == "stall" else signal.SIGKILL
                 with contextlib.suppress(psutil.NoSuchProcess):
                     for worker in psutil.Process(pid).children():
                         _kill(worker.pid, number)
+
+    def _take(self, node: int) -> None:
+        """A node whose notice has run out is killed, unless it has left."""
+        if node in self._agents:
+            _kill_group(self._agents[node], signal.SIGKILL)
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -21,9 +21,9 @@ import secrets
 import signal
 import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,7 @@ from planaria.errors import CheckpointError, InsufficientError
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.waiting import interrupts, is_left_alone
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,13 @@ class Launcher:
         self._observer = observer
         self._injections = injections
         self._agents: dict[int, int] = {}
+        self._there: dict[int, int] = {}  # Those that have not ended.
+        self._machines: dict[int, str] = {}
         self._injector = Injector(
             injections,
             token=token,
-            agents=self._agents,
+            agents=self._there,
+            join=self._join,
             leader=lambda: self._leader_pid,
             fired=self._fire,
         )
@@ -156,14 +160,21 @@ class Launcher:
         lifeline_read_fd, lifeline_write_fd = os.pipe()
         injector = await self._injector.listen() if self._injections else ("", 0)
         with (
-            _interrupts(loop, self._interrupt),
+            interrupts(loop, self._interrupt),
             socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
         ):
             self._listener = listener
             self._lifeline_fd = lifeline_read_fd
             leading: asyncio.Task[None] | None = None
             try:
-                self._start_agents(injector)
+                self._injector_address = injector
+                for node in self._leader_spec.plan.nodes:
+                    self._start_agent(node)
+                self._leader_spec = msgspec.structs.replace(
+                    self._leader_spec,
+                    places=coordinator_places(self._injections),
+                    injector=injector,
+                )
                 leading = asyncio.create_task(self._lead())
                 loop.add_reader(self._server.fileno(), self._watch_processes)
                 self._watch_processes()
@@ -180,7 +191,7 @@ class Launcher:
                 if self._lifeline_fd >= 0:
                     os.close(self._lifeline_fd)
                 self._kill_all()
-                if not await _is_left_alone(lifeline_write_fd, timeout_s=KILL_TIMEOUT_S):
+                if not await is_left_alone(lifeline_write_fd, timeout_s=KILL_TIMEOUT_S):
                     logger.warning("a process of the job is still there after it was killed")
                 await self._wait_exits()
                 loop.remove_reader(self._server.fileno())
@@ -190,23 +201,29 @@ class Launcher:
 
     # -- processes --------------------------------------------------------------------------------
 
-    def _start_agents(self, injector: tuple[str, int]) -> None:
-        address = self._listener.getsockname()[:2]
-        for node in self._leader_spec.plan.nodes:
-            spec = msgspec.structs.replace(
-                self._spec,
-                node=node,
-                coordinator=address,
-                places=node_places(self._injections, node),
-                injector=injector,
-            )
-            pid = self._server.spawn(
-                "planaria.nodes.agent:main", msgspec.json.encode(spec), (self._lifeline_fd,)
-            )
-            self._agents[node] = pid
-        self._leader_spec = msgspec.structs.replace(
-            self._leader_spec, places=coordinator_places(self._injections), injector=injector
+    def _start_agent(self, node: int) -> None:
+        """Starts a node, in the place of one that has ended if there is such a place."""
+        taken = {self._machines[other] for other in self._there}
+        self._machines[node] = next(
+            name for name in map("machine-{}".format, count()) if name not in taken
         )
+        spec = msgspec.structs.replace(
+            self._spec,
+            node=node,
+            machine=self._machines[node],
+            coordinator=self._listener.getsockname()[:2],
+            places=node_places(self._injections, node),
+            injector=self._injector_address,
+        )
+        pid = self._server.spawn(
+            "planaria.nodes.agent:main", msgspec.json.encode(spec), (self._lifeline_fd,)
+        )
+        self._agents[node] = self._there[node] = pid
+
+    def _join(self, num_nodes: int) -> None:
+        """More nodes come; their numbers were never used before."""
+        for _ in range(num_nodes):
+            self._start_agent(max(self._agents) + 1)
 
     async def _lead(self) -> None:
         """Runs the coordinator, again whenever it ends before the job does."""
@@ -284,11 +301,12 @@ class Launcher:
             self._exits[pid] = status
             for node, agent in self._agents.items():
                 if agent == pid:
+                    self._there.pop(node, None)
                     self._say(AgentEnded(node=node, reason=f"its agent {told(status)}"))
 
     async def _wait_left(self, lifeline_fd: int) -> None:
         """Lets the job's processes leave by themselves, for a while."""
-        if await _is_left_alone(lifeline_fd, timeout_s=EXIT_TIMEOUT_S):
+        if await is_left_alone(lifeline_fd, timeout_s=EXIT_TIMEOUT_S):
             return
         for node, pid in self._agents.items():
             if pid not in self._exits:
@@ -361,34 +379,3 @@ def standing(tier: DiskTier) -> str:
     if newest is None:
         return "there is no checkpoint"
     return f"the newest checkpoint is of iteration {newest.iteration}, go on from it with --resume"
-
-
-async def _is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
-    """Whether the last reader of the lifeline leaves in time; this is its write end."""
-    loop = asyncio.get_running_loop()
-    broken = asyncio.Event()
-    loop.add_reader(lifeline_fd, broken.set)  # Nothing to read, but an error when it breaks.
-    try:
-        await asyncio.wait_for(broken.wait(), timeout_s)
-    except TimeoutError:
-        return False
-    finally:
-        loop.remove_reader(lifeline_fd)
-    return True
-
-
-@contextlib.contextmanager
-def _interrupts(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call the handler while inside; only a main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        loop.add_signal_handler(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, old)

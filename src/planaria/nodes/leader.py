@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,7 @@ from planaria.coordinator.state import (
     Evict,
     MembersRecorded,
     Notify,
+    Phase,
     Publish,
     RecordDecision,
     RecordMembers,
@@ -48,8 +50,9 @@ from planaria.core.messages import (
     HeartbeatTaken,
     Message,
     NodeLost,
-    Order,
+    SaveLayers,
     Shutdown,
+    StartEpoch,
     Stopped,
     StopRequested,
     Welcome,
@@ -102,7 +105,7 @@ class _Leader:
             notify=self._notify,
         )
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._order: Order | None = None
+        self._order: Tell | None = None
         self._progress: Progress | None = None
         self._has_progressed = asyncio.Event()
         self._ended: Ended | None = None
@@ -210,7 +213,7 @@ class _Leader:
             assert self._progress is not None
             progress = self._progress
             await self._logbook.record_progress(progress)
-            self._tell(Acknowledged(num_committed=progress.num_committed))
+            self._tell(Acknowledged(num_committed=progress.num_committed), self._writers.keys())
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -246,9 +249,10 @@ class _Leader:
             writer.close()
 
     async def _admit(self, node: int, writer: asyncio.StreamWriter) -> bool:
-        """Greets an agent; one that is no member any more is told so."""
+        """Greets an agent, of a member or of a node that would be one; one whose node is no member
+        any more is told so."""
         writer.write(frame(Welcome(term=self._logbook.term)))
-        if node not in self._state.nodes:
+        if node in self._state.gone:
             writer.write(frame(Abort(epoch=self._state.epoch, nodes=self._state.nodes)))
             await writer.drain()
             writer.close()
@@ -256,8 +260,8 @@ class _Leader:
         await self._logbook.grant(node)
         if self._state.stop_requested:
             writer.write(frame(StopRequested()))
-        if self._order is not None:
-            writer.write(frame(self._order))
+        if self._order is not None and node in (self._order.nodes or self._state.nodes):
+            writer.write(frame(self._order.message))
         self._writers[node] = writer
         return True
 
@@ -307,18 +311,20 @@ class _Leader:
     async def _carry_out(self, commands: tuple[Command, ...]) -> None:
         for command in commands:
             match command:
-                case Tell(message):
-                    if isinstance(message, Order):
-                        self._order = message
-                    self._tell(message)
+                case Tell(message, nodes):
+                    if isinstance(message, Abort | StartEpoch | SaveLayers):
+                        self._order = command
+                    self._tell(message, nodes or self._state.nodes)
                 case Evict(nodes):
                     await self._evict(nodes)
                 case RecordMembers(members):
-                    self._reached("detect", self._state.next_iteration)
+                    if self._state.phase is Phase.RECORDING:
+                        self._reached("detect", self._state.next_iteration)
                     await self._logbook.record_members(members)
                     self._events.put_nowait(MembersRecorded(members.epoch))
                 case RecordDecision(outcome, decision):
-                    self._reached("decide", outcome.iteration)
+                    if self._state.phase is Phase.DECIDING:
+                        self._reached("decide", outcome.iteration)
                     await self._logbook.record_decision(outcome, decision)
                     self._events.put_nowait(DecisionRecorded(outcome.epoch))
                 case Notify(message):
@@ -338,10 +344,11 @@ class _Leader:
         if self._state.loss is not None:
             self._probe.reached(place, iteration)
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Message, nodes: Collection[int]) -> None:
         data = frame(message)
-        for writer in self._writers.values():
-            writer.write(data)
+        for node, writer in self._writers.items():
+            if node in nodes:
+                writer.write(data)
 
     def _notify(self, message: Message) -> None:
         self._launcher.write(frame(message))
@@ -370,4 +377,4 @@ class _Leader:
         self._ended = ended
         self._notify(ended)
         await self._launcher.drain()
-        self._tell(Shutdown())
+        self._tell(Shutdown(), self._writers.keys())

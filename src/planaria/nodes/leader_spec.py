@@ -52,6 +52,7 @@ def rules_of(spec: LeaderSpec) -> Rules:
         policy=Reinstantiate(every),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
+        max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),
         num_layers=num_layers,
         layout=vector_layout(spec.job, num_layers),
         first_iteration=spec.first_iteration,

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 
 from planaria.core.inject import Injection
 from planaria.core.messages import MeasuredSpan, WorkerReady
-from planaria.core.records import Committed, Decided, Recovering, Running, Starting
+from planaria.core.records import (
+    Candidate,
+    Changed,
+    Committed,
+    Decided,
+    Recovering,
+    Running,
+    Starting,
+)
 from planaria.observe.ledger import Category, Ledger
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
 
@@ -160,6 +168,28 @@ class Recorder:
             )
             self._events.append(event)
 
+    def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
+        """Nodes have come or left while training went on; an event for each kind of reason."""
+        self._predicted_s = message.predicted_s
+        self._predicted_peak_bytes = predicted_peak_bytes
+        self.ledger = self.ledger.moved(message.pause_s, Category.USEFUL, Category.REGROUP)
+        over = []
+        for kind in dict.fromkeys(message.kinds.values()):
+            nodes = tuple(sorted(n for n, why in message.kinds.items() if why == kind))
+            over.append(_changed(self._injected(kind, nodes), nodes, message))
+        self._events += over
+        return tuple(over)
+
+    def _injected(self, kind: str, nodes: tuple[int, ...]) -> EventRecord:
+        """The event of an injection that is behind a change, or a new one."""
+        for one in self._open:
+            is_meant = kind == "join" or set(nodes) <= set(one.event.nodes)
+            if one.event.kind == kind and is_meant and not one.is_noticed:
+                self._open.remove(one)
+                return one.event
+        told = {"join": "joined", "drain": "drained", "preempt": "drained"}.get(kind, kind)
+        return EventRecord(kind=told, nodes=nodes, iteration=-1)
+
     def starting(self, message: Starting) -> None:
         """The members were told the plan."""
         if self._noticed():
@@ -204,8 +234,26 @@ class Recorder:
         self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
 
 
-def _decided(one: _Open, message: Decided) -> _Open:
-    candidates: tuple[Mapping[str, object], ...] = tuple(
+def _changed(event: EventRecord, nodes: tuple[int, ...], message: Changed) -> EventRecord:
+    return replace(
+        event,
+        nodes=nodes,
+        iteration=message.iteration if event.iteration < 0 else event.iteration,
+        policy=message.policy,
+        answer=message.answer,
+        candidates=_priced(message.candidates),
+        regroup_s=message.pause_s,
+        transfer_bytes=message.transfer_bytes,
+        received_bytes=message.received_bytes,
+        source_tier="live" if message.transfer_bytes else "",
+        downtime_s=message.pause_s,
+        predicted_downtime_s=message.predicted_pause_s,
+        reason=f"{message.now_s - message.asked_s:.2f} s from the first step to the last",
+    )
+
+
+def _priced(candidates: tuple[Candidate, ...]) -> tuple[Mapping[str, object], ...]:
+    return tuple(
         {
             "policy": candidate.policy,
             "answer": candidate.answer,
@@ -213,13 +261,16 @@ def _decided(one: _Open, message: Decided) -> _Open:
             "downtime_s": candidate.downtime_s,
             "score": candidate.score,
         }
-        for candidate in message.candidates
+        for candidate in candidates
     )
+
+
+def _decided(one: _Open, message: Decided) -> _Open:
     event = replace(
         one.event,
         policy=message.policy,
         answer=message.answer,
-        candidates=candidates,
+        candidates=_priced(message.candidates),
         transfer_bytes=message.transfer_bytes,
         source_tier="live" if message.transfer_bytes else "",
         predicted_downtime_s=message.predicted_downtime_s,

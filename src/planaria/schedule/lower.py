@@ -11,10 +11,11 @@ Reductions run in one global order, in rounds: buckets that share a rank are nev
 round, so that the buckets of one round run side by side. Rounds are coloured greedily in layer
 order. Tied parameters come last, in rounds of their own.
 
-No colouring has fewer rounds, as ranks hold consecutive layers. Let b be a bucket, and a the first
-one before it with which it shares a rank. That rank holds the layers of a and of b, so all between
-them, and is in all buckets from a to b. So b and the k buckets before it that it shares ranks with
-share this one: they need k + 1 rounds in any colouring, and greedily b gets one of the first k + 1.
+No colouring has fewer rounds where ranks hold consecutive layers, as all do but silent ones. Let b
+be a bucket, and a the first one before it with which it shares a rank. That rank holds the layers
+of a and of b, so all between them, and is in all buckets from a to b. So b and the k buckets before
+it that it shares ranks with share this one: they need k + 1 rounds in any colouring, and greedily b
+gets one of the first k + 1.
 
 Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; Odyssey, section IV-B for
 coloured rounds; torch.distributed.pipelining for passes over action lists and the dry run.
@@ -97,16 +98,17 @@ def place_reductions(
 
     A layer with one holder needs no reduction, nor does a tied parameter all of whose layers
     one rank holds: that rank has every gradient and adds them up by itself. A rank that holds
-    layers of a bucket but computes none of them reduces first of all: it adds nothing.
+    layers of a bucket but computes none of them, silent ones included, reduces first of all: it
+    adds nothing.
     """
     buckets = buckets_of(plan, tied=tied)
-    by_rank: dict[int, list[int]] = {rank: [] for rank in schedule.actions}
+    by_rank: dict[int, list[int]] = {rank: [] for rank in plan.all_ranks}
     for index, bucket in enumerate(buckets):
         for rank in bucket.ranks:
             by_rank[rank].append(index)
     actions = {
-        rank: _with_reductions(rank_actions, schedule.routes, by_rank[rank], buckets)
-        for rank, rank_actions in schedule.actions.items()
+        rank: _with_reductions(schedule.actions.get(rank, ()), schedule.routes, indices, buckets)
+        for rank, indices in by_rank.items()
     }
     return Schedule(schedule.routes, actions, buckets)
 
@@ -119,7 +121,7 @@ def buckets_of(plan: Plan, *, tied: Sequence[TiedParameters] = ()) -> tuple[Buck
 def _buckets(plan: Plan, tied: Sequence[TiedParameters]) -> tuple[list[Bucket], list[Bucket]]:
     """The buckets of the layers' own parameters and those of tied ones, in layer order."""
     holders: list[list[int]] = [[] for _ in range(plan.num_layers)]
-    for rank, layers in sorted(plan.layers_by_rank().items()):
+    for rank, layers in plan.held_by_rank().items():
         for layer in layers:
             holders[layer].append(rank)
     own = [

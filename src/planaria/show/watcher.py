@@ -7,6 +7,7 @@ from typing import Protocol
 from planaria.core.inject import Injection
 from planaria.core.plan import Plan
 from planaria.core.records import (
+    Changed,
     Committed,
     Decided,
     Recovering,
@@ -74,6 +75,8 @@ class Watcher:
                 self._display.note(_loss_text(message))
             case Decided():
                 self._decided(message)
+            case Changed():
+                self._changed(message)
             case Saved():
                 self._checkpoint_s.append(time.monotonic() - self._committed_s)
                 self._display.note(f"saved iteration {message.iteration}")
@@ -91,6 +94,8 @@ class Watcher:
         self._recorder.fired(injection, now_s=now_s)
         nodes = ", ".join(str(node) for node in injection.nodes)
         target = f"node {nodes}" if nodes else "the coordinator"
+        if injection.num_nodes:
+            target = f"{injection.num_nodes} nodes"
         self._display.note(f"injecting {injection.kind}: {target}")
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
@@ -147,6 +152,18 @@ class Watcher:
     def _decided(self, message: Decided) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
         self._recorder.decided(message, predicted_peak_bytes=peak_bytes)
+        if message.degraded:
+            self._display.note(f"degraded: {message.degraded}")
+        self._display.replanned(message.plan)
+
+    def _changed(self, message: Changed) -> None:
+        peak_bytes = self._predicted_peak_bytes(message.plan)
+        for event in self._recorder.changed(message, predicted_peak_bytes=peak_bytes):
+            nodes = ", ".join(str(node) for node in event.nodes)
+            self._display.note(
+                f"{event.kind}: node {nodes}: {event.answer}; {event.transfer_bytes / 1e6:.1f} MB "
+                f"moved while training went on, which paused for {1000 * event.downtime_s:.0f} ms"
+            )
         if message.degraded:
             self._display.note(f"degraded: {message.degraded}")
         self._display.replanned(message.plan)

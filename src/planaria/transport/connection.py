@@ -42,6 +42,7 @@ class Channel(IntEnum):
     STATE_HEAD = 6
     STATE = 7
     COMPARE = 8
+    AGE = 9
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

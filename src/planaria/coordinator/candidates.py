@@ -1,0 +1,79 @@
+"""Nodes that would join, and nodes that are asked to leave: who waits, and for how long.
+
+A node that arrives is a candidate until a change (change.py) or a recovery makes it a member. The
+machine of a node that failed before is taken back later each time: after its first failure at
+once, then after `cluster.rejoin_delay_s`, doubled each time. A machine that has not failed for an
+hour is forgiven.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from planaria.coordinator.recovery import FORGIVEN_S
+from planaria.coordinator.state import Candidate, Evict, JobState, Notify, Rules, Step
+from planaria.core.messages import (
+    DrainRequested,
+    NodeArrived,
+    NodeLost,
+    NoticeTaken,
+    WorkerExited,
+    WorkerFailed,
+)
+from planaria.core.records import Warned
+
+_DELAY_S_MAX: Final = 3600.0
+_DOUBLINGS_MAX: Final = 20
+
+
+def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> Step:
+    """A node is there; unless it is a member it waits to be one."""
+    node = event.node
+    if node in state.gone or node in state.candidates:
+        return state, ()
+    state = replace(state, machines={**state.machines, node: event.machine})
+    if node in state.all_nodes:
+        return state, ()
+    count, last_s = state.failures.get(event.machine, (0, 0.0))
+    if now_s - last_s > FORGIVEN_S:
+        count = 0
+    delay_s = rejoin_delay_s(count, rules.job.cluster.rejoin_delay_s)
+    candidate = Candidate(event.machine, last_s + delay_s if count else now_s)
+    return replace(state, candidates={**state.candidates, node: candidate}), ()
+
+
+def rejoin_delay_s(num_failures: int, first_s: float) -> float:
+    """How long after its last failure a machine is taken back: nothing, then first_s, doubled."""
+    doublings = min(max(0, num_failures - 1), _DOUBLINGS_MAX)
+    return min(_DELAY_S_MAX, first_s * float(2**doublings - 1))
+
+
+def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExited) -> Step:
+    """What happens to a candidate is its own misfortune: training goes on."""
+    node = event.node
+    left = {r: worker for r, worker in state.workers.items() if worker.node != node}
+    state = replace(state, workers=left)
+    match event:
+        case WorkerExited():  # Its agent forks another.
+            return state, ()
+        case WorkerFailed():
+            reason = f"its worker raised:\n{event.traceback.rstrip()}"
+        case NodeLost():
+            reason = event.reason
+    candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}
+    gone = tuple(sorted({*state.gone, node}))
+    warning = Notify(Warned(text=f"node {node} cannot join: {reason}"))
+    return replace(state, candidates=candidates, gone=gone), (Evict((node,)), warning)
+
+
+def leaves(state: JobState, event: NoticeTaken | DrainRequested) -> Step:
+    """A node is to leave in peace."""
+    node, kind = event.node, "drain" if isinstance(event, DrainRequested) else "preempt"
+    if node in state.all_nodes:
+        kind = state.leaving.get(node, kind) if kind == "drain" else kind
+        return replace(state, leaving={**state.leaving, node: kind}), ()
+    if node in state.candidates:
+        candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}
+        return replace(state, candidates=candidates, gone=(*state.gone, node)), (Evict((node,)),)
+    if kind == "drain" and node not in state.gone:
+        return state, (Notify(Warned(text=f"there is no node {node} to drain")),)
+    return state, ()

@@ -1,0 +1,306 @@
+"""Changes while training goes on: nodes that come, and nodes that leave in peace.
+
+A change leads from the plan to one for other nodes in switches, each of which begins an epoch at a
+commit that all ranks agree upon, so that nothing is done again:
+
+1. Whoever lacks layers of the plan to come becomes a silent member of them: their state is sent at
+   the commit, and from then on it takes part in their reductions, adding +0, and takes the same
+   steps, while all others train as before. Layers come in waves, an epoch each, none of which
+   sends more over any link than it carries in an iteration. Layers that a leaving node is the only
+   one to hold come first, so that they are safe if it is gone too early.
+2. When all are in, one more switch begins the plan itself; nodes that leave are told to then.
+
+The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
+Where it did not begin, a loss or a new coordinator ends the change, and what it needs is looked
+at anew.
+
+Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what has to move.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from planaria.coordinator.recovery import candidates_of, degraded_text, left_text
+from planaria.coordinator.state import (
+    Change,
+    JobState,
+    Notify,
+    RecordDecision,
+    RecordMembers,
+    Rules,
+    Step,
+    Switch,
+    Tell,
+)
+from planaria.core.cluster import ClusterState, Node, NodesChanged
+from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
+from planaria.core.plan import Plan, Transfer, Transition
+from planaria.core.records import Changed, Decision, Members, Outcome, Warned
+from planaria.policies.policy import Prices
+
+JOIN: Final = "join"
+
+
+def begun(rules: Rules, state: JobState, now_s: float) -> Step:
+    """The change that brings the members nearest to what is asked for, if there is any."""
+    if state.change is not None or state.ends or state.stop_requested:
+        return state, ()
+    leaving = tuple(node for node in state.nodes if node in state.leaving)
+    joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
+    asked = (state.nodes, joining, leaving)
+    if not (joining or leaving) or asked == state.refused:
+        return state, ()
+    staying = tuple(node for node in state.nodes if node not in leaving)
+    num_left = len(staying) + len(joining)
+    if leaving and (short := _shortage(rules, num_left)):
+        return _too_few(state, short)
+    transitions = _proposed(rules, state, staying=staying, joining=joining, leaving=leaving)
+    best, candidates = candidates_of(rules, state, transitions, now_s)
+    if best is None:
+        text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
+        return replace(state, refused=asked), (Notify(Warned(text=text)),)
+    placed = tuple(node for node in joining if node in best.after.nodes)
+    if not placed and not leaving:
+        return replace(state, refused=asked), ()
+    change = Change(
+        kinds=dict.fromkeys(placed, JOIN) | {node: state.leaving[node] for node in leaving},
+        transition=best,
+        candidates=candidates,
+        waves=_waves(state.plan, best, leaving=leaving, prices=rules.prices),
+        began_s=now_s,
+        silent=state.plan.silent,
+    )
+    return _with_switch(replace(state, change=change, refused=()))
+
+
+def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> tuple[int, ...]:
+    """The candidates that can be taken now, the first to have come first."""
+    room = rules.max_nodes - num_staying
+    able = [
+        node
+        for node, candidate in state.candidates.items()
+        if candidate.not_before_s <= now_s and set(state.ranks_of((node,))) <= set(state.workers)
+    ]
+    return tuple(sorted(able[: max(0, room)]))
+
+
+def _shortage(rules: Rules, num_left: int) -> str:
+    """Why so few nodes cannot go on by themselves; empty if they can."""
+    wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
+    if num_left < rules.n0:
+        return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
+    if num_left < wanted and rules.job.resilience.when_below == "stop":
+        return (
+            f"{left_text(num_left)}, fewer than (f + 1) * n0 = {wanted}, and "
+            'resilience.when_below = "stop"'
+        )
+    return ""
+
+
+def _too_few(state: JobState, shortage: str) -> Step:
+    """Nodes that are taken away end the job, saved; those that need not go stay."""
+    if "preempt" in state.leaving.values():
+        stopping = replace(state, stop_requested=True, stop_reason=shortage)
+        return stopping, (Tell(StopRequested()),)
+    nodes = ", ".join(str(node) for node in state.leaving)
+    text = f"node {nodes} cannot be drained: {shortage}"
+    return replace(state, leaving={}), (Notify(Warned(text=text)),)
+
+
+def _proposed(
+    rules: Rules,
+    state: JobState,
+    *,
+    staying: tuple[int, ...],
+    joining: tuple[int, ...],
+    leaving: tuple[int, ...],
+) -> tuple[Transition, ...]:
+    """What the policy would do; the layers move while training goes on, so switches are all that
+    it costs."""
+    held = state.plan.held_by_rank()
+    cluster = ClusterState(
+        state.epoch + 1,
+        tuple(_node(state, node, held) for node in sorted((*staying, *joining))),
+        tuple(_node(state, node, held) for node in leaving),
+    )
+    event = NodesChanged(joining, leaving)
+    return tuple(
+        replace(transition, downtime_s=rules.prices.regroup_s)
+        for transition in rules.policy.propose(state.plan, cluster, event, rules.prices)
+    )
+
+
+def _node(state: JobState, node: int, held: Mapping[int, frozenset[int]]) -> Node:
+    return Node(node, tuple(held.get(rank, frozenset()) for rank in state.ranks_of((node,))))
+
+
+def _waves(
+    plan: Plan, transition: Transition, *, leaving: tuple[int, ...], prices: Prices
+) -> tuple[tuple[Transfer, ...], ...]:
+    """All transfers in waves; a layer comes to a rank in one of them, whole."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    stay = Counter(
+        layer
+        for rank, layers in plan.held_by_rank().items()
+        if rank // per_node not in leaving
+        for layer in layers
+    )
+    needs: dict[tuple[int, int], list[Transfer]] = {}
+    for transfers in transition.rounds:
+        for transfer in transfers:
+            needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
+    waves: list[list[Transfer]] = []
+    link = prices.links.get("inter_node")
+    bytes_max = transition.iteration_s * link.bandwidth_bytes_per_s if link else 0.0
+    load: Counter[tuple[str, int]] = Counter()
+    for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
+        parts = needs[layer, target]
+        more: Counter[tuple[str, int]] = Counter({("to", target): sum(t.num_bytes for t in parts)})
+        for part in parts:
+            more["from", part.source] += part.num_bytes
+        if not waves or any(load[end] + size > bytes_max for end, size in more.items()):
+            waves.append([])
+            load.clear()
+        load += more
+        waves[-1] += parts
+    return tuple(tuple(wave) for wave in waves)
+
+
+# -- switches -------------------------------------------------------------------------------------
+
+
+def _with_switch(state: JobState) -> Step:
+    """The change with its next switch; its members are to be recorded."""
+    assert state.change is not None
+    change, epoch = state.change, state.epoch + 1
+    joined = {node for node, kind in change.kinds.items() if kind == JOIN}
+    if change.waves:
+        wave, *rest = change.waves
+        silent = {rank: set(layers) for rank, layers in change.silent.items()}
+        for transfer in wave:
+            silent.setdefault(transfer.target, set()).add(transfer.layer)
+        so_far = {rank: tuple(sorted(layers)) for rank, layers in sorted(silent.items())}
+        plan = replace(state.plan, epoch=epoch, silent=so_far)
+        nodes = tuple(sorted({*state.nodes, *joined}))
+        change = replace(change, waves=tuple(rest), silent=so_far)
+    else:
+        wave = ()
+        plan = replace(change.transition.after, epoch=epoch)
+        nodes = tuple(
+            node for node in sorted({*state.nodes, *joined}) if change.kinds.get(node, JOIN) == JOIN
+        )
+    rounds = (tuple(wave),) if wave else ()
+    switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
+    gone = tuple(sorted({*state.gone, *set(state.nodes).difference(nodes)}))
+    members = Members(epoch=epoch, term=state.term, nodes=nodes, gone=gone, is_planned=True)
+    return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
+
+
+def told(state: JobState) -> Step:
+    """The members of the next epoch are on record: everybody is told to begin it together."""
+    change, switch = state.change, state.switch
+    assert change is not None
+    assert switch is not None
+    state = replace(state, change=replace(change, switch=replace(switch, is_told=True)))
+    order = _order(state, switch, AT_COMMIT)
+    return state, (Tell(order, tuple(sorted({*state.nodes, *switch.nodes}))),)
+
+
+def _order(state: JobState, switch: Switch, iteration: int) -> StartEpoch:
+    return StartEpoch(
+        epoch=switch.epoch,
+        plan=switch.plan,
+        # Those that leave too: what they have not read yet must not be cut off.
+        addresses={rank: (worker.host, worker.port) for rank, worker in state.workers.items()},
+        iteration=iteration,
+        rounds=switch.rounds,
+    )
+
+
+def entering(state: JobState, ready: EpochReady) -> JobState:
+    """A rank has begun the next epoch; not all may have ended this one yet."""
+    change, switch = state.change, state.switch
+    assert change is not None
+    assert switch is not None
+    switch = replace(switch, ready={**switch.ready, ready.rank: ready})
+    return replace(state, change=replace(change, switch=switch))
+
+
+def switched(state: JobState) -> Step:
+    """All ranks have ended this epoch by agreement: the next one has begun."""
+    change, switch = state.change, state.switch
+    assert change is not None
+    assert switch is not None
+    number = state.next_iteration
+    outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False)
+    decision = Decision(
+        order=_order(state, switch, number), predicted_s=change.transition.iteration_s
+    )
+    left = tuple(node for node in state.nodes if node not in switch.nodes)
+    state = replace(
+        state,
+        epoch=switch.epoch,
+        nodes=switch.nodes,
+        plan=switch.plan,
+        ready=switch.ready,
+        is_entered=False,
+        outcome=outcome,
+        decision=decision,
+        change=replace(change, switch=None, trained=state.plan.all_ranks),
+        gone=tuple(sorted({*state.gone, *left})),
+        candidates={n: c for n, c in state.candidates.items() if n not in switch.nodes},
+        leaving={node: kind for node, kind in state.leaving.items() if node in switch.nodes},
+        workers={r: worker for r, worker in state.workers.items() if worker.node not in left},
+    )
+    record = RecordDecision(outcome, decision)
+    return state, (record, *((Tell(Shutdown(), left),) if left else ()))
+
+
+def entered(rules: Rules, state: JobState, now_s: float) -> Step:
+    """Every rank has begun the epoch; what the change has cost so far, or that it is made."""
+    change = state.change
+    if change is None or change.switch is not None:
+        return state, ()
+    # Whoever did not train before had nothing to pause.
+    paused = [event for rank, event in state.ready.items() if rank in change.trained]
+    pause_s = max((event.regroup_s + event.transfer_s for event in paused), default=0.0)
+    change = replace(change, pause_s=change.pause_s + pause_s)
+    if state.plan.silent or change.waves:
+        return replace(state, change=change), ()
+    degraded = degraded_text(rules, state)
+    transition = change.transition
+    notice = Changed(
+        epoch=state.epoch,
+        kinds=dict(change.kinds),
+        iteration=state.next_iteration,
+        policy=transition.policy,
+        answer=transition.answer,
+        candidates=change.candidates,
+        plan=state.plan,
+        predicted_s=transition.iteration_s,
+        predicted_pause_s=transition.downtime_s,
+        transfer_bytes=sum(t.num_bytes for transfers in transition.rounds for t in transfers),
+        received_bytes=change.received_bytes,
+        asked_s=change.began_s,
+        pause_s=change.pause_s,
+        now_s=now_s,
+        degraded=degraded,
+    )
+    is_degraded = bool(degraded) or (
+        state.is_degraded
+        and len(state.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0
+    )
+    return replace(state, change=None, is_degraded=is_degraded), (Notify(notice),)
+
+
+def continued(state: JobState) -> Step:
+    """The next switch of the change, once the silent ranks have taken a step with their layers."""
+    change = state.change
+    if change is None or change.switch is not None or not state.is_entered:
+        return state, ()
+    assert state.outcome is not None
+    if state.next_iteration <= state.outcome.iteration or state.stop_requested or state.ends:
+        return state, ()
+    return _with_switch(state)

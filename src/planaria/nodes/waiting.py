@@ -1,0 +1,38 @@
+"""What a launcher waits for besides its coordinator: signals, and the end of its processes."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
+    """Whether the last reader of the lifeline leaves in time; this is its write end."""
+    loop = asyncio.get_running_loop()
+    broken = asyncio.Event()
+    loop.add_reader(lifeline_fd, broken.set)  # Nothing to read, but an error when it breaks.
+    try:
+        await asyncio.wait_for(broken.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(lifeline_fd)
+    return True
+
+
+@contextlib.contextmanager
+def interrupts(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call the handler while inside; only a main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, old)
