@@ -6,6 +6,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from jobs import NUM_LAYERS, template
 from planaria.coordinator.agent_state import AgentState, heard, said
 from planaria.coordinator.coordinator import Event, step
@@ -28,13 +30,15 @@ from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, encode_vector, vector_layout
 from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig
 from planaria.core.messages import (
+    AT_COMMIT,
     Abort,
     EpochReady,
     IterationDone,
     LayerFile,
     LayersSaved,
+    NodeArrived,
     NodeLost,
-    Order,
+    NoticeTaken,
     SaveFailed,
     SaveLayers,
     StartEpoch,
@@ -54,7 +58,17 @@ SOURCE = "10-3"
 NOW_S = 100.0
 
 Kind = TypeVar("Kind")
-Word = WorkerReady | Stopped | EpochReady | IterationDone | LayersSaved | SaveFailed | WorkerExited
+Word = (
+    NodeArrived
+    | NoticeTaken
+    | WorkerReady
+    | Stopped
+    | EpochReady
+    | IterationDone
+    | LayersSaved
+    | SaveFailed
+    | WorkerExited
+)
 
 
 @dataclass
@@ -217,8 +231,10 @@ class FakeNode:
     agent: AgentState
     epoch: int = -1
     started: int = -1
+    takes_part: bool = False
     age: int = FIRST
     layers: tuple[int, ...] = ()
+    next_order: StartEpoch | None = None
     is_alive: bool = True
     is_disk_full: bool = False
 
@@ -240,11 +256,10 @@ class FakeNode:
                 return self.say(answer)
             case StartEpoch() if order.epoch >= self.epoch and order.epoch > self.started:
                 assert order.addresses[node] == ("h", node)
-                self.epoch = self.started = order.epoch
-                self.age = order.iteration
-                self.layers = tuple(order.plan.layers_by_rank().get(node, ()))
-                is_at_work = node in order.plan.ranks
-                return self.say(ready(node, order.epoch)) if is_at_work else []
+                if order.iteration == AT_COMMIT and self.takes_part:
+                    self.next_order = order
+                    return []
+                return self.begin(order, order.iteration)
             case SaveLayers() if order.layers.get(node):
                 layers = order.layers[node]
                 if self.is_disk_full:
@@ -253,11 +268,26 @@ class FakeNode:
                 return self.say(saved(node, order.iteration, epoch=order.epoch, layers=layers))
         return []
 
-    def trains(self, iteration: int) -> list[Word]:
-        """The worker has applied an iteration."""
+    def begin(self, order: StartEpoch, iteration: int) -> list[Word]:
+        """The worker begins an epoch, with the layers that it is to have."""
+        node = self.agent.node
+        self.epoch = self.started = order.epoch
+        self.next_order = None
+        self.age = iteration
+        self.layers = tuple(sorted(order.plan.held_by_rank().get(node, ())))
+        self.takes_part = node in order.plan.all_ranks
+        return self.say(ready(node, order.epoch)) if self.takes_part else []
+
+    def trains(self, iteration: int, *, switches: bool = False) -> list[Word]:
+        """The worker has applied an iteration, and maybe agreed to begin the next epoch."""
         self.age = iteration + 1
         is_last = iteration + 1 == END
-        return self.say(done(self.agent.node, iteration, epoch=self.epoch, ends=is_last))
+        word = done(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
+        words = self.say(msgspec.structs.replace(word, switches=switches and not is_last))
+        if switches and not is_last:
+            assert self.next_order is not None
+            words += self.begin(self.next_order, iteration + 1)
+        return words
 
     def say(self, message: Word) -> list[Word]:
         self.agent = said(self.agent, message)
@@ -289,7 +319,7 @@ class FakeCluster:
         self.last_command: Command | None = None
         self._events: deque[Event] = deque()
         self._connected: set[int] = set()
-        self._order: Order | None = None
+        self._order: Tell | None = None
 
     def begin(self) -> None:
         """The job begins, and every node reports."""
@@ -307,8 +337,21 @@ class FakeCluster:
 
     def train(self, iteration: int) -> None:
         """Every rank of the plan applies an iteration."""
-        ranks = self.state.plan.ranks
-        self.hear(*(event for rank in ranks for event in self.nodes[rank].trains(iteration)))
+        nodes = [self.nodes[rank] for rank in self.state.plan.all_ranks]
+        switches = all(node.next_order is not None for node in nodes)
+        words = [node.trains(iteration, switches=switches) for node in nodes]
+        self.hear(*(event for told in words for event in told))
+
+    def join(self, number: int) -> None:
+        """A node arrives on a machine of its own, with a worker."""
+        self.join_on(number, f"machine-{number}")
+
+    def join_on(self, number: int, machine: str) -> None:
+        """A node arrives on a machine, with a worker."""
+        node = self.nodes[number] = FakeNode(AgentState(node=number))
+        self._connected.add(number)
+        arrived = NodeArrived(node=number, rank=number, machine=machine)
+        self.hear(*node.say(arrived), *node.say(worker(number)))
 
     def lose(self, *numbers: int) -> None:
         """Nodes are gone, which is noticed one after the other."""
@@ -357,11 +400,13 @@ class FakeCluster:
 
     def _connect_all(self) -> None:
         """Every member says all that nobody has acknowledged, then hears the newest order."""
-        for number, node in self.nodes.items():
-            if number in self.state.nodes:
+        for number, node in list(self.nodes.items()):
+            if number not in self.state.gone:
                 self._connected.add(number)
                 self.hear(*node.agent.facts.values())
-                self.hear(*(node.take(self._order) if self._order else ()))
+                told = self._order
+                if told is not None and number in (told.nodes or self.state.nodes):
+                    self.hear(*node.take(told.message))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -375,11 +420,12 @@ class FakeCluster:
                     self._note_moment(command)
                     self.records.append(decision)
                     self._events.append(DecisionRecorded(outcome.epoch))
-                case Tell(message):
-                    if isinstance(message, Order):
-                        self._order = message
-                    for node in self.nodes.values():
-                        if node.is_alive and node.agent.node in self._connected:
+                case Tell(message, numbers):
+                    if isinstance(message, Abort | StartEpoch | SaveLayers):
+                        self._order = command
+                    for node in list(self.nodes.values()):
+                        is_told = node.agent.node in (numbers or self.state.nodes)
+                        if is_told and node.is_alive and node.agent.node in self._connected:
                             self._events += node.take(message)
                 case Evict(numbers):
                     self._connected -= set(numbers)

@@ -1,0 +1,254 @@
+"""Nodes come and leave while training goes on: nothing is done again, and a loss may strike."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from coordinated import (
+    END,
+    FIRST,
+    NOW_S,
+    FakeCluster,
+    Survivors,
+    gone,
+    of_type,
+    small_rules,
+    worker,
+)
+from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.candidates import rejoin_delay_s
+from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell
+from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.messages import (
+    AT_COMMIT,
+    DrainRequested,
+    NodeArrived,
+    NoticeTaken,
+    Shutdown,
+    StartEpoch,
+    StopRequested,
+    WorkerFailed,
+)
+from planaria.core.plan import Link, Plan, Transition
+from planaria.core.records import Changed, Committed, Recovering, Warned
+from planaria.policies.policy import Prices
+from planaria.restorer.sources import balanced_transfers, transfer_rounds
+
+PLAN = shaped_plan((1, 1), 6)  # Two nodes, each of which holds all ten layers.
+
+
+@dataclass
+class Movers(Survivors):
+    """As Survivors, with the transfers that its plans need."""
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        def moved(transition: Transition) -> Transition:
+            needed = balanced_transfers(transition.after, cluster, layer_bytes=prices.layer_bytes)
+            return replace(transition, rounds=transfer_rounds(needed))
+
+        found = super().propose(plan, cluster, event, prices)
+        return tuple(moved(transition) for transition in found)
+
+
+def rules(*, bandwidth_bytes_per_s: float = 1e9, **keys: int) -> Rules:
+    made = small_rules(n0=1, failures_tolerated=1, policy=Movers(), **keys)
+    link = Link(0.0, bandwidth_bytes_per_s)
+    return replace(made, prices=replace(made.prices, links={"inter_node": link}))
+
+
+def training(made: Rules, plan: Plan = PLAN) -> FakeCluster:
+    cluster = FakeCluster(made, plan)
+    cluster.begin()
+    cluster.train(FIRST)
+    assert cluster.state.phase is Phase.TRAINING
+    return cluster
+
+
+def joins(cluster: FakeCluster) -> list[StartEpoch]:
+    """The orders to begin an epoch at a commit."""
+    found = of_type(cluster.commands, StartEpoch)
+    return [order for order in found if order.iteration == AT_COMMIT]
+
+
+def committed(cluster: FakeCluster) -> list[int]:
+    return [notice.iteration for notice in of_type(cluster.commands, Committed)]
+
+
+def test_a_node_joins_silently_and_then_at_a_commit() -> None:
+    """It steps its layers for an iteration before it has work; every iteration is done once."""
+    cluster = training(rules())
+    cluster.join(2)
+    (silent,) = joins(cluster)
+    cluster.train(FIRST + 1)
+    assert cluster.state.nodes == (0, 1, 2)
+    assert cluster.state.plan.ranks == (0, 1)
+    cluster.train(FIRST + 2)
+    cluster.train(FIRST + 3)
+
+    assert silent.plan.silent == {2: tuple(range(NUM_LAYERS))}
+    assert {t.target for transfers in silent.rounds for t in transfers} == {2}
+    last = joins(cluster)[-1]
+    assert (last.plan.ranks, last.plan.silent, last.rounds) == ((0, 1, 2), {}, ())
+    assert cluster.state.plan == last.plan
+    (notice,) = of_type(cluster.commands, Changed)
+    assert notice.kinds == {2: "join"}
+    assert committed(cluster) == list(range(FIRST, FIRST + 4))
+    assert of_type(cluster.commands, Recovering) == []
+
+
+def test_layers_come_in_waves_that_a_link_carries_in_an_iteration() -> None:
+    """Sixteen bytes in an iteration of a second: two layers of eight."""
+    cluster = training(rules(bandwidth_bytes_per_s=16.0))
+    cluster.join(2)
+    for iteration in range(FIRST + 1, END - 1):
+        cluster.train(iteration)
+
+    silent = [len(order.plan.silent.get(2, ())) for order in joins(cluster)]
+    assert silent[:2] == [2, 4]
+
+
+def test_members_are_recorded_before_anybody_is_told() -> None:
+    """Who is told to begin an epoch is a member of it, on record."""
+    cluster = training(rules())
+    cluster.join(2)
+
+    (record,) = [c for c in cluster.commands[-3:] if isinstance(c, RecordMembers)]
+    assert record.members.is_planned
+    assert record.members.nodes == (0, 1, 2)
+    at = cluster.commands.index(record)
+    tells = [c for c in cluster.commands[:at] if isinstance(c, Tell)]
+    assert all(tell.message != joins(cluster)[0] for tell in tells)
+
+
+@pytest.mark.parametrize("word", ["drain", "preempt"])
+def test_a_node_leaves_at_a_commit_and_only_then(word: str) -> None:
+    """Whoever stays holds all that it held, so one switch is all."""
+    cluster = training(rules(), shaped_plan((1, 1, 1), 6))
+    request = DrainRequested(node=1)
+    notice = NoticeTaken(node=1, rank=1, after_s=30.0)
+    cluster.hear(request if word == "drain" else notice)
+    assert not any(isinstance(c, Tell) and c.nodes == (1,) for c in cluster.commands)
+    cluster.train(FIRST + 1)
+    cluster.train(FIRST + 2)
+
+    assert cluster.state.nodes == (0, 2)
+    (leave,) = [c for c in cluster.commands if isinstance(c, Tell) and c.nodes == (1,)]
+    assert isinstance(leave.message, Shutdown)
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.kinds == {1: word}
+    assert committed(cluster) == [FIRST, FIRST + 1, FIRST + 2]
+    assert of_type(cluster.commands, Recovering) == []
+
+
+def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_taken() -> None:
+    """With one node fewer nothing holds the model."""
+    made = replace(rules(), n0=2)
+    cluster = training(made)
+    cluster.hear(DrainRequested(node=1))
+    (warning,) = of_type(cluster.commands, Warned)
+    assert "cannot be drained" in warning.text
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+
+    assert any(isinstance(c, Tell) and c.message == StopRequested() for c in cluster.commands)
+    assert "fewer than n0 = 2" in cluster.state.stop_reason
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_a_loss_while_a_node_joins_leads_to_the_survivors(number: int, later: int) -> None:
+    """Whichever of the three it is, and however far the change is."""
+    cluster = training(rules())
+    cluster.join(2)
+    for iteration in range(FIRST + 1, FIRST + 1 + later):
+        cluster.train(iteration)
+    cluster.lose(number)
+
+    assert cluster.state.phase is Phase.TRAINING
+    left = {0, 1, 2} - {number}
+    assert set(cluster.state.nodes) == left
+    assert cluster.state.change is None
+    assert set(cluster.state.plan.nodes) == left
+    for iteration in range(cluster.state.next_iteration, END):
+        cluster.train(iteration)
+    assert committed(cluster) == list(range(FIRST, END))
+
+
+def test_a_new_coordinator_finds_its_way_at_any_moment_of_a_change() -> None:
+    """At most the iteration in flight is done again; no node is forgotten."""
+    cluster = training(rules())
+    before = len(cluster.moments)
+    cluster.join(2)
+    for iteration in (FIRST + 1, FIRST + 2, FIRST + 3):
+        cluster.train(iteration)
+    moments = cluster.moments[before:]
+    assert len(moments) > 10
+
+    for moment in moments:
+        moment.restart()
+        assert moment.state.phase in (Phase.TRAINING, Phase.STARTING), moment.last_command
+        assert set(moment.state.nodes) >= {0, 1}
+        assert moment.state.gone == ()
+
+
+def test_a_node_that_was_a_member_is_no_candidate() -> None:
+    """Numbers are never used again."""
+    cluster = training(rules(), shaped_plan((1, 1, 1), 6))
+    cluster.lose(2)
+    cluster.hear(NodeArrived(node=2, rank=2, machine="m"), worker(2))
+
+    assert cluster.state.candidates == {}
+    assert cluster.state.nodes == (0, 1)
+
+
+def test_a_candidate_whose_code_raises_does_not_end_the_job() -> None:
+    """Its machine may lack what the others have."""
+    cluster = training(rules())
+    cluster.hear(NodeArrived(node=7, rank=7, machine="m"))
+    cluster.hear(WorkerFailed(node=7, rank=7, traceback="FileNotFoundError: data"))
+
+    assert cluster.state.phase is Phase.TRAINING
+    assert of_type(cluster.commands, Evict) == [Evict((7,))]
+    (warning,) = of_type(cluster.commands, Warned)
+    assert "node 7 cannot join" in warning.text
+
+
+def test_beyond_max_nodes_nodes_wait_until_one_is_lost() -> None:
+    """They are the standby."""
+    cluster = training(rules(max_nodes=2))
+    cluster.join(2)
+    assert joins(cluster) == []
+    cluster.lose(1)
+
+    assert cluster.state.nodes == (0, 2)  # It was needed, so it did not even wait for a commit.
+
+
+def test_a_machine_that_fails_often_is_taken_back_later_each_time() -> None:
+    """At once after its first failure; then after ten seconds, doubled."""
+    assert [rejoin_delay_s(n, 10.0) for n in range(6)] == [0, 0, 10, 30, 70, 150]
+    assert rejoin_delay_s(1000, 10.0) == 3600.0
+    made = rules()
+    cluster = training(made, shaped_plan((1, 1, 1), 6))
+    for node in (2, 3):
+        cluster.hear(NodeArrived(node=node, rank=node, machine="flaky"))
+        if node == 3:
+            cluster.join_on(3, "flaky")
+            assert cluster.state.change is not None
+            cluster.train(FIRST + 1)
+            cluster.train(FIRST + 2)
+            assert 3 in cluster.state.nodes
+        cluster.hear(gone(node))
+    cluster.join_on(4, "flaky")
+
+    assert cluster.state.candidates[4].not_before_s == NOW_S + 10.0
+    assert cluster.state.change is None
+
+
+def test_a_stop_goes_before_a_change() -> None:
+    """A job that ends needs no more nodes."""
+    cluster = training(rules())
+    cluster.hear(StopRequested())
+    cluster.join(2)
+
+    assert joins(cluster) == []
