@@ -30,7 +30,7 @@ LEVELS = (
     {"checkpoint"},
     {"engine", "nodes", "simulator"},
     {"show", "simulator.compare", "profiles"},
-    {"planaria", "cli", "config", "config_checks", "library", "planning"},
+    {"planaria", "cli", "config", "config_checks", "library", "planning", "scripts"},
 )
 WALL = 8  # The levels below it decide, the others act.
 TOP = len(LEVELS) - 1

@@ -1,4 +1,4 @@
-"""The command line: `planaria train | profile | plan`.
+"""The command line: `planaria train | profile | plan | drain`.
 
 Exit codes: 0 done; 1 the user's code raised, or a mistake of ours; 2 the user's mistake; 3 too few
 nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
@@ -7,11 +7,9 @@ nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
 import json
 import logging
 import os
-import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -23,14 +21,14 @@ import typer
 from rich.console import Console
 
 import planaria
-from planaria.config import overridden_job
 from planaria.config_checks import NODES_MAX
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind, Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
-from planaria.library import Job, TrainingResult
+from planaria.library import TrainingResult
+from planaria.nodes.desk import Drain, ask
 from planaria.observe.metrics import IterationRecord
 from planaria.planner.paper_sets import PAPER_METHOD
 from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
@@ -39,6 +37,7 @@ from planaria.planner.templates import RankedTemplate, paper_templates, ranked_t
 from planaria.planner.unequal import unequal_plans
 from planaria.planning import Planned, check_size, read_profile
 from planaria.profiles.shipped import NAMES
+from planaria.scripts import named_job
 from planaria.show.figures import plan_figure
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.page import picture_format
@@ -51,10 +50,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains large PyTorch models on nodes that fail.",
 )
-
-# What runpy calls a script's module: neither __main__, whose guard is for running it alone, nor
-# the name under which workers import it.
-SCRIPT_NAME = "__planaria__"
 
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
@@ -156,7 +151,7 @@ def train(
     for name, path in (("--report", report), ("--timeline", timeline)):
         _check_writable(name, path)
     injections = tuple(parse_injection(spec) for spec in inject or ())
-    trained = _job(job, overrides)
+    trained = named_job(job, overrides)
     check_injections(injections, num_nodes=trained.config.cluster.nodes)
     console = Console()
     shown = _Shown(LiveDisplay(console))
@@ -191,7 +186,7 @@ def profile(
 ) -> None:
     """Measures a job's layers and links on this machine."""
     _check_writable("--output", output)
-    measured = _job(job, list(settings or ())).profile()
+    measured = named_job(job, list(settings or ())).profile()
     _write(output, encode_profile(measured))
     Console().print(f"{len(measured.layers)} layers -> {output}")
 
@@ -257,6 +252,24 @@ def plan(
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     Console().print(plan_table(every, chosen, templates=templates))
+
+
+@app.command()
+@_exit_codes()
+def drain(
+    node: Annotated[int, typer.Argument(help="The node that is to leave.")],
+    job: Annotated[
+        str, typer.Option(metavar="NAME", help="The job's name, if several run here.")
+    ] = "",
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds to wait for the node to have left.")
+    ] = 600.0,
+) -> None:
+    """Has a running job go on without a node: nothing is done again, and its place is taken."""
+    answer = ask(Drain(node), job=job, timeout_s=timeout_s)
+    if not answer.is_done:
+        raise ConfigError("NODE", node, answer.text)
+    Console().print(answer.text)
 
 
 def _plans(
@@ -327,43 +340,6 @@ class _Shown:
     def stop(self) -> None:
         """Ends the live display."""
         self._display.stop()
-
-
-def _job(path: Path, overrides: list[str]) -> Job:
-    """The job in a file or a script, with overrides on top."""
-    if path.suffix != ".py":
-        return Job.from_file(path, overrides=overrides)
-    job = _script_job(path)
-    directory = path.absolute().parent
-    config = overridden_job(job.config, directory=directory, overrides=overrides)
-    return Job(config, search_path=[*job.search_path, str(directory)])
-
-
-def _script_job(path: Path) -> Job:
-    """What a script defines as `job`.
-
-    Raises:
-        ConfigError: there is no script, or no such name in it.
-        TrainingError: the script raised.
-    """
-    if not path.is_file():
-        raise ConfigError("script", str(path), "no such file")
-    sys.path.insert(0, str(path.absolute().parent))
-    try:
-        names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        # The first frames are ours and runpy's.
-        whole = traceback.TracebackException.from_exception(error)
-        mine = [frame.filename == str(path) for frame in whole.stack]
-        del whole.stack[: mine.index(True) if True in mine else 0]
-        raise TrainingError(-1, "".join(whole.format())) from error
-    job = names.get("job")
-    if not isinstance(job, Job):
-        remedy = "defines no job: write job = planaria.Job(planaria.JobConfig(...)) in it"
-        raise ConfigError("script", str(path), remedy)
-    return job
 
 
 def _trace(result: TrainingResult) -> dict[str, object]:

@@ -60,7 +60,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     best, candidates = candidates_of(rules, state, transitions, now_s)
     if best is None:
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
-        return replace(state, refused=asked), (Notify(Warned(text=text)),)
+        warning = Warned(text=text, undrained=leaving)
+        return replace(state, refused=asked), (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     if not placed and not leaving:
         return replace(state, refused=asked), ()
@@ -106,7 +107,8 @@ def _too_few(state: JobState, shortage: str) -> Step:
         return stopping, (Tell(StopRequested()),)
     nodes = ", ".join(str(node) for node in state.leaving)
     text = f"node {nodes} cannot be drained: {shortage}"
-    return replace(state, leaving={}), (Notify(Warned(text=text)),)
+    warning = Warned(text=text, undrained=tuple(state.leaving))
+    return replace(state, leaving={}), (Notify(warning),)
 
 
 def _proposed(

@@ -205,9 +205,10 @@ class Unsaved(Message, frozen=True, kw_only=True):
 
 
 class Warned(Message, frozen=True, kw_only=True):
-    """Something went wrong that does not stop the job."""
+    """Something went wrong that does not stop the job; `undrained` are nodes that stay."""
 
     text: str
+    undrained: tuple[int, ...] = ()
 
 
 class Ended(Message, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ from planaria.core.records import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import CheckpointError, InsufficientError
+from planaria.nodes.desk import Drains, open_desk
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
@@ -110,6 +111,7 @@ class Launcher:
             leader=lambda: self._leader_pid,
             fired=self._fire,
         )
+        self._drains = Drains(self._say, self._there.keys())
         self._exits: dict[int, int] = {}
         self._leader_pid = 0
         self._leader_pids: set[int] = set()
@@ -179,7 +181,8 @@ class Launcher:
                 loop.add_reader(self._server.fileno(), self._watch_processes)
                 self._watch_processes()
                 leading.add_done_callback(self._pass_on)
-                ended = await self._ended
+                async with open_desk(self._spec.job.name, self._drains.answer):
+                    ended = await self._ended
                 os.close(self._lifeline_fd)
                 self._lifeline_fd = -1
                 if ended.ending not in ("failed", "lost"):
@@ -256,6 +259,7 @@ class Launcher:
         for node, pid in self._agents.items():
             if pid in self._exits:
                 self._say(AgentEnded(node=node, reason=f"its agent {told(self._exits[pid])}"))
+        self._drains.repeat()
         if self._stop_requested:
             self._say(StopRequested())
 
@@ -278,6 +282,8 @@ class Launcher:
                     case Leading() if self._lost_leader_s:
                         self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
                         self._lost_leader_s = 0.0
+                    case Warned():
+                        self._drains.refused(message.undrained, message.text)
                     case Unsaved():
                         self._unsaved.add((message.iteration, message.epoch))
                     case Ended() if not self._ended.done():
@@ -302,6 +308,7 @@ class Launcher:
             for node, agent in self._agents.items():
                 if agent == pid:
                     self._there.pop(node, None)
+                    self._drains.left(node)
                     self._say(AgentEnded(node=node, reason=f"its agent {told(status)}"))
 
     async def _wait_left(self, lifeline_fd: int) -> None:

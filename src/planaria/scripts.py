@@ -1,0 +1,51 @@
+"""The job that a command is given: a job file, or a script that defines one."""
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from planaria.config import overridden_job
+from planaria.errors import ConfigError, TrainingError
+from planaria.library import Job
+
+# What runpy calls a script's module: neither __main__, whose guard is for running it alone, nor
+# the name under which workers import it.
+SCRIPT_NAME = "__planaria__"
+
+
+def named_job(path: Path, overrides: list[str]) -> Job:
+    """The job in a file or a script, with overrides on top."""
+    if path.suffix != ".py":
+        return Job.from_file(path, overrides=overrides)
+    job = _script_job(path)
+    directory = path.absolute().parent
+    config = overridden_job(job.config, directory=directory, overrides=overrides)
+    return Job(config, search_path=[*job.search_path, str(directory)])
+
+
+def _script_job(path: Path) -> Job:
+    """What a script defines as `job`.
+
+    Raises:
+        ConfigError: there is no script, or no such name in it.
+        TrainingError: the script raised.
+    """
+    if not path.is_file():
+        raise ConfigError("script", str(path), "no such file")
+    sys.path.insert(0, str(path.absolute().parent))
+    try:
+        names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        # The first frames are ours and runpy's.
+        whole = traceback.TracebackException.from_exception(error)
+        mine = [frame.filename == str(path) for frame in whole.stack]
+        del whole.stack[: mine.index(True) if True in mine else 0]
+        raise TrainingError(-1, "".join(whole.format())) from error
+    job = names.get("job")
+    if not isinstance(job, Job):
+        remedy = "defines no job: write job = planaria.Job(planaria.JobConfig(...)) in it"
+        raise ConfigError("script", str(path), remedy)
+    return job
