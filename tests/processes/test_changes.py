@@ -1,0 +1,160 @@
+"""Nodes join and leave while the job trains; nothing is done again and no bit changes."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from chaos import chaos_job, check_report, recoveries, struck
+from command import wait_for
+from jobs import digests
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError, InsufficientError
+from planaria.library import Job, Silent, TrainingResult
+from planaria.nodes.desk import Drain, ask
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import EventRecord, IterationRecord
+
+ITERATIONS = 16
+
+
+def job(directory: Path, server: ForkServer, *, nodes: int, max_nodes: int = 6) -> JobConfig:
+    config = chaos_job("gpt2", directory, server, nodes=nodes, iterations=ITERATIONS)
+    return replace(config, cluster=replace(config.cluster, max_nodes=max_nodes))
+
+
+@pytest.fixture(scope="module")
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The digests of the job without any change."""
+    directory = tmp_path_factory.mktemp("calm") / "run"
+    return digests(struck(job(directory, server, nodes=4), server))
+
+
+def check(result: TrainingResult, calm: tuple[str, str]) -> list[EventRecord]:
+    """What happened; nothing of it left a trace in the result, and nothing was done twice."""
+    assert result.error is None
+    assert digests(result) == calm
+    check_report(result)
+    numbers = [record.iteration for record in result.report.iterations]
+    assert numbers == list(range(ITERATIONS))
+    return recoveries(result)
+
+
+def test_nodes_join_and_one_is_taken_away_with_notice(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """Two nodes more, and then the first one leaves: all its layers are elsewhere by then."""
+    config = job(tmp_path / "run", server, nodes=4)
+    result = struck(config, server, "join:2@1", "preempt:0@8")
+
+    joined, left = check(result, calm)
+    assert (joined.kind, joined.nodes, joined.redone_samples) == ("join", (4, 5), 0)
+    assert (left.kind, left.nodes, left.redone_samples) == ("preempt", (0,), 0)
+    assert result.report.final.nodes == (1, 2, 3, 4, 5)
+    assert joined.transfer_bytes > 0
+    workers = {worker.node for worker in result.report.workers}
+    assert workers == set(range(6))
+
+
+def test_a_node_comes_in_the_place_of_one_that_was_killed(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """The loss is answered at once; the new node comes while training goes on."""
+    result = struck(job(tmp_path / "run", server, nodes=4), server, "kill:3@2", "join:1@4")
+
+    lost, joined = check(result, calm)
+    assert (lost.kind, joined.kind, joined.nodes) == ("kill", "join", (4,))
+    assert result.report.final.nodes == (0, 1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        ("join:1@2", "kill:4@~0.6"),
+        ("join:1@2", "kill:1@~0.7"),
+        ("join:1@2", "leader:@~0.65"),
+        ("preempt=0.3:1@2",),
+        ("join:2@2", "preempt:0@2", "kill:2@5"),
+    ],
+)
+def test_what_strikes_in_the_middle_of_a_change_is_survived(
+    specs: tuple[str, ...], server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """The seconds are such that the change is under way, more or less."""
+    check(struck(job(tmp_path / "run", server, nodes=4), server, *specs), calm)
+
+
+def test_a_notice_that_leaves_too_few_saves_and_ends_with_nothing_redone(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """Two nodes hold the model, one of them is going to be taken away."""
+    config = job(tmp_path / "run", server, nodes=4)
+    result = struck(config, server, "kill:2,3@1", "preempt:1@5")
+
+    assert isinstance(result.error, InsufficientError)
+    assert "fewer than n0 = 2" in str(result.error)
+    assert result.report.final.iteration >= 6
+    assert digests(struck(config, server, resume=True)) == calm
+
+
+class Watching(Silent):
+    """Calls back once, when an iteration is committed."""
+
+    def __init__(self, iteration: int, act: Callable[[], None]) -> None:
+        self._iteration = iteration
+        self._act = act
+        self.threads: list[threading.Thread] = []
+
+    def committed(self, record: IterationRecord) -> None:
+        if record.iteration == self._iteration:
+            self.threads.append(threading.Thread(target=self._act))
+            self.threads[-1].start()
+
+
+def test_a_user_drains_a_node_and_hears_when_it_has_left(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what cannot be: a node that is not there."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    config = replace(job(tmp_path / "run", server, nodes=4), name="drained job")
+    answers = []
+
+    def drain() -> None:
+        answers.append(ask(Drain(9), job="", timeout_s=10.0))
+        answers.append(ask(Drain(1), job="drained job", timeout_s=10.0))
+
+    display = Watching(1, drain)
+    result = Job(config).run(server=server, display=display)
+    for thread in display.threads:
+        thread.join()
+
+    (left,) = check(result, calm)
+    assert (left.kind, left.nodes, left.redone_samples) == ("drained", (1,), 0)
+    assert [answer.is_done for answer in answers] == [False, True]
+    assert "there is no node 9" in answers[0].text
+    with pytest.raises(ConfigError, match="no job of yours runs here"):
+        ask(Drain(1), job="", timeout_s=1.0)
+
+
+def test_a_sigterm_on_any_process_of_a_node_is_a_notice(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """Schedulers signal whom they like; here it is a worker, not its agent."""
+    config = job(tmp_path / "run", server, nodes=4)
+
+    def terminate() -> None:
+        agents = psutil.Process(server.pid).children()
+        workers = [worker for agent in agents for worker in agent.children()]
+        os.kill(max(worker.pid for worker in workers), signal.SIGTERM)
+
+    result = Job(config).run(server=server, display=Watching(2, terminate))
+
+    (left,) = check(result, calm)
+    assert left.kind == "drained"
+    assert len(result.report.final.nodes) == 3
+    wait_for(lambda: not psutil.Process(server.pid).children(), what="all processes gone")
