@@ -32,6 +32,7 @@ from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    Corrupted,
     EpochReady,
     IterationDone,
     LayerFile,
@@ -58,17 +59,8 @@ SOURCE = "10-3"
 NOW_S = 100.0
 
 Kind = TypeVar("Kind")
-Word = (
-    NodeArrived
-    | NoticeTaken
-    | WorkerReady
-    | Stopped
-    | EpochReady
-    | IterationDone
-    | LayersSaved
-    | SaveFailed
-    | WorkerExited
-)
+Report = IterationDone | Corrupted | LayersSaved | SaveFailed
+Word = NodeArrived | NoticeTaken | WorkerReady | Stopped | EpochReady | WorkerExited | Report
 
 
 @dataclass

@@ -11,6 +11,7 @@ layer computed them with the same parameters: behind the vector travel sums of h
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -81,7 +82,10 @@ class Executor:
         self._reached = reached
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
-        self._own = plan.held_by_rank()[self._rank]
+        held = plan.held_by_rank()
+        self._own = held[self._rank]
+        num_holders = Counter(layer for layers in held.values() for layer in layers)
+        self._shared = [layer for layer in sorted(self._own) if num_holders[layer] > 1]
         self._actions = schedule.actions[self._rank]
         self._buckets = [i for i, b in enumerate(schedule.buckets) if self._rank in b.ranks]
         self._communication = ThreadPoolExecutor(1, thread_name_prefix="reduce")
@@ -321,7 +325,8 @@ class Executor:
         self, vector: npt.NDArray[np.float64], age: int, channel: Channel
     ) -> npt.NDArray[np.float64]:
         """The sum of the vector over all ranks, whose parameters of this age agree."""
-        whole = [held for held in self._held() if held.age == age]
+        shared = [self._stage.layers[layer] for layer in self._shared]
+        whole = [held for held in shared if held.age == age]
         hashes = sampled_hashes(whole, self._resilience)
         total = reduce_vector(
             self._links,

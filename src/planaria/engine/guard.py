@@ -2,8 +2,8 @@
 
 Memory is compared, not trusted: all holders of a layer have the same bits at the same age, in fast
 mode too, for a reduction gives all of them the same gradient and the optimizer is the same. So a
-hash of the parameters must be the same. Hashing all of them would cost too much, so a window of
-`SAMPLE_BYTES` is, a different one with each age, until all bytes have had their turn.
+hash of the parameters must be the same. Of a large layer a window of `SAMPLE_BYTES` is hashed, a
+different one with each age, until all bytes have had their turn.
 
 Both copies of a parameter are hashed where there are two, the float32 master and what the forward
 uses in bfloat16: each is of use to one of the two alone.
@@ -22,7 +22,7 @@ from planaria.core.job import ResilienceConfig, TrainingConfig
 from planaria.engine.stage import HeldLayer
 from planaria.errors import ConfigError
 
-SAMPLE_BYTES = 1 << 20  # Of each layer, each time.
+SAMPLE_BYTES = 1 << 22  # Of each layer, each time.
 
 
 def sampled_hashes(layers: Iterable[HeldLayer], resilience: ResilienceConfig) -> dict[int, int]:

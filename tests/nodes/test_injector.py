@@ -1,0 +1,56 @@
+"""A bit is flipped by each node that is named, once, and only where it is to be."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from planaria.core.inject import Injection, parse_injection
+from planaria.nodes.injector import Injector, node_places
+from planaria.transport.probe import Probe
+
+TOKEN = b"the job's token"
+
+
+async def _flipped(
+    spec: str, calls: list[tuple[int, str, int]]
+) -> tuple[list[tuple[int, int]], int]:
+    """Who flips in which iteration, if nodes reach these steps; how often the fault fired."""
+    injections = [parse_injection(spec)]
+    fired: list[Injection] = []
+    flipped: list[tuple[int, int]] = []
+
+    def note(node: int, iteration: int) -> None:
+        flipped.append((node, iteration))
+
+    injector = Injector(
+        injections, token=TOKEN, agents={0: 0, 1: 0, 2: 0}, leader=lambda: 0, fired=fired.append
+    )
+    address = await injector.listen()
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as pool:
+        for node, step, iteration in calls:
+            probe = Probe(
+                node,
+                places=node_places(injections, node),
+                address=address,
+                token=TOKEN,
+                faults={"flip": partial(note, node)},
+            )
+            await loop.run_in_executor(pool, probe.reached, step, iteration)
+    injector.close()
+    return flipped, len(fired)
+
+
+def test_each_named_node_flips_once_right_after_the_commit() -> None:
+    """Its second worker does not, nor does a node that is not named; no other step is meant."""
+    calls = [(node, step, 5) for step in ("commit", "optimizer") for node in range(3)]
+    calls += [(node, "applied", iteration) for iteration in (4, 5, 5, 6) for node in range(3)]
+
+    assert asyncio.run(_flipped("flip:0,2@5", calls)) == ([(0, 5), (2, 5)], 1)
+
+
+def test_a_place_that_never_comes_flips_nothing() -> None:
+    """Its fault is told as not fired."""
+    calls = [(0, "applied", iteration) for iteration in range(3)]
+
+    assert asyncio.run(_flipped("flip:0@5", calls)) == ([], 0)
