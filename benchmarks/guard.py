@@ -2,7 +2,8 @@
 
 Two nodes, so that every layer has two holders, and each turn both ways; the A/A ratio is that of
 the turns without against themselves, odd over even. That tells of nothing smaller than the
-machine's noise, so the hashes of a node are timed alone too, of parameters that no cache holds.
+machine's noise, so the hashes of a node are timed alone too, in seconds of its own thread, of
+parameters that no cache holds.
 """
 
 import statistics
@@ -66,7 +67,7 @@ def _iteration_s(server: ForkServer, guard: str) -> float:
 
 
 def _hashes_s() -> tuple[int, float]:
-    """How many layers the model has, and how long all of them take, median of twenty."""
+    """How many layers the model has, and what all of them take, median of twenty."""
     job = Job.from_file(EXAMPLE).config
     model = load_model(job, cache_directory=Path(cache_directory()), profile=None)
     stage = Stage(model, training=job.training)
@@ -77,9 +78,9 @@ def _hashes_s() -> tuple[int, float]:
         for held in stage.layers.values():
             held.age = age
         flush.add_(1.0)
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         sampled_hashes(stage.layers.values(), ResilienceConfig())
-        times_s.append(time.perf_counter() - start_s)
+        times_s.append(time.thread_time() - start_s)
     return model.num_layers, statistics.median(times_s)
 
 

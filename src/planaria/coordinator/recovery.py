@@ -182,7 +182,8 @@ def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -
         return _end(
             state,
             f"nodes {nodes} have different parameters in layer {judged.layer}, and no majority "
-            "tells which are right: nothing of this is saved, the memory of one is faulty",
+            "tells which are right, so none of it is saved: the memory of one is faulty, or the "
+            "model's forward changes its parameters",
         )
     nodes = " and ".join(map(str, judged.odd))
     reason = (
