@@ -8,13 +8,13 @@ from coordinated import (
     END,
     FIRST,
     NOW_S,
-    FakeCluster,
     Survivors,
     gone,
     of_type,
     small_rules,
     worker,
 )
+from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.candidates import rejoin_delay_s
 from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell

@@ -10,7 +10,6 @@ from msgspec import structs
 from coordinated import (
     FIRST,
     NOW_S,
-    FakeCluster,
     gone,
     of_type,
     ready,
@@ -18,6 +17,7 @@ from coordinated import (
     stopped,
     worker,
 )
+from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.agent_state import AgentState, said
 from planaria.coordinator.coordinator import Event, step

@@ -12,7 +12,6 @@ from coordinated import (
     LEASE_S,
     NOW_S,
     SOURCE,
-    FakeCluster,
     Survivors,
     done,
     gone,
@@ -24,6 +23,7 @@ from coordinated import (
     vector,
     worker,
 )
+from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step

@@ -7,7 +7,6 @@ from coordinated import (
     FIRST,
     LEASE_S,
     NOW_S,
-    FakeCluster,
     Survivors,
     done,
     exited,
@@ -19,6 +18,7 @@ from coordinated import (
     stopped,
     worker,
 )
+from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step

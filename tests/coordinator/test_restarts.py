@@ -8,14 +8,13 @@ from coordinated import (
     END,
     FIRST,
     NOW_S,
-    FakeCluster,
-    FakeNode,
     exited,
     of_type,
     saved,
     small_rules,
     worker,
 )
+from fake_cluster import FakeCluster, FakeNode
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import End, Ending, Phase, Tell

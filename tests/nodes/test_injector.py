@@ -23,7 +23,12 @@ async def _flipped(
         flipped.append((node, iteration))
 
     injector = Injector(
-        injections, token=TOKEN, agents={0: 0, 1: 0, 2: 0}, leader=lambda: 0, fired=fired.append
+        injections,
+        token=TOKEN,
+        agents={0: 0, 1: 0, 2: 0},
+        leader=lambda: 0,
+        join=lambda _: None,
+        fired=fired.append,
     )
     address = await injector.listen()
     loop = asyncio.get_running_loop()
