@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import psutil
@@ -85,6 +86,43 @@ def test_twenty_losses_leave_threads_descriptors_and_memory_as_they_were(
             assert last.threads <= first.threads + 1
             assert last.descriptors <= first.descriptors
             assert last.resident_bytes < first.resident_bytes + 16 * 2**20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_path: Path) -> None:
+    """Two nodes stay, the others come and go; what the two hold on to, and how long a loss takes,
+    is the same at the end as in the beginning."""
+    num_turns = 50
+    job = tiny_job("sequential", tmp_path, iterations=6 * num_turns + 8, global_batch_size=8)
+    cluster = replace(job.cluster, nodes=4, max_nodes=4, rejoin_delay_s=0.0)
+    specs = [
+        spec
+        for n in range(num_turns)
+        for spec in (f"kill:{2 + n}@{6 * n + 4}", f"join:1@{6 * n + 5}")
+    ]
+    watching = _Watching(server.pid)
+
+    result = Job(replace(job, cluster=cluster)).run(
+        injections=tuple(map(parse_injection, specs)), server=server, display=watching
+    )
+
+    assert result.error is None
+    report = result.report
+    answered = [event for event in report.events if event.answer]
+    kinds = [event.kind for event in report.events]
+    assert (kinds.count("kill"), kinds.count("join")) == (num_turns, num_turns), kinds
+    calm = Job(replace(job, checkpoint=replace(job.checkpoint, directory=str(tmp_path / "calm"))))
+    assert digests(result) == digests(calm.run(server=server))
+    for worker in (one for one in report.workers if one.node in (0, 1)):
+        looks = watching.used[worker.pid][6 * SETTLED :]
+        first, last = least(looks[:NUM_LOOKS]), least(looks[-NUM_LOOKS:])
+        assert last.threads <= first.threads + 1
+        assert last.descriptors <= first.descriptors
+        assert last.resident_bytes < first.resident_bytes + 16 * 2**20
+    downtimes_s = [event.downtime_s for event in answered if event.kind == "kill"]
+    early, late = median(downtimes_s[: num_turns // 2]), median(downtimes_s[num_turns // 2 :])
+    assert late < 2 * early, (early, late)
 
 
 def least(looks: Sequence[Used]) -> Used:

@@ -62,10 +62,13 @@ def lost(
         node: the one concerned where none is gone.
     """
     left = tuple(member for member in state.all_nodes if member not in nodes)
-    left = tuple(sorted({*left, *_needed_candidates(rules, state, len(left))}))
+    joined = _needed_candidates(rules, state, len(left))
+    left = tuple(sorted({*left, *joined}))
+    if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
+        joined += tuple(node for node in state.loss.joined if node in left)
     concerned = nodes or ((node,) if node >= 0 else ())
     epoch = max(state.epochs) + 1
-    loss = Loss(kind, concerned, reason, now_s)
+    loss = Loss(kind, concerned, reason, now_s, joined)
     notice = Recovering(
         epoch=epoch,
         kind=kind,
@@ -268,6 +271,7 @@ def _resume(
         predicted_downtime_s=best.downtime_s,
         transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
         redone_samples=best.redone_samples,
+        joined=state.loss.joined,
         detected_s=now_s,
         degraded=degraded,
     )

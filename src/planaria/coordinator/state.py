@@ -168,12 +168,17 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What made the epoch before this one end; `lost_s` is when it was noticed."""
+    """What made the epoch before this one end; `lost_s` is when it was noticed.
+
+    Attributes:
+        joined: candidates that were needed, and so became members at once.
+    """
 
     kind: str
     nodes: tuple[int, ...]
     reason: str
     lost_s: float
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,10 @@ class Recovering(Message, frozen=True, kw_only=True):
 
 
 class Decided(Message, frozen=True, kw_only=True):
-    """How the job goes on; `plan` may leave nodes out only if there is no work for them."""
+    """How the job goes on; `plan` may leave nodes out only if there is no work for them.
+
+    `joined` are nodes that had waited to be members.
+    """
 
     epoch: int
     iteration: int
@@ -133,6 +136,7 @@ class Decided(Message, frozen=True, kw_only=True):
     transfer_bytes: int
     redone_samples: int
     detected_s: float
+    joined: tuple[int, ...] = ()
     degraded: str = ""
 
 

@@ -28,6 +28,7 @@ class _Open:
     Attributes:
         lost_s: when it happened, if that is known, else when it was noticed.
         detected_s, told_s: when all had answered, and when they were told the plan; 0 before.
+        num_joining: how many of the nodes that were to join have not yet.
     """
 
     event: EventRecord
@@ -35,6 +36,7 @@ class _Open:
     is_noticed: bool = False
     detected_s: float = 0.0
     told_s: float = 0.0
+    num_joining: int = 0
 
 
 class Recorder:
@@ -115,7 +117,7 @@ class Recorder:
         if injection.kind == "leader":  # Training goes on without a coordinator.
             self._events.append(event)
         else:
-            self._open.append(_Open(event, now_s))
+            self._open.append(_Open(event, now_s, num_joining=injection.num_nodes))
 
     def unfired(self, injection: Injection) -> None:
         """The place of a fault never came."""
@@ -159,6 +161,11 @@ class Recorder:
             self.ledger = self.ledger.moved(lost_work_s, Category.USEFUL, Category.REDO)
         self._enter(Category.DECIDE, message.detected_s)
         self._open = [_decided(one, message) if one.is_noticed else one for one in self._open]
+        if message.joined:
+            joined = self._injected("join", message.joined)
+            reason = "taken at once, to make up for a loss"
+            joined = replace(joined, nodes=message.joined, reason=reason)
+            self._events.append(replace(joined, iteration=message.iteration))
         if message.degraded:
             event = EventRecord(
                 kind="degraded",
@@ -182,10 +189,13 @@ class Recorder:
 
     def _injected(self, kind: str, nodes: tuple[int, ...]) -> EventRecord:
         """The event of an injection that is behind a change, or a new one."""
-        for one in self._open:
+        for index, one in enumerate(self._open):
             is_meant = kind == "join" or set(nodes) <= set(one.event.nodes)
             if one.event.kind == kind and is_meant and not one.is_noticed:
-                self._open.remove(one)
+                num_left = one.num_joining - len(nodes)
+                self._open[index : index + 1] = (
+                    [replace(one, num_joining=num_left)] if num_left > 0 else []
+                )
                 return one.event
         told = {"join": "joined", "drain": "drained", "preempt": "drained"}.get(kind, kind)
         return EventRecord(kind=told, nodes=nodes, iteration=-1)
