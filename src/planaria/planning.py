@@ -28,6 +28,7 @@ from planaria.planner.plans import EveryPlan, best_plan, every_plan, pipeline_mi
 from planaria.planner.problem import Problem, batch_error
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.profiles.shipped import NOT_FOUND, profile_path
+from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered
 
 # What a rank's process would import at its start, imported once per job instead.
@@ -234,6 +235,7 @@ def plan_job(
         num_microbatches=config.num_microbatches,
         failures_tolerated=config.resilience.failures_tolerated,
         is_deterministic=config.training.deterministic,
+        reduction_order=ReductionOrder(config.resilience.reductions),
     )
     epoch = manifest.epoch + 1 if manifest else 0
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
@@ -248,7 +250,7 @@ def plan_job(
     plan = replace(plan, epoch=epoch)
     assert len(plan.routes) == config.num_microbatches
     predicted = predicted_timeline(
-        lowered(plan, tied=prepared.profile.tied),
+        lowered(plan, tied=prepared.profile.tied, order=problem.reduction_order),
         prepared.profile,
         plan=plan,
         reduce_bytes_factor=problem.reduce_bytes_factor,

@@ -11,7 +11,8 @@ from planaria.estimator.reductions import Reductions, equal_reduce_s
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.times import PlainTimes, pipelines_of
-from planaria.schedule.lower import buckets_of, lowered
+from planaria.schedule.buckets import buckets_of
+from planaria.schedule.lower import lowered
 
 SEED = 20_261_121
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from planaria.core.plan import Hop, Plan, Route, TiedParameters, plain_plan
 from planaria.errors import DeadlockError, ScheduleError
 from planaria.schedule.action import Action, Bucket, Kind, Schedule, format_schedule, parse_schedule
+from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.lower import (
-    buckets_of,
     execution_order,
     lowered,
     place_reductions,
@@ -101,6 +101,38 @@ def test_no_colouring_has_fewer_rounds() -> None:
         assert rounds == max(by_rank.values(), default=0), where
         num_many += rounds > 3
     assert num_many > 20
+
+
+def test_uncoloured_buckets_go_in_layer_order_each_in_a_round_of_its_own() -> None:
+    """What Odyssey compares with (figure 11): the reductions of figure 9 follow each other."""
+    plan = figure_9_plan()
+
+    buckets = buckets_of(plan, tied=[TiedParameters((0, 5), 8)], order=ReductionOrder.UNCOLOURED)
+
+    assert (
+        Bucket((0, 1), (0, 3), round_index=0),
+        Bucket((2,), (1, 3), round_index=1),
+        Bucket((3,), (1, 4), round_index=2),
+        Bucket((4, 5), (2, 4), round_index=3),
+        Bucket((0, 5), (0, 2, 3, 4), tied=0, round_index=4),
+    ) == buckets
+
+
+@given(rerouted_plans())
+@settings(max_examples=40, deadline=None)
+def test_both_orders_sum_the_same_buckets(plan: Plan) -> None:
+    """Only when each is summed differs, so that the bits are the same; `lowered` validates both."""
+    tied = [TiedParameters((0, plan.num_layers - 1), 8)]
+
+    summed = [
+        sorted(
+            (bucket.layers, bucket.ranks, bucket.tied)
+            for bucket in lowered(plan, tied=tied, order=order).buckets
+        )
+        for order in ReductionOrder
+    ]
+
+    assert summed[0] == summed[1]
 
 
 def fewest_rounds(buckets: list[set[int]]) -> int:

@@ -85,6 +85,16 @@ class ResilienceConfig:
     policy: Literal["reinstantiate"] = _key(
         "reinstantiate", "who answers a loss; reinstantiate: pipelines made anew (Oobleck)"
     )
+    assignment: Literal["least_bytes", "naive"] = _key(
+        "least_bytes",
+        "who takes which place after a loss; least_bytes: such that the fewest bytes move, sent by "
+        "all who hold them; naive: in order, each layer from its first holder, to compare with",
+    )
+    reductions: Literal["coloured", "uncoloured"] = _key(
+        "coloured",
+        "order in which gradients are summed; coloured: in the fewest rounds; uncoloured: layer "
+        "after layer, to compare with; the same bits",
+    )
     when_below: Literal["continue", "stop"] = _key(
         "continue",
         "with fewer than (f + 1) * n0 nodes left go on with what fits, or save and stop (exit 3)",

@@ -63,6 +63,7 @@ from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage
 from planaria.engine.tracebacks import user_traceback
 from planaria.errors import AbortedError, ConfigError, CorruptedError, PeerLostError
+from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered
 from planaria.transport.links import Links
 from planaria.transport.probe import Probe
@@ -221,7 +222,8 @@ class _Worker:
         if self._is_recovering:
             self._reached("regroup", start.iteration)
         peers = transfer_peers(start.rounds, rank)
-        schedule = lowered(plan, tied=tied_parameters(self._stage.model))
+        order = ReductionOrder(self._job.resilience.reductions)
+        schedule = lowered(plan, tied=tied_parameters(self._stage.model), order=order)
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
         self._links.begin(

@@ -13,9 +13,11 @@ from planaria.planner.plans import every_plan_of
 from planaria.planner.problem import Problem
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
+from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
 # Links that stand are kept, so a recovery costs little beside what moves; docs/LOG.md.
 REGROUP_S: Final = 0.05
+_RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.assignment
 
 
 class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +51,7 @@ def rules_of(spec: LeaderSpec) -> Rules:
     num_layers = len(spec.problem.profile.layers)
     return Rules(
         job=spec.job,
-        policy=Reinstantiate(every),
+        policy=Reinstantiate(every, _RESTORING[spec.job.resilience.assignment]),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from planaria.core.plan import LayerProfile, ModelProfile, NodeKind
 from planaria.errors import ConfigError
 from planaria.estimator.memory import stage_bytes
+from planaria.schedule.buckets import ReductionOrder
 
 Seconds = NDArray[np.float64]
 # The layer behind each stage, and its group: one pair a stage.
@@ -46,6 +47,7 @@ class Problem:
     num_microbatches: int
     failures_tolerated: int
     is_deterministic: bool = False
+    reduction_order: ReductionOrder = ReductionOrder.COLOURED
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:

@@ -16,7 +16,7 @@ from planaria.estimator.makespan import Seconds, stage_seconds
 from planaria.estimator.reductions import Reductions, equal_reduce_s, reduction_starts_s
 from planaria.planner.problem import Problem
 from planaria.schedule.action import Bucket
-from planaria.schedule.lower import buckets_of
+from planaria.schedule.buckets import buckets_of
 
 
 class Reduction(NamedTuple):
@@ -94,7 +94,7 @@ class PlainTimes:
         for pipeline, pair in zip(plan.pipelines, both, strict=True):
             for ranks, end_s in zip(pipeline.ranks_by_stage(), stages_s[pair], strict=True):
                 ends_s[ranks[0]] = end_s
-        buckets = buckets_of(plan, tied=profile.tied)
+        buckets = buckets_of(plan, tied=profile.tied, order=self._problem.reduction_order)
         # A stage's other devices hand over at once: they add nothing to its first one's.
         handed_over_s = [max(ends_s.get(rank, 0.0) for rank in b.ranks) for b in buckets]
         factor = self._problem.reduce_bytes_factor

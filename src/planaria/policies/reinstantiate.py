@@ -8,8 +8,8 @@ The local answer takes three steps for each pipeline that lost nodes, and touche
    template that large, the nodes of both are split over the templates that there are.
 
 The global answer is the plan made at the start for the number of nodes that are left, whatever
-pipelines there were. Both are bound to nodes such that the fewest bytes move, and microbatches
-are distributed anew; the global batch stays.
+pipelines there were. Both are bound to nodes such that the fewest bytes move, unless another way to
+restore the job is passed in, and microbatches are distributed anew; the global batch stays.
 
 Source: Oobleck (SOSP '23), sections 4.2 and 5, figure 8.
 Differs: all short pipelines are looked at together, the one that lacks least first, because its
@@ -30,8 +30,9 @@ from planaria.core.plan import Pipeline, Plan, Transition, plain_plan
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Prices, downtime_s
-from planaria.restorer.assignment import Opening, assigned
-from planaria.restorer.sources import balanced_transfers, transfer_rounds
+from planaria.restorer.assignment import Opening
+from planaria.restorer.sources import transfer_rounds
+from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY = "reinstantiate"
 GLOBAL = "global"
@@ -68,6 +69,7 @@ class Reinstantiate:
     """The policy; without plans in `every` it has the local answer only."""
 
     every: EveryPlan
+    restoring: Restoring = LEAST_BYTES
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -91,7 +93,7 @@ class Reinstantiate:
         for pipelines, answer in filter(None, (local, overall)):
             iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
             after = plain_plan(cluster.epoch, pipelines, microbatches)
-            moved = balanced_transfers(after, cluster, layer_bytes=prices.layer_bytes)
+            moved = self.restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
             per_node = self.every.problem.devices_per_node
             transitions.append(
                 Transition(
@@ -135,7 +137,9 @@ class Reinstantiate:
         ]
         busy = {node for pipeline in kept.values() for node in pipeline.nodes}
         free = [node for node in cluster.nodes if node.node not in busy]
-        made = iter(assigned(openings, free, before=plan, layer_bytes=prices.layer_bytes))
+        layer_bytes = prices.layer_bytes
+        bound = self.restoring.assignment(openings, free, before=plan, layer_bytes=layer_bytes)
+        made = iter(bound)
         pipelines = tuple(
             kept[part.index] if part.index in kept else next(made) for part in reformed.parts
         )
@@ -149,8 +153,9 @@ class Reinstantiate:
         if planned is None:
             return None
         openings = _openings(planned, plan, frozenset(node.node for node in cluster.nodes))
-        layer_bytes = prices.layer_bytes
-        pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
+        pipelines = self.restoring.assignment(
+            openings, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
+        )
         return pipelines, GLOBAL
 
 

@@ -1,32 +1,18 @@
 """Passes that turn forwards and backwards into a schedule that can run; and the check that it can.
 
 `place_transfers` puts a send and a receive wherever two hops of a route lie on different ranks;
-`place_reductions` cuts the gradients into buckets and puts each bucket's reduction behind the
-last backward that adds to it; `validate` refuses what breaks a rule, with the table of the
+`place_reductions` puts the reduction of each bucket of gradients (buckets.py) behind the last
+backward that adds to it; `validate` refuses what breaks a rule, with the table of the
 schedule and the step marked. `execution_order` is the one walker that both the validator and the
 estimator use: sends never block, receives wait, and a rank hands reductions in bucket order to a
 communication thread, so that they never hold up its compute.
 
-Reductions run in one global order, in rounds: buckets that share a rank are never in the same
-round, so that the buckets of one round run side by side. Rounds are coloured greedily in layer
-order. Tied parameters come last, in rounds of their own.
-
-No colouring has fewer rounds where ranks hold consecutive layers, as all do but silent ones. Let b
-be a bucket, and a the first one before it with which it shares a rank. That rank holds the layers
-of a and of b, so all between them, and is in all buckets from a to b. So b and the k buckets before
-it that it shares ranks with share this one: they need k + 1 rounds in any colouring, and greedily b
-gets one of the first k + 1.
-
-Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; Odyssey, section IV-B for
-coloured rounds; torch.distributed.pipelining for passes over action lists and the dry run.
-Differs: Oobleck and Odyssey reduce each layer by itself; here consecutive layers with the same
-holders are one bucket, so that few, large messages travel. Odyssey colours greedily, and says that
-it is the least number of rounds.
+Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; torch.distributed.pipelining for
+passes over action lists and the dry run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from planaria.core.plan import Plan, Route, TiedParameters
 from planaria.errors import DeadlockError
@@ -45,15 +31,21 @@ from planaria.schedule.action import (
     format_table,
     slots_of,
 )
+from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.routed import routed_1f1b
 from planaria.schedule.rules import check_rules
 
 
-def lowered(plan: Plan, *, tied: Sequence[TiedParameters] = ()) -> Schedule:
+def lowered(
+    plan: Plan,
+    *,
+    tied: Sequence[TiedParameters] = (),
+    order: ReductionOrder = ReductionOrder.COLOURED,
+) -> Schedule:
     """The schedule of a plan, whole and valid: what every rank runs in an iteration."""
     schedule = routed_1f1b(plan)
     schedule = place_transfers(schedule)
-    schedule = place_reductions(schedule, plan, tied=tied)
+    schedule = place_reductions(schedule, plan, tied=tied, order=order)
     validate(schedule, plan.num_layers)
     return schedule
 
@@ -92,7 +84,11 @@ def _with_transfers(
 
 
 def place_reductions(
-    schedule: Schedule, plan: Plan, *, tied: Sequence[TiedParameters] = ()
+    schedule: Schedule,
+    plan: Plan,
+    *,
+    tied: Sequence[TiedParameters] = (),
+    order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
     """The schedule with its buckets, each reduced where its last gradient is complete.
 
@@ -101,7 +97,7 @@ def place_reductions(
     layers of a bucket but computes none of them, silent ones included, reduces first of all: it
     adds nothing.
     """
-    buckets = buckets_of(plan, tied=tied)
+    buckets = buckets_of(plan, tied=tied, order=order)
     by_rank: dict[int, list[int]] = {rank: [] for rank in plan.all_ranks}
     for index, bucket in enumerate(buckets):
         for rank in bucket.ranks:
@@ -111,45 +107,6 @@ def place_reductions(
         for rank, indices in by_rank.items()
     }
     return Schedule(schedule.routes, actions, buckets)
-
-
-def buckets_of(plan: Plan, *, tied: Sequence[TiedParameters] = ()) -> tuple[Bucket, ...]:
-    """What the plan's ranks sum, in the order in which it is summed."""
-    return _coloured(*_buckets(plan, tied))
-
-
-def _buckets(plan: Plan, tied: Sequence[TiedParameters]) -> tuple[list[Bucket], list[Bucket]]:
-    """The buckets of the layers' own parameters and those of tied ones, in layer order."""
-    holders: list[list[int]] = [[] for _ in range(plan.num_layers)]
-    for rank, layers in plan.held_by_rank().items():
-        for layer in layers:
-            holders[layer].append(rank)
-    own = [
-        Bucket(tuple(run), tuple(ranks))
-        for ranks, run in groupby(range(plan.num_layers), key=lambda layer: holders[layer])
-        if len(ranks) > 1
-    ]
-    shared = []
-    for index, parameter in enumerate(tied):
-        ranks = sorted({rank for layer in parameter.layers for rank in holders[layer]})
-        if len(ranks) > 1:
-            shared.append(Bucket(tuple(sorted(parameter.layers)), tuple(ranks), tied=index))
-    return own, sorted(shared, key=lambda bucket: (bucket.layers, bucket.tied))
-
-
-def _coloured(own: Iterable[Bucket], tied: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """All buckets with their rounds, in the order (round, first layer)."""
-    coloured: list[Bucket] = []
-    for group in (own, tied):
-        num_rounds = max((bucket.round_index + 1 for bucket in coloured), default=0)
-        taken: dict[int, set[int]] = {}
-        for bucket in group:
-            busy = {index for rank in bucket.ranks for index in taken.get(rank, ())}
-            free = next(index for index in range(len(busy) + 1) if index not in busy)
-            coloured.append(replace(bucket, round_index=num_rounds + free))
-            for rank in bucket.ranks:
-                taken.setdefault(rank, set()).add(free)
-    return tuple(sorted(coloured, key=lambda bucket: (bucket.round_index, bucket.layers)))
 
 
 def _with_reductions(
