@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -174,6 +175,24 @@ def test_a_worker_that_died_unseen_before_its_first_epoch_is_not_waited_for() ->
     died.close()
 
 
+def test_a_peer_that_is_lost_before_its_link_stands_is_told_to_who_counted_on_it() -> None:
+    """What was queued for it is lost with it; whoever waits for it, or sends more, hears of it."""
+    links = Links(0, token=TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        links.enter(1, addresses={1: listener.getsockname()}, peers=(1,))
+        links.send(1, tag(0), payload(1))
+        listener.accept()[0].close()
+        with pytest.raises(PeerLostError) as lost:
+            links.receive(1, tag(0), timeout_s=TIMEOUT_S)
+
+    assert lost.value.rank == 1
+    with pytest.raises(PeerLostError):
+        links.wait_linked(timeout_s=TIMEOUT_S)
+    with pytest.raises(PeerLostError):
+        links.send(1, tag(1), payload(1))
+    links.close()
+
+
 def test_a_link_to_a_rank_that_is_gone_for_good_is_closed() -> None:
     """A hung node keeps its socket open: what is queued for it would stay for ever."""
     with linked(3) as (left, middle, hung):
@@ -321,7 +340,8 @@ def test_a_mistake_in_the_serving_thread_reaches_who_waits(
 
     with linked(2) as (left, right):
         thread, errors = blocked_receive(left, 1)
-        monkeypatch.setattr(left, "_deliver", mistake)
+        handlers = replace(left._server._handlers, deliver=mistake)
+        monkeypatch.setattr(left._server, "_handlers", handlers)
         right.send(0, tag(0), payload(1))
         thread.join(TIMEOUT_S)
 

@@ -83,6 +83,75 @@ def test_large_messages_both_ways_at_once_do_not_block() -> None:
                 assert np.array_equal(payload(index, size=LARGE), data.view(np.float64))
 
 
+def test_what_is_sent_before_a_link_stands_goes_out_when_it_does() -> None:
+    """Each in its turn, from either end; a recovery need not wait for its slowest link."""
+    left, right = Links(0, token=TOKEN), Links(1, token=TOKEN)
+    places = addresses([left, right])
+    right.enter(1, addresses=places, peers=(0,))
+    for index in range(3):
+        right.send(0, tag(index), payload(index, size=LARGE // 8))
+    left.enter(1, addresses=places, peers=(1,))
+    for index in range(3):
+        left.send(1, tag(index), payload(index + 3))
+    for links in (left, right):
+        links.wait_linked(timeout_s=TIMEOUT_S)
+        assert links.linked_s > 0
+
+    assert [received(right, 0, index)[0] for index in range(3)] == [3.0, 4.0, 5.0]
+    for index in range(3):
+        data = left.receive(1, tag(index), timeout_s=TIMEOUT_S)
+        assert np.array_equal(payload(index, size=LARGE // 8), data.view(np.float64))
+    for links in (left, right):
+        links.close()
+
+
+def test_what_was_for_a_link_of_an_older_epoch_is_dropped_with_it() -> None:
+    """The epoch ended before the link stood: its words belong to nobody."""
+    left, right = Links(0, token=TOKEN), Links(1, token=TOKEN)
+    places = addresses([left, right])
+    right.enter(1, addresses=places, peers=(0,))
+    right.send(0, tag(0), payload(1))
+    right.abort("node 7 is gone", first_epoch=2)
+    right.enter(2, addresses=places, peers=(0,))
+    right.send(0, tag(1), payload(2))
+    left.begin(2, addresses=places, peers=(1,), timeout_s=TIMEOUT_S)
+
+    assert received(left, 1, 1) == payload(2).tolist()
+    assert right.sent_bytes[Channel.FORWARD] == 2 * left.received_bytes[Channel.FORWARD]
+    for links in (left, right):
+        links.close()
+
+
+def test_abort_frees_who_waits_for_a_link_or_for_what_it_will_bring() -> None:
+    """Both with the reason, as where all links stand."""
+    links = Links(1, token=TOKEN)
+    links.enter(1, addresses={0: links.address}, peers=(0,))
+    waits = (
+        lambda: links.wait_linked(timeout_s=TIMEOUT_S),
+        lambda: links.receive_any({0: tag(0)}, timeout_s=TIMEOUT_S),
+    )
+    with in_threads(*waits) as waiting:
+        links.abort("node 7 is gone", first_epoch=2)
+        for one in waiting:
+            with pytest.raises(AbortedError, match="node 7"):
+                one.result(timeout=TIMEOUT_S / 2)
+    links.close()
+
+
+def test_the_first_of_several_messages_is_taken() -> None:
+    """From whichever peer; the others wait."""
+    with linked(3) as (left, middle, right):
+        wanted = {1: tag(4), 2: tag(5)}
+        right.send(0, tag(5), payload(5))
+
+        assert left.receive_any(wanted, timeout_s=TIMEOUT_S)[0] == 2
+        assert not left.has_any(wanted)
+        right.send(0, tag(5), payload(6))
+        middle.send(0, tag(4), payload(7))
+        assert received(left, 1, 4) == payload(7).tolist()
+        assert received(left, 2, 5) == payload(6).tolist()
+
+
 def test_many_threads_send_whole_messages() -> None:
     """The compute thread and the reduction thread share a link; their bytes do not mix."""
     sizes = (0, 1, 1000, 200_000)

@@ -1,31 +1,28 @@
 """Tagged, abortable point-to-point links between ranks over TCP.
 
 `Links` holds a rank's connections to its peers. `send` never blocks: what the kernel does not
-take at once is queued, and one thread per process writes it out. The same thread reads: a
-message is a header (epoch, tag, length) and raw bytes, and waits in an inbox under (peer,
-epoch, tag) until `receive` takes it. `abort` frees every blocked receive at once and keeps the
-connections: messages of an older epoch are dropped on arrival, so a link needs no restart to
-enter the next epoch. A link belongs to one worker: where a rank comes back with another address,
-the old link is closed, at both ends, and what it still brings is dropped with it.
+take at once is queued, and one thread per process writes it out (serving.py); what is for a peer
+whose link is being made goes out when it stands. The same thread reads: a message is a header
+(epoch, tag, length) and raw bytes, and waits in an inbox under (peer, epoch, tag) until `receive`
+takes it. `abort` frees every blocked receive at once and keeps the connections: messages of an
+older epoch are dropped on arrival, so a link needs no restart to enter the next epoch. A link
+belongs to one worker: where a rank comes back with another address, the old link is closed, at
+both ends, and what it still brings is dropped with it.
 
 Differs from Gloo, which cannot be aborted and then sits in its timeout (10 s, measured).
 """
 
-import contextlib
-import logging
-import os
-import selectors
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from planaria.errors import AbortedError, AuthenticationError, PeerLostError
+from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.connection import (
     Address,
     Channel,
@@ -35,15 +32,12 @@ from planaria.transport.connection import (
     connecting_socket,
     header,
 )
+from planaria.transport.serving import Handlers, Server
 
 __all__ = ["Address", "Buffer", "Channel", "Links", "Tag"]
 
-logger = logging.getLogger(__name__)
-
 Buffer = npt.NDArray[Any]
 
-_READ_AND_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
-_CLOSE_TIMEOUT_S = 2.0
 _NEVER = 1 << 62  # An epoch that no job reaches.
 
 
@@ -54,6 +48,7 @@ class Links:
         address: where this rank accepts links.
         sent_bytes, received_bytes: payload, by channel.
         state_bytes: payload of state received, by epoch.
+        linked_s: by the monotonic clock, when the last link of the epoch stood; 0.0 before.
     """
 
     def __init__(self, rank: int, *, token: bytes, host: str = "127.0.0.1") -> None:
@@ -62,30 +57,34 @@ class Links:
         self.sent_bytes: Counter[Channel] = Counter()
         self.received_bytes: Counter[Channel] = Counter()
         self.state_bytes: Counter[int] = Counter()
+        self.linked_s = 0.0
         self._token = token
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
-        # Guards all that follows up to the queues, which threads hand over by wake-ups.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # Guards all that follows.
         self._inbox: dict[tuple[int, int, Tag], npt.NDArray[np.uint8]] = {}
         self._peers: dict[int, Connection] = {}
         self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
+        self._ports: dict[int, int] = {}  # Of the epoch's peers.
+        self._early: dict[int, list[list[memoryview]]] = {}  # Messages for links to come.
         self._first_epoch = 0
         self._abort_reason = ""
         self._failure: Exception | None = None
-        self._closing = False
-        self._new: deque[Connection] = deque()
-        self._retired: deque[Connection] = deque()
-        self._blocked: set[Connection] = set()
-        self._unproven: set[Connection] = set()  # Of the serving thread alone.
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="links", daemon=True)
-        self._thread.start()
+        self._server = Server(
+            rank,
+            self._listener,
+            Handlers(
+                accept=lambda sock: self._server.add(self._connection(sock, target=-1, port=0)),
+                welcome=self._welcome,
+                deliver=self._deliver,
+                lose=self._lose,
+                fail=self._fail,
+                end=self._end,
+            ),
+        )
+        self._server.start()
 
     # -- what the rank calls -----------------------------------------------------------------
 
@@ -97,7 +96,14 @@ class Links:
         peers: Collection[int],
         timeout_s: float,
     ) -> None:
-        """Enters an epoch with links to `peers`; links that stand are kept.
+        """Enters an epoch and waits for its links: `enter`, then `wait_linked`."""
+        self.enter(epoch, addresses=addresses, peers=peers)
+        self.wait_linked(timeout_s=timeout_s)
+
+    def enter(
+        self, epoch: int, *, addresses: Mapping[int, Address], peers: Collection[int]
+    ) -> None:
+        """Enters an epoch, whose links to `peers` are on their way; links that stand are kept.
 
         The lower rank of a pair connects, the higher one accepts.
 
@@ -106,55 +112,71 @@ class Links:
                 or now listens elsewhere, is closed.
 
         Raises:
-            PeerLostError: a peer could not be reached within timeout_s.
-            AbortedError: the epoch was aborted, maybe before it began.
+            PeerLostError: a peer cannot be reached.
+            AbortedError: the epoch was aborted before it began.
         """
         assert self.rank not in peers
-        assert not self._closing
         assert epoch >= self.epoch, (epoch, self.epoch)
         with self._changed:
             self._check_epoch(epoch)
             self.epoch = epoch
+            self.linked_s = 0.0
             self._lost.clear()
+            self._early.clear()
             self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
             self._retire({rank: address[1] for rank, address in addresses.items()})
-            missing = [p for p in peers if p > self.rank and not self._has(p, addresses[p])]
+            self._ports = {peer: addresses[peer][1] for peer in peers}
+            for peer in filter(self._has, peers):
+                self._peers[peer].is_used = True
+            self._note_linked()
+            missing = [peer for peer in peers if peer > self.rank and not self._has(peer)]
             # Whoever still waits in an older epoch is freed, also if abort came just before.
             self._changed.notify_all()
         for peer in sorted(set(missing) - self._calling.keys()):
             self._call(peer, addresses[peer])
 
-        def is_linked() -> bool:
-            return all(self._has(peer, addresses[peer]) for peer in peers)
+    def wait_linked(self, *, timeout_s: float) -> None:
+        """Blocks until the links to all peers of the epoch stand.
 
+        Raises:
+            PeerLostError: a peer could not be reached within timeout_s.
+            AbortedError: the epoch was aborted.
+        """
         with self._changed:
-            self._wait(is_linked, epoch=epoch, peers=peers, timeout_s=timeout_s)
-            for peer in peers:
-                self._peers[peer].is_used = True
+            epoch, peers = self.epoch, self._ports.keys()
+            self._wait(
+                lambda: all(map(self._has, peers)), epoch=epoch, peers=peers, timeout_s=timeout_s
+            )
 
     def send(self, peer: int, tag: Tag, *buffers: Buffer) -> None:
         """Sends contiguous arrays as one message; never blocks. They must not change until the
         peer has them.
 
         Raises:
-            PeerLostError: there is no link to the peer, or not any more.
+            PeerLostError: there is no link to the peer, or not any more, and none on its way.
         """
-        connection = self._peers.get(peer)
-        if connection is None:
-            self._check_alive()
-            raise PeerLostError(peer, self._lost.get(peer, "no link"))
         views = [array.reshape(-1).view(np.uint8).data for array in buffers if array.size]
         num_bytes = sum(len(view) for view in views)
-        self.sent_bytes[tag.channel] += num_bytes
         message = [memoryview(header(self.epoch, tag, num_bytes)), *views]
+        connection = self._link(peer)
+        if connection is None:
+            with self._changed:
+                connection = self._link(peer)
+                if connection is None:
+                    self._check_alive()
+                    if peer not in self._ports or peer in self._lost:
+                        raise PeerLostError(peer, self._lost.get(peer, "no link"))
+                    self._early.setdefault(peer, []).append(message)
+        self.sent_bytes[tag.channel] += num_bytes
+        if connection is None:
+            return
         with connection.lock:
             try:
                 is_done = connection.append(message)
             except OSError:
                 is_done = True  # The reader thread sees the same error and reports the loss.
         if not is_done:
-            self._blocked.add(connection)
-            self._wake()
+            self._server.write(connection)
 
     def receive(self, peer: int, tag: Tag, *, timeout_s: float) -> npt.NDArray[np.uint8]:
         """The bytes that the peer sent under the tag in this epoch; blocks until they are here.
@@ -165,11 +187,27 @@ class Links:
             PeerLostError: the link broke, or nothing came within timeout_s.
             AbortedError: `abort` was called, or another thread began a newer epoch.
         """
+        return self.receive_any({peer: tag}, timeout_s=timeout_s)[1]
+
+    def receive_any(
+        self, wanted: Mapping[int, Tag], *, timeout_s: float
+    ) -> tuple[int, npt.NDArray[np.uint8]]:
+        """Of the messages wanted, one by peer, the first that is here; as `receive` does.
+
+        Returns:
+            the peer, and the bytes that it sent.
+        """
         with self._changed:
             epoch = self.epoch
-            key = (peer, epoch, tag)
-            self._wait(lambda: key in self._inbox, epoch=epoch, peers=(peer,), timeout_s=timeout_s)
-            return self._inbox.pop(key)
+            self._wait(lambda: self.has_any(wanted), epoch=epoch, peers=wanted, timeout_s=timeout_s)
+            peer, tag = next(
+                one for one in wanted.items() if (one[0], epoch, one[1]) in self._inbox
+            )
+            return peer, self._inbox.pop((peer, epoch, tag))
+
+    def has_any(self, wanted: Mapping[int, Tag]) -> bool:
+        """Whether one of these messages, by peer, is here."""
+        return any((peer, self.epoch, tag) in self._inbox for peer, tag in wanted.items())
 
     def abort(self, reason: str, *, first_epoch: int) -> None:
         """Frees every blocked operation of epochs before this one; none of them begins again."""
@@ -188,23 +226,25 @@ class Links:
         """Writes out what is queued as far as the kernel takes it now, then closes every socket;
         nothing if closed already."""
         self.abort("links closed", first_epoch=_NEVER)
-        self._closing = True
-        self._wake()
-        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("rank %s: the links' thread did not end", self.rank)
-            return
-        with self._changed:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
+        self._server.close()
 
     # -- helpers ------------------------------------------------------------------------------
 
-    def _has(self, peer: int, address: Address) -> bool:
-        """A link to this very worker stands. The condition must be held."""
+    def _link(self, peer: int) -> Connection | None:
+        """The link to the peer, unless it is to another worker than the epoch's."""
         connection = self._peers.get(peer)
-        return connection is not None and connection.port == address[1]
+        if connection is None or self._ports.get(peer, connection.port) != connection.port:
+            return None
+        return connection
+
+    def _has(self, peer: int) -> bool:
+        """A link to this peer of the epoch stands. The condition must be held."""
+        return self._link(peer) is not None
+
+    def _note_linked(self) -> None:
+        """Notes the time if all links of the epoch stand. The condition must be held."""
+        if not self.linked_s and all(map(self._has, self._ports)):
+            self.linked_s = time.monotonic()
 
     def _retire(self, ports: Mapping[int, int]) -> None:
         """Takes links out of use whose peer is gone or listens elsewhere by now.
@@ -216,8 +256,7 @@ class Links:
                 is_old = connection.is_used or connection.target >= 0
                 if is_old and ports.get(rank) != connection.port:
                     del links[rank]
-                    self._retired.append(connection)
-        self._wake()
+                    self._server.retire(connection)
 
     def _wait(
         self, condition: Callable[[], bool], *, epoch: int, peers: Collection[int], timeout_s: float
@@ -261,102 +300,34 @@ class Links:
         except OSError as error:
             raise PeerLostError(peer, f"{address[0]}:{address[1]}: {error}") from error
         with self._changed:
-            self._calling[peer] = self._adopt(sock, target=peer, port=address[1])
+            connection = self._connection(sock, target=peer, port=address[1])
+            self._calling[peer] = connection
+            self._server.add(connection)
 
-    def _adopt(self, sock: socket.socket, *, target: int, port: int) -> Connection:
+    def _connection(self, sock: socket.socket, *, target: int, port: int) -> Connection:
         identity = (self.rank, self.address[1])
-        connection = Connection(
-            sock, token=self._token, identity=identity, target=target, port=port
-        )
-        self._new.append(connection)
-        self._wake()
-        return connection
+        return Connection(sock, token=self._token, identity=identity, target=target, port=port)
 
-    def _wake(self) -> None:
-        with self._changed:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
-
-    # -- the thread that reads, and writes what send could not ---------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._turn()
-        except Exception as error:
-            # Our mistake. Unless it is raised where somebody waits, all ranks wait in vain.
-            logger.exception("rank %s: the thread that serves the links died", self.rank)
-            with self._changed:
-                self._failure = error
-                self._peers.clear()  # So that send finds the failure too.
-                self._changed.notify_all()
-        finally:
-            self._close_all()
-
-    def _turn(self) -> None:
-        """Serves what is ready, then does what other threads asked for."""
-        for key, events in self._selector.select(self._patience_s()):
-            if key.fileobj == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
-            elif key.fileobj is self._listener:
-                self._accept()
-            else:
-                self._serve(key.data, events)
-        while self._new:
-            connection = self._new.popleft()
-            self._unproven.add(connection)
-            self._selector.register(connection.sock, _READ_AND_WRITE, connection)
-        while self._retired:
-            self._drop(self._retired.popleft(), "an older epoch's")
-        while self._blocked:
-            self._watch(self._blocked.pop(), _READ_AND_WRITE)
-        for connection in [c for c in self._unproven if c.deadline_s <= time.monotonic()]:
-            self._drop(connection, "no handshake")
-
-    def _patience_s(self) -> float | None:
-        """How long to wait at most for anything to happen."""
-        if not self._unproven:
-            return None
-        return max(0.0, min(c.deadline_s for c in self._unproven) - time.monotonic())
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            logger.warning("rank %s: a link was not accepted: %s", self.rank, error)
-            return
-        self._adopt(sock, target=-1, port=0)
-
-    def _watch(self, connection: Connection, events: int) -> None:
-        if connection.sock.fileno() >= 0:
-            self._selector.modify(connection.sock, events, connection)
-
-    def _serve(self, connection: Connection, events: int) -> None:
-        try:
-            if events & selectors.EVENT_READ:
-                for message in connection.read():
-                    if message is None:
-                        self._welcome(connection)
-                    else:
-                        self._deliver(connection, message)
-            with connection.lock:
-                is_done = connection.flush()
-                self._watch(connection, selectors.EVENT_READ if is_done else _READ_AND_WRITE)
-        except (OSError, AuthenticationError) as error:
-            self._drop(connection, str(error))
+    # -- what the thread that serves the links tells --------------------------------------------
 
     def _welcome(self, connection: Connection) -> None:
-        """The handshake is over: the connection is the link to its peer."""
-        self._unproven.discard(connection)
+        """The connection is the link to its peer; what is for the peer already goes out."""
+        peer = connection.peer
         with self._changed:
-            self._calling.pop(connection.peer, None)
-            older = self._peers.get(connection.peer)
-            self._peers[connection.peer] = connection
+            self._calling.pop(peer, None)
+            older = self._peers.get(peer)
+            with connection.lock:  # Which later messages wait for.
+                self._peers[peer] = connection
+                if self._ports.get(peer) == connection.port:
+                    connection.is_used = True
+                    for message in self._early.pop(peer, ()):
+                        connection.append(message)
             if older is not None:
                 # The peer's worker was forked anew.
-                self._retired.append(older)
+                self._server.retire(older)
                 if older.is_used:  # This epoch knows another one.
-                    self._lost[connection.peer] = "it came back on a new link"
+                    self._lost[peer] = "it came back on a new link"
+            self._note_linked()
             self._changed.notify_all()
 
     def _deliver(self, connection: Connection, message: Received) -> None:
@@ -369,29 +340,22 @@ class Links:
                 self._inbox[connection.peer, message.epoch, message.tag] = message.payload
                 self._changed.notify_all()
 
-    def _drop(self, connection: Connection, reason: str) -> None:
-        if connection.sock.fileno() < 0:
-            return
-        self._selector.unregister(connection.sock)
-        self._unproven.discard(connection)
+    def _lose(self, connection: Connection, reason: str) -> None:
         with self._changed:
             for links in (self._peers, self._calling):
                 for rank in [r for r, link in links.items() if link is connection]:
                     del links[rank]
                     self._lost[rank] = reason
             self._changed.notify_all()
-        connection.close()
-        if connection.peer < 0:
-            logger.warning("rank %s: gave up a link: %s", self.rank, reason)
 
-    def _close_all(self) -> None:
-        connections = {key.data for key in self._selector.get_map().values() if key.data}
-        for connection in connections | set(self._new):
-            with contextlib.suppress(OSError), connection.lock:
-                connection.flush()
-            connection.close()
-        self._listener.close()
-        self._selector.close()
+    def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._lost.update(dict.fromkeys(self._peers, "links closed"))
+            self._failure = error
+            self._peers.clear()  # So that send finds the failure too.
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._lost.update(dict.fromkeys((*self._peers, *self._ports), "links closed"))
             self._peers.clear()
+            self._early.clear()
