@@ -1,6 +1,7 @@
 """Layers on their way between ranks: in chunks, from one holder or several."""
 
 from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from linked import TIMEOUT_S, linked, on_all
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.apply import exchange_layers
+from planaria.engine.apply import PIECE_BYTES, exchange_layers
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
 from planaria.errors import PeerLostError
@@ -26,13 +27,17 @@ def stage(held: Sequence[int]) -> Stage:
     return made
 
 
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1001], ids=["whole", "pieces"])
 @pytest.mark.parametrize(
     "cuts",
     [(0, NUM_CHUNKS), (0, 1, NUM_CHUNKS), (0, 20, 21, NUM_CHUNKS), (0, 5, 21, 40, NUM_CHUNKS)],
     ids=["one", "two", "three", "four"],
 )
-def test_a_layer_is_whole_from_any_number_of_holders(cuts: tuple[int, ...]) -> None:
+def test_a_layer_is_whole_from_any_number_of_holders(
+    cuts: tuple[int, ...], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last rank lacks all of it, and gets the bits that the others hold."""
+    monkeypatch.setattr("planaria.engine.apply.PIECE_BYTES", piece_bytes)
     num_holders = len(cuts) - 1
     every = range(4)
     stages = [stage(every) for _ in range(num_holders)] + [stage(())]
@@ -63,12 +68,23 @@ def test_a_layer_is_whole_from_any_number_of_holders(cuts: tuple[int, ...]) -> N
     assert received_bytes == num_bytes
 
 
+class Unequal:
+    """Hashes that never agree."""
+
+    num_digests = count()
+
+    def update(self, _: memoryview) -> None:
+        """Takes the bytes and forgets them."""
+
+    def digest(self) -> bytes:
+        return next(self.num_digests).to_bytes(16, "big")
+
+
 def test_parts_that_did_not_arrive_as_they_were_sent_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hash is that of these chunks, and names who sent them."""
-    hashed = "planaria.engine.apply.xxhash.xxh3_128_hexdigest"
-    monkeypatch.setattr(hashed, lambda _body: "another")
+    monkeypatch.setattr("planaria.engine.apply.xxhash.xxh3_128", Unequal)
     stages = [stage([1]), stage([1]), stage(())]
     rounds = [[Transfer(1, 0, 2, 0, 0, 9), Transfer(1, 1, 2, 0, 9, NUM_CHUNKS)]]
 

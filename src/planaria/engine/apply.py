@@ -1,14 +1,29 @@
 """A transition on live tensors: the outcome is applied, and missing layers come from their holders.
 
-A layer comes in chunks, from one holder or several. Chunks travel as two messages: what the layer's
-tensors are (JSON: name, dtype, shape; and the hash of the chunks' bytes), then those of their bytes
-end to end that the chunks are. Whoever holds a layer already neither sends for it nor touches it.
-Sends never block, so all of them are queued, round after round, before the first layer is awaited.
+A layer comes in chunks, from one holder or several. What one holder sends of it travels as a head
+(JSON: name, dtype and shape of the layer's tensors), then the chunks' bytes in pieces of a MiB or
+less, and at last their hash. Whoever holds a layer already neither sends for it nor touches it.
+
+Nothing here waits for a turn. A piece is hashed and queued while earlier ones are on the wire, one
+for each target after another, so that all links are in use from the first piece on, each as soon as
+it stands. What arrives is hashed and put in its place in the layer's memory, in whatever order;
+while nothing is here, the modules that will take the layers are built. Nothing is copied whole:
+senders send from the tensors themselves.
 
 Source: DESIGN 4.5 (outcome) and 5 (transfer); Oobleck (SOSP '23), section 5.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -19,11 +34,14 @@ from planaria.checkpoint.tiers import DiskTier
 from planaria.core.commit import CommitVector, encode_vector
 from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.stage import Stage, State
+from planaria.engine.stage import HeldLayer, Stage, State
 from planaria.errors import CheckpointError, ConfigError, PeerLostError
 from planaria.transport.links import Channel, Links, Tag
 
-_AGE_TAG = Tag(Channel.AGE, 0, 0)
+Bytes = npt.NDArray[np.uint8]
+
+PIECE_BYTES: Final = 1 << 20
+_AGE_TAG: Final = Tag(Channel.AGE, 0, 0)
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -34,7 +52,6 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 class _Head(msgspec.Struct, frozen=True):
     tensors: tuple[_Tensor, ...]
-    xxh3_128: str
 
 
 def drop_others(stage: Stage, *, age: int) -> None:
@@ -106,19 +123,42 @@ def exchange_layers(
 ) -> int:
     """Sends what others lack and takes over what this rank lacks; the bytes that came for that.
 
+    What it sends is still under way when it returns. It must not change until the targets have it:
+    no layer is stepped before all ranks of the plan have told that they are through an iteration.
+
+    Args:
+        timeout_s: for the next piece.
+
     Raises:
-        PeerLostError, AbortedError: a holder is gone; what has arrived by then is held.
+        PeerLostError, AbortedError: a holder is gone; layers that have arrived by then are held.
     """
     ordered = [transfer for transfers in rounds for transfer in transfers]
-    own: dict[int, _Layer] = {}
-    for transfer in ordered:
-        if transfer.source == links.rank:
-            if transfer.layer not in own:
-                own[transfer.layer] = _Layer(stage.layers[transfer.layer].state())
-            own[transfer.layer].send(links, transfer, age)
-    for layer, chunks in _lacked(links, rounds).items():
-        state = _received(links, chunks, age, timeout_s=timeout_s)
-        stage.hold([layer], states={layer: state}, age=age)
+    own = [t for t in ordered if t.source == links.rank]
+    outgoing = _outgoing(own, lambda layer: stage.layers[layer].state_views(), age)
+    arriving = _Arriving([t for t in ordered if t.target == links.rank], age)
+    to_build = deque(arriving.layers)
+    vessels: dict[int, HeldLayer] = {}
+    is_sending = True
+    while is_sending or arriving.wanted:
+        message = next(outgoing, None)
+        if message is not None:
+            target, tag, pieces = message
+            links.send(target, tag, *pieces)
+        is_sending = message is not None
+        while arriving.wanted:
+            if not links.has_any(arriving.wanted):
+                if is_sending:
+                    break
+                if to_build:
+                    layer = to_build.popleft()
+                    vessels[layer] = stage.vessel(layer)
+                    continue
+            peer, received = links.receive_any(arriving.wanted, timeout_s=timeout_s)
+            for layer, state in arriving.take(peer, received):
+                if layer not in vessels:
+                    to_build.remove(layer)
+                    vessels[layer] = stage.vessel(layer)
+                stage.take(vessels.pop(layer), state, age=age)
     return links.state_bytes[links.epoch]
 
 
@@ -133,9 +173,10 @@ def send_silently(
     own = [t for transfers in rounds for t in transfers if t.source == links.rank]
     for target in {transfer.target for transfer in own}:
         links.send(target, _AGE_TAG, np.array([age], dtype=np.int64))
-    states = {layer: _Layer(stage.layers[layer].state()) for layer in {t.layer for t in own}}
-    for transfer in own:
-        states[transfer.layer].send(links, transfer, age)
+    # Copies, because training goes on.
+    copies = {layer: stage.layers[layer].state() for layer in {t.layer for t in own}}
+    for target, tag, pieces in _outgoing(own, copies.__getitem__, age):
+        links.send(target, tag, *pieces)
 
 
 def received_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_s: float) -> int:
@@ -162,18 +203,13 @@ def receive_silently(
     Raises:
         PeerLostError, AbortedError: a holder is gone; what has arrived by then is held.
     """
-    for layer, chunks in _lacked(links, rounds).items():
-        stage.fill(layer, _received(links, chunks, age, timeout_s=timeout_s), age=age)
+    own = [t for transfers in rounds for t in transfers if t.target == links.rank]
+    arriving = _Arriving(own, age)
+    while arriving.wanted:
+        peer, received = links.receive_any(arriving.wanted, timeout_s=timeout_s)
+        for layer, state in arriving.take(peer, received):
+            stage.fill(layer, state, age=age)
     return links.state_bytes[links.epoch]
-
-
-def _lacked(links: Links, rounds: Sequence[Sequence[Transfer]]) -> dict[int, list[Transfer]]:
-    lacked: dict[int, list[Transfer]] = {}
-    for transfers in rounds:
-        for transfer in transfers:
-            if transfer.target == links.rank:
-                lacked.setdefault(transfer.layer, []).append(transfer)
-    return lacked
 
 
 def missing_layers(layers: Collection[int], stage: Stage) -> list[int]:
@@ -181,69 +217,153 @@ def missing_layers(layers: Collection[int], stage: Stage) -> list[int]:
     return sorted(set(layers) - stage.layers.keys())
 
 
-class _Layer:
-    """A layer's state as bytes end to end."""
+_Message = tuple[int, Tag, list[Bytes]]
 
-    def __init__(self, state: State) -> None:
-        arrays = {name: np.ascontiguousarray(array) for name, array in state.items()}
-        self._tensors = tuple(_Tensor(name, a.dtype.str, a.shape) for name, a in arrays.items())
-        self._bytes = [array.reshape(-1).view(np.uint8) for array in arrays.values()]
 
-    def send(self, links: Links, transfer: Transfer, age: int) -> None:
-        """Queues some chunks of it."""
-        size = sum(len(array) for array in self._bytes)
-        pieces = self._cut(_offset(size, transfer.first_chunk), _offset(size, transfer.end_chunk))
+def _outgoing(
+    transfers: Iterable[Transfer], state_of: Callable[[int], State], age: int
+) -> Iterator[_Message]:
+    """All messages of these transfers and whom they are for, in turns for each target."""
+    by_target: dict[int, list[Transfer]] = {}
+    for transfer in transfers:
+        by_target.setdefault(transfer.target, []).append(transfer)
+    waiting = deque(_messages(one, state_of, age) for one in by_target.values())
+    while waiting:
+        messages = waiting.popleft()
+        message = next(messages, None)
+        if message is not None:
+            yield message
+            waiting.append(messages)
+
+
+def _messages(
+    transfers: Iterable[Transfer], state_of: Callable[[int], State], age: int
+) -> Iterator[_Message]:
+    for transfer in transfers:
+        state = state_of(transfer.layer)
+        tensors = tuple(_Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
+        arrays = [array.reshape(-1).view(np.uint8) for array in state.values()]
+        head = msgspec.json.encode(_Head(tensors))
+        yield transfer.target, _head_tag(transfer, age), [np.frombuffer(head, dtype=np.uint8)]
         hashed = xxhash.xxh3_128()
-        for piece in pieces:
-            hashed.update(piece.data)
-        head = msgspec.json.encode(_Head(self._tensors, hashed.hexdigest()))
-        tag = Tag(Channel.STATE_HEAD, age, transfer.layer)
-        links.send(transfer.target, tag, np.frombuffer(head, dtype=np.uint8))
-        links.send(transfer.target, Tag(Channel.STATE, age, transfer.layer), *pieces)
-
-    def _cut(self, first: int, end: int) -> list[npt.NDArray[np.uint8]]:
-        pieces = []
-        for array in self._bytes:
-            piece = array[max(0, first) : max(0, end)]
-            if len(piece):
-                pieces.append(piece)
-            first, end = first - len(array), end - len(array)
-        return pieces
+        for index, (first, end) in enumerate(_pieces(transfer, _num_bytes(tensors))):
+            piece = _cut(arrays, first, end)
+            for array in piece:
+                hashed.update(array.data)
+            yield transfer.target, _piece_tag(transfer, age, index), piece
+        digest = np.frombuffer(hashed.digest(), dtype=np.uint8)
+        yield transfer.target, _digest_tag(transfer, age), [digest]
 
 
-def _offset(num_bytes: int, chunk: int) -> int:
-    """Where a chunk of so many bytes begins."""
-    return num_bytes * chunk // NUM_CHUNKS
+class _Arriving:
+    """Layers on their way to this rank.
+
+    Attributes:
+        layers: that are not whole yet.
+        wanted: by source, the message that is next.
+    """
+
+    def __init__(self, transfers: Iterable[Transfer], age: int) -> None:
+        self._age = age
+        self._tensors: dict[int, tuple[_Tensor, ...]] = {}
+        self._memory: dict[int, Bytes] = {}
+        self._num_chunks: Counter[int] = Counter()  # That are still to come, by layer.
+        by_source: dict[int, list[Transfer]] = {}
+        for transfer in transfers:
+            by_source.setdefault(transfer.source, []).append(transfer)
+            self._num_chunks[transfer.layer] += transfer.end_chunk - transfer.first_chunk
+        assert set(self._num_chunks.values()) <= {NUM_CHUNKS}
+        self._steps = {source: self._read(one) for source, one in by_source.items()}
+        self.wanted: dict[int, Tag] = {source: next(step) for source, step in self._steps.items()}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._num_chunks)
+
+    def take(self, source: int, received: Bytes) -> Iterator[tuple[int, State]]:
+        """Takes the message wanted from a source; the layers that are whole with it.
+
+        Raises:
+            PeerLostError: it is not what the source sent.
+        """
+        try:
+            self.wanted[source] = self._steps[source].send(received)
+        except StopIteration:
+            del self.wanted[source]
+        for layer in [layer for layer, left in self._num_chunks.items() if not left]:
+            del self._num_chunks[layer]
+            yield layer, _state(self._tensors.pop(layer), self._memory.pop(layer))
+
+    def _read(self, transfers: Sequence[Transfer]) -> Generator[Tag, Bytes, None]:
+        """Asks for the messages of one source, in the order in which it sends them."""
+        for transfer in transfers:
+            layer = transfer.layer
+            raw = yield _head_tag(transfer, self._age)
+            head = msgspec.json.decode(raw.tobytes(), type=_Head)
+            is_alike = self._tensors.setdefault(layer, head.tensors) == head.tensors
+            size = _num_bytes(head.tensors)
+            if layer not in self._memory:
+                self._memory[layer] = np.empty(size, dtype=np.uint8)
+            hashed = xxhash.xxh3_128()
+            for index, (first, end) in enumerate(_pieces(transfer, size)):
+                piece = yield _piece_tag(transfer, self._age, index)
+                hashed.update(piece.data)
+                is_alike = is_alike and len(piece) == end - first
+                if is_alike:
+                    self._memory[layer][first:end] = piece
+            digest = yield _digest_tag(transfer, self._age)
+            if digest.tobytes() != hashed.digest() or not is_alike:
+                why = f"layer {layer} did not arrive as it was sent"
+                raise PeerLostError(transfer.source, why)
+            self._num_chunks[layer] -= transfer.end_chunk - transfer.first_chunk
 
 
-def _received(
-    links: Links, chunks: Sequence[Transfer], age: int, *, timeout_s: float
-) -> Mapping[str, np.ndarray]:
-    """A layer's state, of the chunks that its holders send."""
-    in_order = sorted(chunks, key=lambda transfer: transfer.first_chunk)
-    assert [p.end_chunk for p in in_order] == [*(p.first_chunk for p in in_order[1:]), NUM_CHUNKS]
-    tensors: tuple[_Tensor, ...] = ()
-    bodies = []
-    for chunk in in_order:
-        tag = Tag(Channel.STATE_HEAD, age, chunk.layer)
-        raw = links.receive(chunk.source, tag, timeout_s=timeout_s)
-        head = msgspec.json.decode(raw.tobytes(), type=_Head)
-        tag = Tag(Channel.STATE, age, chunk.layer)
-        body = links.receive(chunk.source, tag, timeout_s=timeout_s)
-        is_alike = head.tensors == (tensors or head.tensors)
-        if xxhash.xxh3_128_hexdigest(body.data) != head.xxh3_128 or not is_alike:
-            raise PeerLostError(chunk.source, f"layer {chunk.layer} did not arrive as it was sent")
-        tensors = head.tensors
-        bodies.append(body)
-    whole = np.concatenate(bodies) if len(bodies) > 1 else bodies[0]
+def _head_tag(transfer: Transfer, age: int) -> Tag:
+    return Tag(Channel.STATE_HEAD, age, transfer.layer, 0)
+
+
+def _digest_tag(transfer: Transfer, age: int) -> Tag:
+    return Tag(Channel.STATE_HEAD, age, transfer.layer, 1)
+
+
+def _piece_tag(transfer: Transfer, age: int, index: int) -> Tag:
+    return Tag(Channel.STATE, age, transfer.layer, index)
+
+
+def _pieces(transfer: Transfer, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where the pieces of its chunks begin and end in a layer of so many bytes."""
+    first = num_bytes * transfer.first_chunk // NUM_CHUNKS
+    end = num_bytes * transfer.end_chunk // NUM_CHUNKS
+    for begin in range(first, end, PIECE_BYTES):
+        yield begin, min(end, begin + PIECE_BYTES)
+
+
+def _cut(arrays: Sequence[Bytes], first: int, end: int) -> list[Bytes]:
+    """The bytes [first, end) of the arrays end to end."""
+    cut = []
+    for array in arrays:
+        part = array[max(0, first) : max(0, end)]
+        if len(part):
+            cut.append(part)
+        first, end = first - len(array), end - len(array)
+    return cut
+
+
+def _num_bytes(tensors: Iterable[_Tensor]) -> int:
+    return sum(_size(tensor) for tensor in tensors)
+
+
+def _size(tensor: _Tensor) -> int:
+    return np.dtype(tensor.dtype).itemsize * int(np.prod(tensor.shape, dtype=np.int64))
+
+
+def _state(tensors: Iterable[_Tensor], memory: Bytes) -> State:
+    """The tensors that lie in memory end to end."""
     state = {}
     offset = 0
     for tensor in tensors:
-        dtype = np.dtype(tensor.dtype)
-        num_bytes = dtype.itemsize * int(np.prod(tensor.shape, dtype=np.int64))
-        state[tensor.name] = (
-            whole[offset : offset + num_bytes].copy().view(dtype).reshape(tensor.shape)
-        )
-        offset += num_bytes
-    assert offset == len(whole)
+        array = memory[offset : offset + _size(tensor)]
+        state[tensor.name] = array.view(np.dtype(tensor.dtype)).reshape(tensor.shape)
+        offset += len(array)
+    assert offset == len(memory)
     return state

@@ -126,11 +126,15 @@ class HeldLayer:
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """A copy of the parameters and the optimizer's state, in the disk tier's names."""
+        return {name: array.copy() for name, array in self.state_views().items()}
+
+    def state_views(self) -> dict[str, npt.NDArray[np.generic]]:
+        """As `state`, where possible without a copy: the next step changes it."""
         tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
         if self.optimizer is not None:
             named = optimizer_state(self.optimizer, self._trained)
             tensors |= {f"optimizer/{name}": tensor for name, tensor in named.items()}
-        return {name: tensor.clone().contiguous().numpy() for name, tensor in tensors.items()}
+        return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
 
     def load(self, state: State, *, age: int) -> None:
         """Takes over a state as `state` gave it."""
@@ -151,7 +155,8 @@ class HeldLayer:
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
-    return torch.from_numpy(np.array(array))
+    """The array as a tensor, not copied if torch takes it as it is."""
+    return torch.from_numpy(np.require(array, requirements=("A", "C", "W")))
 
 
 def _views(
@@ -183,23 +188,35 @@ class Stage:
         for layer in layers:
             if layer in self.layers:
                 continue
-            loaded = layer in states
-            module = self.model.structure(layer) if loaded else self.model.materialise(layer)
-            held = self._layer(layer, module)
-            if loaded:
-                held.load(states[layer], age=age)
-            held.age = age
-            self.layers[layer] = held
-            self.num_materialised += 1
+            if layer in states:
+                self.take(self.vessel(layer), states[layer], age=age)
+            else:
+                held = self._held(layer, self.model.materialise(layer))
+                held.age = age
+                self._add(held)
 
-    def _layer(self, layer: int, module: nn.Module) -> HeldLayer:
+    def vessel(self, layer: int) -> HeldLayer:
+        """A layer whose state is still to come: it is not held yet."""
+        return self._held(layer, self.model.structure(layer))
+
+    def take(self, vessel: HeldLayer, state: State, *, age: int) -> None:
+        """Holds a layer from `vessel`, with this state."""
+        vessel.load(state, age=age)
+        self._add(vessel)
+
+    def _held(self, layer: int, module: nn.Module) -> HeldLayer:
         tied = [u.name for g in self.model.tied for u in g.uses if u.layer == layer]
         return HeldLayer(layer, module, training=self.training, tied=tied)
+
+    def _add(self, held: HeldLayer) -> None:
+        assert held.layer not in self.layers
+        self.layers[held.layer] = held
+        self.num_materialised += 1
 
     def prepare(self, layers: Iterable[int]) -> None:
         """Makes room for layers whose state is to come; their gradients can come before it."""
         for layer in layers:
-            self.layers[layer] = self._layer(layer, self.model.structure(layer))
+            self.layers[layer] = self.vessel(layer)
             self.layers[layer].age = NOT_YET
 
     def fill(self, layer: int, state: State, *, age: int) -> None:

@@ -226,13 +226,12 @@ class _Worker:
         schedule = lowered(plan, tied=tied_parameters(self._stage.model), order=order)
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
-        self._links.begin(
-            start.epoch, addresses=start.addresses, peers=peers, timeout_s=LINK_TIMEOUT_S
-        )
-        linked_s = time.monotonic()
+        self._links.enter(start.epoch, addresses=start.addresses, peers=peers)
         if self._is_recovering:
             self._reached("transfer", start.iteration)
+        # State flows over each link as soon as it stands, while others are still being made.
         start, received_bytes = self._exchanged(start)
+        self._links.wait_linked(timeout_s=LINK_TIMEOUT_S)
         if not self._takes_part:
             return
         if self._is_recovering:
@@ -244,8 +243,8 @@ class _Worker:
                 epoch=start.epoch,
                 layers_materialised=self._stage.num_materialised,
                 received_bytes=received_bytes,
-                regroup_s=linked_s - begin_s,
-                transfer_s=time.monotonic() - linked_s,
+                regroup_s=self._links.linked_s - begin_s,
+                transfer_s=time.monotonic() - self._links.linked_s,
             )
         )
         executor = Executor(
