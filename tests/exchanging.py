@@ -1,42 +1,28 @@
 """Layers on their way between ranks in processes of their own, over links that are limited."""
 
-import json
-import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import TextIO
 
 import msgspec
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from limited import TIMEOUT_S, LimitedNetwork
+from limited import TIMEOUT_S
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import Transfer
 from planaria.engine.apply import exchange_layers, transfer_peers
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
 from planaria.nodes.forkserver import ForkServer
-from planaria.transport.links import Address, Links
+from ranks import joined, results
 
 AGE = 3
-SEARCH_PATH = (str(Path(__file__).parent),)
-PRELOAD = ("torch", "torch._dynamo", "torch.optim", "exchanging")
-
-_TOKEN = b"the job's token"
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What a rank is told: what it holds, and who sends what to whom.
-
-    Attributes:
-        layer_bytes: of all layers of the model; multiples of 4.
-    """
-
+class _Order(msgspec.Struct, frozen=True):
     rank: int
     layer_bytes: tuple[int, ...]
     held: tuple[int, ...]
@@ -53,17 +39,6 @@ class Exchanged(msgspec.Struct, frozen=True):
     digests: dict[int, str]
 
 
-class _Numbers(nn.Module):
-    """A layer of so many bytes."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(num_bytes // 4))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.weight.sum()
-
-
 def exchanged(
     server: ForkServer,
     held: Mapping[int, Sequence[int]],
@@ -76,33 +51,17 @@ def exchanged(
     """What each rank measured while the transfers were under way.
 
     Args:
-        server: has this module on its path.
         held: by rank, the layers that it has at first.
+        layer_bytes: of all layers; multiples of 4.
         late_s: by rank, how long links from lower ranks to it take to come about.
     """
-    with ExitStack() as stack:
-        talks: dict[int, TextIO] = {}
-        for rank, layers in held.items():
-            ours, theirs = socket.socketpair()
-            order = Order(
-                rank, tuple(layer_bytes), tuple(layers), tuple(tuple(one) for one in rounds)
-            )
-            ours.settimeout(TIMEOUT_S)
-            server.spawn("exchanging:serve", msgspec.json.encode(order), (theirs.fileno(),))
-            theirs.close()
-            talks[rank] = stack.enter_context(stack.enter_context(ours).makefile("rw"))
-        addresses: dict[int, Address] = {}
-        for rank, talk in talks.items():
-            host, port = json.loads(talk.readline())
-            addresses[rank] = (host, port)
-        network = LimitedNetwork(addresses, bytes_per_s=bytes_per_s, late_s=late_s or {})
-        stack.callback(network.close)
-        for rank, talk in talks.items():
-            print(json.dumps(network.addresses_for(rank)), file=talk, flush=True)
-        return {
-            rank: msgspec.json.decode(talk.readline(), type=Exchanged)
-            for rank, talk in talks.items()
-        }
+    taken = tuple(tuple(transfers) for transfers in rounds)
+    orders = {
+        rank: msgspec.json.encode(_Order(rank, tuple(layer_bytes), tuple(layers), taken))
+        for rank, layers in held.items()
+    }
+    found = results(server, "exchanging:serve", orders, bytes_per_s=bytes_per_s, late_s=late_s)
+    return {rank: msgspec.json.decode(line, type=Exchanged) for rank, line in found.items()}
 
 
 def seconds(measured: Mapping[int, Exchanged]) -> float:
@@ -114,36 +73,29 @@ def seconds(measured: Mapping[int, Exchanged]) -> float:
 
 def bound_s(rounds: Sequence[Sequence[Transfer]], *, bytes_per_s: float) -> float:
     """What the most loaded way, out of a rank or into one, needs at least."""
-    ways: dict[tuple[str, int], int] = {}
+    ways: Counter[tuple[str, int]] = Counter()
     for transfer in (transfer for transfers in rounds for transfer in transfers):
-        for way in (("out", transfer.source), ("into", transfer.target)):
-            ways[way] = ways.get(way, 0) + transfer.num_bytes
-    return max(ways.values()) / bytes_per_s
+        ways["out", transfer.source] += transfer.num_bytes
+        ways["into", transfer.target] += transfer.num_bytes
+    return max(ways.values(), default=0) / bytes_per_s
 
 
 def serve(payload: bytes, talk_fd: int) -> None:
-    """A rank: exchanges layers when it is told to, then waits until nobody needs it any more."""
-    order = msgspec.json.decode(payload, type=Order)
+    """A rank: exchanges layers as soon as all ranks are there."""
+    order = msgspec.json.decode(payload, type=_Order)
     torch.set_num_threads(1)
-    links = Links(order.rank, token=_TOKEN)
-    with socket.socket(fileno=talk_fd) as sock, sock.makefile("rw") as talk:
-        stage = _stage(order)
-        print(json.dumps(links.address), file=talk, flush=True)
-        places = json.loads(talk.readline())
-        addresses = {int(rank): (host, port) for rank, (host, port) in places.items()}
+    stage = _stage(order)
+    with joined(order.rank, talk_fd) as (links, addresses, tell):
         begin_s = time.monotonic()
-        peers = transfer_peers(order.rounds, order.rank)
-        links.enter(0, addresses=addresses, peers=peers)
+        links.enter(0, addresses=addresses, peers=transfer_peers(order.rounds, order.rank))
         num_bytes = exchange_layers(links, stage, order.rounds, age=AGE, timeout_s=TIMEOUT_S)
         links.wait_linked(timeout_s=TIMEOUT_S)
         end_s = time.monotonic()
         found = Exchanged(begin_s, links.linked_s, end_s, num_bytes, _digests(stage))
-        print(msgspec.json.encode(found).decode(), file=talk, flush=True)
-        talk.readline()  # Until the other end is closed: what is queued has to be written.
-    links.close()
+        tell(msgspec.json.encode(found).decode())
 
 
-def _stage(order: Order) -> Stage:
+def _stage(order: _Order) -> Stage:
     _sizes[:] = order.layer_bytes
     model = ModelConfig(kind="python", target="exchanging:layers")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
@@ -161,8 +113,21 @@ def layers() -> list[Callable[[], nn.Module]]:
     return [partial(_Numbers, size) for size in _sizes]
 
 
+class _Numbers(nn.Module):
+    """A layer of so many bytes, like no other."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(num_bytes // 4, dtype=torch.float32))
+        with torch.no_grad():
+            self.weight.add_(torch.rand(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.weight.sum()
+
+
 def _digests(stage: Stage) -> dict[int, str]:
     return {
-        layer: xxhash.xxh3_128_hexdigest(b"".join(a.tobytes() for a in held.state().values()))
+        layer: xxhash.xxh3_128_hexdigest(next(iter(held.masters.values())).detach().numpy().data)
         for layer, held in stage.layers.items()
     }

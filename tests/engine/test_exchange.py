@@ -1,18 +1,19 @@
 """Layers on their way between ranks: in chunks, from one holder or several."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 import numpy as np
 import pytest
 
-from linked import TIMEOUT_S, linked, on_all
+from linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.apply import PIECE_BYTES, exchange_layers
+from planaria.engine.apply import PIECE_BYTES, exchange_layers, transfer_peers
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
-from planaria.errors import PeerLostError
+from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import Links
 
 TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
@@ -66,6 +67,63 @@ def test_a_layer_is_whole_from_any_number_of_holders(
         assert found.layers[layer].age == AGE
     num_bytes = sum(a.nbytes for one in expected.layers.values() for a in one.state().values())
     assert received_bytes == num_bytes
+
+
+def test_layers_come_while_the_link_to_another_holder_is_still_being_made() -> None:
+    """Rank 2 enters the epoch when rank 0 has what rank 1 alone sends."""
+    stages = [stage(()), stage([1, 2]), stage([2, 3])]
+    rounds = [
+        [
+            Transfer(1, 1, 0, 0),
+            Transfer(2, 1, 0, 0, 0, 40),
+            Transfer(2, 2, 0, 0, 40, NUM_CHUNKS),
+            Transfer(3, 2, 0, 0),
+        ]
+    ]
+    ranks = [Links(rank, token=TOKEN) for rank in range(3)]
+
+    def run(links: Links) -> int:
+        peers = transfer_peers(rounds, links.rank)
+        links.enter(1, addresses=addresses(ranks), peers=peers)
+        own = stages[links.rank]
+        num_bytes = exchange_layers(links, own, rounds, age=AGE, timeout_s=TIMEOUT_S)
+        links.wait_linked(timeout_s=TIMEOUT_S)
+        return num_bytes
+
+    with in_threads(*(partial(run, links) for links in ranks[:2])) as (receiving, _):
+        wait_until(lambda: 1 in stages[0].layers)
+        assert sorted(stages[0].layers) == [1]
+        run(ranks[2])
+        receiving.result(timeout=TIMEOUT_S)
+
+    assert sorted(stages[0].layers) == [1, 2, 3]
+    for layer, holder in ((1, 1), (2, 2), (3, 2)):
+        state, whole = (stages[rank].layers[layer].state() for rank in (0, holder))
+        assert all(np.array_equal(state[name], whole[name]) for name in whole)
+    for links in ranks:
+        links.close()
+
+
+def test_an_abort_frees_who_exchanges_over_links_that_do_not_stand_yet() -> None:
+    """What has arrived is kept; the next recovery counts on it."""
+    stages = [stage(()), stage([1])]
+    rounds = [[Transfer(1, 1, 0, 0), Transfer(2, 2, 0, 0)]]
+    ranks = [Links(rank, token=TOKEN) for rank in range(3)]
+
+    def run(links: Links) -> int:
+        places = addresses(ranks)
+        links.enter(1, addresses=places, peers=transfer_peers(rounds, links.rank))
+        return exchange_layers(links, stages[links.rank], rounds, age=AGE, timeout_s=TIMEOUT_S)
+
+    with in_threads(*(partial(run, links) for links in ranks[:2])) as (receiving, _):
+        wait_until(lambda: 1 in stages[0].layers)
+        ranks[0].abort("node 2 is gone", first_epoch=2)
+        with pytest.raises(AbortedError, match="node 2"):
+            receiving.result(timeout=TIMEOUT_S / 2)
+
+    assert sorted(stages[0].layers) == [1]
+    for links in ranks:
+        links.close()
 
 
 class Unequal:
