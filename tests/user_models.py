@@ -33,6 +33,13 @@ def plain_sequential() -> nn.Sequential:
     return sequential(dropout=0.0)
 
 
+def wide() -> nn.Sequential:
+    """A classifier whose blocks have more than two MiB of state, so that two may send one."""
+    width = 448
+    blocks = [_Residual(width) for _ in range(6)]
+    return nn.Sequential(nn.Linear(8, width), *blocks, nn.Linear(width, 5))
+
+
 def factories() -> list[object]:
     """The same, each layer built alone where it is needed."""
     first, last = partial(nn.Linear, 8, WIDTH), partial(nn.Linear, WIDTH, 5)
