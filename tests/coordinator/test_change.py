@@ -17,7 +17,7 @@ from coordinated import (
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.candidates import rejoin_delay_s
-from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell
+from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell, Tick
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.messages import (
     AT_COMMIT,
@@ -140,6 +140,24 @@ def test_a_node_leaves_at_a_commit_and_only_then(word: str) -> None:
     assert changed.kinds == {1: word}
     assert committed(cluster) == [FIRST, FIRST + 1, FIRST + 2]
     assert of_type(cluster.commands, Recovering) == []
+
+
+def test_a_node_that_leaves_is_kept_for_others_that_are_about_to_join() -> None:
+    """For half of its notice: two nodes tolerate a failure, and one would tolerate none."""
+    for later_s, is_waiting in ((14.0, True), (16.0, False)):
+        cluster = training(rules())
+        cluster.hear(NodeArrived(node=2, rank=2, machine="m"))
+        cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+        assert cluster.state.change is None
+        cluster.hear(Tick(), now_s=NOW_S + later_s)
+
+        assert (cluster.state.change is None) == is_waiting
+    cluster = training(rules())
+    cluster.hear(NodeArrived(node=2, rank=2, machine="m"))
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    cluster.join_on(2, "m")
+    assert cluster.state.change is not None
+    assert cluster.state.change.kinds == {2: "join", 1: "preempt"}
 
 
 def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_taken() -> None:

@@ -79,7 +79,7 @@ def test_a_node_comes_in_the_place_of_one_that_was_killed(
         ("join:1@2", "kill:1@~0.7"),
         ("join:1@2", "leader:@~0.65"),
         ("preempt=0.3:1@2",),
-        ("join:2@2", "preempt:0@2", "kill:2@5"),
+        ("join:2@2", "preempt:0@3", "kill:2@9"),
     ],
 )
 def test_what_strikes_in_the_middle_of_a_change_is_survived(

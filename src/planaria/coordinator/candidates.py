@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.recovery import FORGIVEN_S
-from planaria.coordinator.state import Candidate, Evict, JobState, Notify, Rules, Step
+from planaria.coordinator.state import Candidate, Evict, JobState, Leave, Notify, Rules, Step
 from planaria.core.messages import (
     DrainRequested,
     NodeArrived,
@@ -23,6 +23,7 @@ from planaria.core.records import Warned
 
 _DELAY_S_MAX: Final = 3600.0
 _DOUBLINGS_MAX: Final = 20
+_KEPT_SHARE: Final = 0.5  # Of its notice a node is kept for others to come; then it is planned out.
 
 
 def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> Step:
@@ -65,15 +66,20 @@ def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExite
     return replace(state, candidates=candidates, gone=gone), (Evict((node,)), warning)
 
 
-def leaves(state: JobState, event: NoticeTaken | DrainRequested) -> Step:
+def leaves(
+    rules: Rules, state: JobState, event: NoticeTaken | DrainRequested, now_s: float
+) -> Step:
     """A node is to leave in peace."""
-    node, kind = event.node, "drain" if isinstance(event, DrainRequested) else "preempt"
+    node, leave = event.node, Leave("drain", now_s + rules.job.cluster.notice_s)
+    if isinstance(event, NoticeTaken):
+        leave = Leave("preempt", now_s + event.after_s * _KEPT_SHARE)
+    if node in state.leaving and leave.kind in ("drain", state.leaving[node].kind):
+        return state, ()  # Said again.
     if node in state.all_nodes:
-        kind = state.leaving.get(node, kind) if kind == "drain" else kind
-        return replace(state, leaving={**state.leaving, node: kind}), ()
+        return replace(state, leaving={**state.leaving, node: leave}), ()
     if node in state.candidates:
         candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}
         return replace(state, candidates=candidates, gone=(*state.gone, node)), (Evict((node,)),)
-    if kind == "drain" and node not in state.gone:
+    if leave.kind == "drain" and node not in state.gone:
         return state, (Notify(Warned(text=f"there is no node {node} to drain")),)
     return state, ()

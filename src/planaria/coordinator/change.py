@@ -54,6 +54,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
+    if leaving and _is_help_coming(rules, state, num_left, now_s):
+        return state, ()
     if leaving and (short := _shortage(rules, num_left)):
         return _too_few(state, short)
     transitions = _proposed(rules, state, staying=staying, joining=joining, leaving=leaving)
@@ -66,7 +68,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if not placed and not leaving:
         return replace(state, refused=asked), ()
     change = Change(
-        kinds=dict.fromkeys(placed, JOIN) | {node: state.leaving[node] for node in leaving},
+        kinds=dict.fromkeys(placed, JOIN) | {n: state.leaving[n].kind for n in leaving},
         transition=best,
         candidates=candidates,
         waves=_waves(state.plan, best, leaving=leaving, prices=rules.prices),
@@ -87,6 +89,18 @@ def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> t
     return tuple(sorted(able[: max(0, room)]))
 
 
+def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) -> bool:
+    """Whether those that stay would tolerate fewer failures, but nodes are about to join, and those
+    that leave can wait for them."""
+    if num_left >= (rules.job.resilience.failures_tolerated + 1) * rules.n0:
+        return False
+    is_coming = any(
+        waits.not_before_s <= now_s and not set(state.ranks_of((node,))) <= set(state.workers)
+        for node, waits in state.candidates.items()
+    )
+    return is_coming and all(now_s < leave.until_s for leave in state.leaving.values())
+
+
 def _shortage(rules: Rules, num_left: int) -> str:
     """Why so few nodes cannot go on by themselves; empty if they can."""
     wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
@@ -102,7 +116,7 @@ def _shortage(rules: Rules, num_left: int) -> str:
 
 def _too_few(state: JobState, shortage: str) -> Step:
     """Nodes that are taken away end the job, saved; those that need not go stay."""
-    if "preempt" in state.leaving.values():
+    if any(leave.kind == "preempt" for leave in state.leaving.values()):
         stopping = replace(state, stop_requested=True, stop_reason=shortage)
         return stopping, (Tell(StopRequested()),)
     nodes = ", ".join(str(node) for node in state.leaving)

@@ -92,7 +92,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case NodeArrived():
             return arrived(rules, state, event, now_s)
         case NoticeTaken() | DrainRequested():
-            return leaves(state, event)
+            return leaves(rules, state, event, now_s)
         case WorkerReady() if event.node in state.all_nodes or event.node in state.candidates:
             return replace(state, workers={**state.workers, event.rank: event}), ()
         case Stopped() if event.epoch == state.epoch and event.rank in state.ranks:

@@ -69,13 +69,9 @@ def lost(
     concerned = nodes or ((node,) if node >= 0 else ())
     epoch = max(state.epochs) + 1
     loss = Loss(kind, concerned, reason, now_s, joined)
+    number = state.next_iteration
     notice = Recovering(
-        epoch=epoch,
-        kind=kind,
-        nodes=concerned,
-        iteration=state.next_iteration,
-        reason=reason,
-        lost_s=now_s,
+        epoch=epoch, kind=kind, nodes=concerned, iteration=number, reason=reason, lost_s=now_s
     )
     state = replace(
         state,

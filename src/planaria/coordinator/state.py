@@ -193,6 +193,19 @@ class Candidate:
     not_before_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A node is to leave in peace.
+
+    Attributes:
+        kind: why: drain or preempt.
+        until_s: as long as this it can be kept for others that are about to join.
+    """
+
+    kind: str
+    until_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
     """The next epoch of a change, which begins when all ranks agree at a commit to begin it.
@@ -264,7 +277,7 @@ class JobState:
         machines: on which nodes run.
         failures: of machines, how many and when the last one was.
         candidates: nodes that are there and no members.
-        leaving: nodes that are to leave in peace, and why: drain or preempt.
+        leaving: nodes that are to leave in peace.
         change: that is being made.
         refused: what was asked for and led nowhere: (members, candidates, leaving).
         is_entered: every rank of this epoch has begun it, and the launcher knows.
@@ -300,7 +313,7 @@ class JobState:
     machines: Mapping[int, str] = field(default_factory=dict)
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     candidates: Mapping[int, Candidate] = field(default_factory=dict)
-    leaving: Mapping[int, str] = field(default_factory=dict)
+    leaving: Mapping[int, Leave] = field(default_factory=dict)
     change: Change | None = None
     refused: tuple[tuple[int, ...], ...] = ()
     is_entered: bool = False
