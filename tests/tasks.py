@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from planaria.nodes.store import Event, Store
+from planaria.coordinator.store import Event, Store
 
 TIMEOUT_S = 20.0
 

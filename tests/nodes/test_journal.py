@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from planaria.coordinator.store import Guard, Range
 from planaria.errors import StoreError
 from planaria.nodes.journal import MemoryStore, open_store
-from planaria.nodes.store import Guard, Range
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 

@@ -6,9 +6,9 @@ from itertools import count
 
 import pytest
 
+from planaria.coordinator.store import ABSENT, Change, Entry, Guard, StoreState
 from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.journal import MemoryStore
-from planaria.nodes.store import ABSENT, Change, Entry, Guard, StoreState
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 

@@ -16,9 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from planaria.coordinator.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard
 from planaria.errors import ConflictError, LeaseLostError
 from planaria.nodes.journal import MemoryStore, open_store
-from planaria.nodes.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard
 
 Result = TypeVar("Result")
 KEYS = ("node/1", "node/10", "node/2", "leader", "commit")

@@ -11,7 +11,7 @@ it has run out nothing is written to disk. The agent ends, and its workers with 
 launcher's end of the lifeline pipe closes, when the node is no member any more, or when the
 coordinator says `Shutdown`.
 
-What it decides is in coordinator/agent_state.py.
+What it decides is in coordinator/agent_state.py and agent_lease.py.
 """
 
 import asyncio
@@ -29,6 +29,16 @@ from typing import Final
 
 import msgspec
 
+from planaria.coordinator.agent_lease import (
+    TICKS_PER_LEASE,
+    AgentLease,
+    first_lease,
+    is_given_up,
+    renewed,
+    ticked,
+    unconnected,
+    watches_workers,
+)
 from planaria.coordinator.agent_state import AgentState, heard, said
 from planaria.core.messages import (
     Fact,
@@ -55,7 +65,6 @@ from planaria.transport.pulse import Pulse
 logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
-_TICKS_PER_LEASE: Final = 6
 _RECONNECT_S: Final = 0.02
 _STACK_SETTLED_S: Final = 0.05
 
@@ -142,8 +151,7 @@ class _Agent:
         self._state = AgentState(node=spec.node)
         self._to_coordinator: asyncio.StreamWriter | None = None
         self._lease_s = spec.job.cluster.lease_s
-        self._awake_since_s = time.monotonic()
-        self._lease_end_s = self._awake_since_s + self._lease_s
+        self._lease = first_lease(self._lease_s, time.monotonic())
         self._is_shut_down = False
 
     async def run(self) -> None:
@@ -198,7 +206,7 @@ class _Agent:
         if result.ends:
             self._leave(result.ends)
         if isinstance(message, HeartbeatTaken):
-            self._renew(message.sent_s + self._lease_s)
+            self._hold(renewed(self._lease, message.sent_s))
         if result.forwards:
             for worker in self._workers:
                 if worker.writer is not None:
@@ -224,33 +232,28 @@ class _Agent:
     # -- the lease and the workers' pulses --------------------------------------------------------
 
     async def _tick(self) -> None:
-        period_s = self._lease_s / _TICKS_PER_LEASE
-        last_s = time.monotonic()
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(self._lease_s / TICKS_PER_LEASE)
             now_s = time.monotonic()
-            if now_s - last_s > self._lease_s / 2:
-                self._awake_since_s = now_s  # It was stopped, and its workers with it.
-            last_s = now_s
+            self._lease = ticked(self._lease, now_s)
             self._beat()
-            if now_s - self._awake_since_s > self._lease_s:
+            if watches_workers(self._lease, now_s):
                 for worker in self._workers:
                     self._check_pulse(worker, now_s)
 
     def _beat(self) -> None:
         now_s = time.monotonic()
-        if self._to_coordinator is not None:
-            self._to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
-            if now_s > max(self._lease_end_s, self._awake_since_s) + self._lease_s:
-                self._leave(f"its lease ran out {now_s - self._lease_end_s:.1f} s ago, unanswered")
-        elif now_s < self._lease_end_s:
-            # Without a coordinator nobody is evicted, and the next one grants a whole lease.
-            self._renew(now_s + self._lease_s)
+        if self._to_coordinator is None:
+            self._hold(unconnected(self._lease, now_s))
+            return
+        self._to_coordinator.write(frame(Heartbeat(node=self._spec.node, sent_s=now_s)))
+        if is_given_up(self._lease, now_s):
+            self._leave(f"its lease ran out {now_s - self._lease.end_s:.1f} s ago, unanswered")
 
-    def _renew(self, lease_end_s: float) -> None:
-        self._lease_end_s = lease_end_s
+    def _hold(self, lease: AgentLease) -> None:
+        self._lease = lease
         for worker in self._workers:
-            worker.pulse.lease_end_s = lease_end_s
+            worker.pulse.lease_end_s = lease.end_s
 
     def _check_pulse(self, worker: _Worker, now_s: float) -> None:
         """Kills a worker that stands still; it is replaced like any other that ended."""
@@ -289,7 +292,7 @@ class _Agent:
                 return
             # The new one is there before any order can follow on the loss of the old one.
             worker.fork()
-            worker.pulse.lease_end_s = self._lease_end_s
+            worker.pulse.lease_end_s = self._lease.end_s
             self._say(exited)
 
 

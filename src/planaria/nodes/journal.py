@@ -30,8 +30,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from planaria.errors import ConflictError, LeaseLostError, StoreError
-from planaria.nodes.store import (
+from planaria.coordinator.store import (
     EMPTY,
     NO_LEASE,
     Change,
@@ -52,6 +51,7 @@ from planaria.nodes.store import (
     reopened,
     step,
 )
+from planaria.errors import ConflictError, LeaseLostError, StoreError
 
 logger = logging.getLogger(__name__)
 

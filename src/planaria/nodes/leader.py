@@ -5,7 +5,8 @@ that agents find the next one at the same place when this one is killed. Before 
 of it, whatever is decided is in the store; a coordinator that starts where another was reads the
 newest records, and the agents tell it again what may have been lost.
 
-Events are handled one at a time, in the order in which they came.
+What it does with them, and whom it admits, is in coordinator/leadership.py. Events are handled one
+at a time, in the order in which they came.
 
 Source: DESIGN 4.5 and 6 (Coordination).
 """
@@ -17,58 +18,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from planaria.checkpoint.tiers import DiskTier
-from planaria.coordinator.coordinator import Event, step
-from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import (
-    Command,
-    DecisionRecorded,
-    Discard,
-    End,
-    Ending,
-    Evict,
-    MembersRecorded,
-    Notify,
-    Phase,
-    Publish,
-    RecordDecision,
-    RecordMembers,
-    Tell,
-    Tick,
-)
-from planaria.core.messages import (
-    Abort,
-    Acknowledged,
-    FromNode,
-    Heartbeat,
-    HeartbeatTaken,
-    Message,
-    NodeLost,
-    SaveLayers,
-    Shutdown,
-    StartEpoch,
-    Stopped,
-    StopRequested,
-    Welcome,
-)
-from planaria.core.records import (
-    AgentEnded,
-    Committed,
-    Ended,
-    FromLauncher,
-    Leading,
-    Progress,
-)
+from planaria.coordinator.agent_lease import TICKS_PER_LEASE
+from planaria.coordinator.coordinator import Event
+from planaria.coordinator.leadership import Leadership, may_expire, was_lost
+from planaria.coordinator.logbook import opened_logbook
+from planaria.coordinator.state import Discard, Ending, Publish, Tick
+from planaria.core.messages import NodeLost, Shutdown, ToNode
+from planaria.core.records import AgentEnded, Ended, FromLauncher, Leading, ToLauncher
 from planaria.errors import AuthenticationError, StoreError
 from planaria.nodes.journal import open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of
-from planaria.nodes.logbook import opened_logbook
 from planaria.nodes.publisher import Publisher
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
@@ -76,7 +41,6 @@ from planaria.transport.probe import NO_NODE, Probe
 logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
-_TICKS_PER_LEASE: Final = 6
 _CLOSE_TIMEOUT_S: Final = 1.0
 _launcher_decoder: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
 
@@ -101,14 +65,11 @@ class _Leader:
             DiskTier(Path(spec.job.checkpoint.directory)),
             fingerprint=spec.fingerprint,
             keep=spec.job.checkpoint.keep,
-            say=self._events.put_nowait,
-            notify=self._notify,
+            say=self.queue,
+            notify=self.notify,
         )
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._order: Tell | None = None
-        self._progress: Progress | None = None
+        self._agents: set[_Agent] = set()
         self._has_progressed = asyncio.Event()
-        self._ended: Ended | None = None
 
     async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
         """Coordinates until the job ends, or its launcher does."""
@@ -135,17 +96,20 @@ class _Leader:
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
         lease_s = self._rules.job.cluster.lease_s
-        self._logbook = await opened_logbook(self._store, self._spec.job.name, lease_s=lease_s)
-        await self._restore()
+        logbook = await opened_logbook(self._store, self._spec.job.name, lease_s=lease_s)
+        self._leadership = Leadership[_Agent](self._rules, logbook, self)
+        await self._leadership.restore(
+            self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
+        )
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
-        self._notify(Leading(term=self._logbook.term, now_s=time.monotonic()))
+        self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
         tasks = [
             asyncio.create_task(job)
             for job in (
                 self._hear_launcher(reader),
                 self._tick(),
-                self._watch_leases(),
+                self._leadership.watch_leases(),
                 self._record_progress(),
             )
         ]
@@ -159,61 +123,34 @@ class _Leader:
 
     async def _serve(self, tasks: list[asyncio.Task[None]]) -> None:
         """Handles events until the job ends; what a task raises ends it here."""
-        while self._ended is None:
+        while self._leadership.ended is None:
             event = asyncio.create_task(self._events.get())
             done, _ = await asyncio.wait({event, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {event}:
                 task.result()
             if event in done:
-                await self._handle(event.result())
+                await self._leadership.handle(event.result(), time.monotonic())
+                if self._leadership.has_progressed:
+                    self._has_progressed.set()
             else:
                 event.cancel()
+        ended = self._leadership.ended
+        if was_lost(ended):
+            self._publisher.publish_start(ended.epoch)
+        await self._tell_end(ended)
 
     async def _close_agents(self) -> None:
         """Closes the connections once what was written is sent; one that hangs is left behind."""
-        for writer in self._writers.values():
-            writer.close()
+        for agent in self._agents:
+            agent.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=_CLOSE_TIMEOUT_S)
 
-    # -- records ----------------------------------------------------------------------------------
-
-    async def _restore(self) -> None:
-        """Goes on from the records, or begins the job if there are none."""
-        found = await self._logbook.read()
-        if found is None:
-            self._state, commands = first_step(
-                self._rules,
-                self._spec.plan,
-                term=self._logbook.term,
-                predicted_s=self._spec.predicted_s,
-            )
-        else:
-            self._state, commands = restored_step(
-                self._rules,
-                found.plan or self._spec.plan,
-                term=self._logbook.term,
-                members=found.members,
-                outcome=found.outcome,
-                decision=found.decision,
-                progress=found.progress,
-                predicted_s=self._spec.predicted_s,
-                now_s=time.monotonic(),
-            )
-            # Members have a whole lease to find this coordinator.
-            for node in self._state.nodes:
-                await self._logbook.grant(node)
-        await self._carry_out(commands)
-
     async def _record_progress(self) -> None:
-        """Records how far the job has come, and lets agents forget what came before."""
         while True:
             await self._has_progressed.wait()
             self._has_progressed.clear()
-            assert self._progress is not None
-            progress = self._progress
-            await self._logbook.record_progress(progress)
-            self._tell(Acknowledged(num_committed=progress.num_committed), self._writers.keys())
+            await self._leadership.record_progress()
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -233,44 +170,23 @@ class _Leader:
             logger.warning("refused a connection: %s", error)
             writer.close()
             return
-        if not await self._admit(node, writer):
-            return
-        decoder = FrameDecoder()
+        agent = _Agent(writer)
+        self._agents.add(agent)
         try:
-            while data := await reader.read(_READ_BYTES):
-                for body in decoder.feed(data):
-                    await self._take(node, from_node_decoder.decode(body))
+            if await self._leadership.admit(node, agent):
+                await self._hear_agent(node, reader)
         except ConnectionError as error:
             logger.info("node %s: %s", node, error)
         finally:
-            if self._writers.get(node) is writer:
-                del self._writers[node]
-                self._events.put_nowait(NodeLost(node=node, reason="its connection closed"))
-            writer.close()
+            self._agents.discard(agent)
+            self._leadership.left(node, agent)
+            agent.close()
 
-    async def _admit(self, node: int, writer: asyncio.StreamWriter) -> bool:
-        """Greets an agent, of a member or of a node that would be one; one whose node is no member
-        any more is told so."""
-        writer.write(frame(Welcome(term=self._logbook.term)))
-        if node in self._state.gone:
-            writer.write(frame(Abort(epoch=self._state.epoch, nodes=self._state.nodes)))
-            await writer.drain()
-            writer.close()
-            return False
-        await self._logbook.grant(node)
-        if self._state.stop_requested:
-            writer.write(frame(StopRequested()))
-        if self._order is not None and node in (self._order.nodes or self._state.nodes):
-            writer.write(frame(self._order.message))
-        self._writers[node] = writer
-        return True
-
-    async def _take(self, node: int, message: FromNode) -> None:
-        if not isinstance(message, Heartbeat):
-            self._events.put_nowait(message)
-            return
-        if await self._logbook.renew(node) and node in self._writers:
-            self._writers[node].write(frame(HeartbeatTaken(sent_s=message.sent_s)))
+    async def _hear_agent(self, node: int, reader: asyncio.StreamReader) -> None:
+        decoder = FrameDecoder()
+        while data := await reader.read(_READ_BYTES):
+            for body in decoder.feed(data):
+                await self._leadership.take(node, from_node_decoder.decode(body))
 
     async def _hear_launcher(self, reader: asyncio.StreamReader) -> None:
         decoder = FrameDecoder()
@@ -278,103 +194,64 @@ class _Leader:
             for body in decoder.feed(data):
                 message = _launcher_decoder.decode(body)
                 if isinstance(message, AgentEnded):
-                    lost = NodeLost(node=message.node, reason=message.reason)
-                    self._events.put_nowait(lost)
+                    self.queue(NodeLost(node=message.node, reason=message.reason))
                 else:
-                    self._events.put_nowait(message)
+                    self.queue(message)
         os._exit(1)
 
     async def _tick(self) -> None:
         """Ends leases that are due, unless this process itself was stopped a while."""
-        period_s = self._rules.job.cluster.lease_s / _TICKS_PER_LEASE
+        period_s = self._rules.job.cluster.lease_s / TICKS_PER_LEASE
         last_s = time.monotonic()
         while True:
             await asyncio.sleep(period_s)
             now_s = time.monotonic()
-            if now_s - last_s < 3 * period_s:
+            if may_expire(now_s, last_s, period_s=period_s):
                 await self._store.expire()
             last_s = now_s
-            self._events.put_nowait(Tick())
+            self.queue(Tick())
 
-    async def _watch_leases(self) -> None:
-        async for node in self._logbook.ended_leases():
-            self._events.put_nowait(NodeLost(node=node, reason="its lease ran out"))
+    # -- hands ------------------------------------------------------------------------------------
 
-    async def _handle(self, event: Event) -> None:
-        if isinstance(event, Stopped):  # It knows better than the reports how far the job was.
-            self._reached("detect", event.vector_iteration + 1)
-        self._state, commands = step(self._rules, self._state, event, time.monotonic())
-        await self._carry_out(commands)
+    def queue(self, event: Event) -> None:
+        """See Hands."""
+        self._events.put_nowait(event)
 
-    # -- commands ---------------------------------------------------------------------------------
-
-    async def _carry_out(self, commands: tuple[Command, ...]) -> None:
-        for command in commands:
-            match command:
-                case Tell(message, nodes):
-                    if isinstance(message, Abort | StartEpoch | SaveLayers):
-                        self._order = command
-                    self._tell(message, nodes or self._state.nodes)
-                case Evict(nodes):
-                    await self._evict(nodes)
-                case RecordMembers(members):
-                    if self._state.phase is Phase.RECORDING:
-                        self._reached("detect", self._state.next_iteration)
-                    await self._logbook.record_members(members)
-                    self._events.put_nowait(MembersRecorded(members.epoch))
-                case RecordDecision(outcome, decision):
-                    if self._state.phase is Phase.DECIDING:
-                        self._reached("decide", outcome.iteration)
-                    await self._logbook.record_decision(outcome, decision)
-                    self._events.put_nowait(DecisionRecorded(outcome.epoch))
-                case Notify(message):
-                    self._notify(message)
-                    if isinstance(message, Committed):
-                        number = message.iteration + 1
-                        self._progress = Progress(num_committed=number, ends=message.ends)
-                        self._has_progressed.set()
-                case Publish():
-                    self._publisher.publish(command)
-                case Discard():
-                    self._publisher.discard(command)
-                case End():
-                    await self._end(command)
-
-    def _reached(self, place: str, iteration: int) -> None:
-        if self._state.loss is not None:
-            self._probe.reached(place, iteration)
-
-    def _tell(self, message: Message, nodes: Collection[int]) -> None:
-        data = frame(message)
-        for node, writer in self._writers.items():
-            if node in nodes:
-                writer.write(data)
-
-    def _notify(self, message: Message) -> None:
+    def notify(self, message: ToLauncher) -> None:
+        """See Hands."""
         self._launcher.write(frame(message))
 
-    async def _evict(self, nodes: tuple[int, ...]) -> None:
-        for node in nodes:
-            writer = self._writers.pop(node, None)
-            if writer is not None:
-                writer.close()
-            await self._logbook.revoke(node)
+    def keep(self, command: Publish | Discard) -> None:
+        """See Hands."""
+        match command:
+            case Publish():
+                self._publisher.publish(command)
+            case Discard():
+                self._publisher.discard(command)
 
-    async def _end(self, end: End) -> None:
-        if end.ending is Ending.LOST:
-            self._publisher.publish_start(self._state.epoch)
-        ended = Ended(
-            ending=end.ending.value,
-            reason=end.reason,
-            failure=end.failure,
-            nodes=self._state.nodes,
-            epoch=self._state.epoch,
-        )
-        await self._tell_end(ended)
+    def reached(self, place: str, iteration: int) -> None:
+        """See Hands."""
+        self._probe.reached(place, iteration)
 
     async def _tell_end(self, ended: Ended) -> None:
         """The launcher knows before anybody may leave, so that none is taken for lost."""
-        self._ended = ended
-        self._notify(ended)
+        self.notify(ended)
         await self._launcher.drain()
-        self._tell(Shutdown(), self._writers.keys())
+        for agent in self._agents:
+            agent.tell(Shutdown())
+
+
+class _Agent:
+    """A connection to an agent."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def tell(self, message: ToNode) -> None:
+        """See Line."""
+        if not self._writer.is_closing():
+            self._writer.write(frame(message))
+
+    def close(self) -> None:
+        """See Line."""
+        self._writer.close()

@@ -4,9 +4,7 @@ import asyncio
 
 import pytest
 
-from planaria.errors import CompactedError, ConflictError, LeaseLostError
-from planaria.nodes.journal import MemoryStore
-from planaria.nodes.store import (
+from planaria.coordinator.store import (
     ABSENT,
     EMPTY,
     HISTORY_MAX,
@@ -29,6 +27,8 @@ from planaria.nodes.store import (
     reopened,
     step,
 )
+from planaria.errors import CompactedError, ConflictError, LeaseLostError
+from planaria.nodes.journal import MemoryStore
 
 TIMEOUT_S = 20.0
 KEYS = Keys("demo")

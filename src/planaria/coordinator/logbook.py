@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from planaria.coordinator.store import ABSENT, NO_LEASE, Gone, Guard, Keys, Store
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -22,7 +23,6 @@ from planaria.core.records import (
     encode_record,
 )
 from planaria.errors import LeaseLostError
-from planaria.nodes.store import ABSENT, NO_LEASE, Gone, Guard, Keys, Store
 
 _Kind = TypeVar("_Kind", Members, Outcome, Decision)
 

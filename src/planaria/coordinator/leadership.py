@@ -1,0 +1,255 @@
+"""One coordinator's time: who is admitted, whose lease holds, what is recorded before it is told.
+
+`Leadership` joins the coordinator's function (coordinator.py) with its records (logbook.py) and the
+agents' connections. It knows no socket, task or clock: it waits for nothing but the store, so
+nodes/leader.py runs it on an event loop, and the simulator under a virtual clock, where it can be
+killed at every place at which it waits.
+
+Events are handled one at a time; agents are admitted, and leases renewed, in between.
+
+Source: DESIGN 4.5 and 6 (Coordination).
+"""
+
+from collections.abc import Collection
+from typing import Generic, Protocol, TypeVar
+
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.logbook import Logbook
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import (
+    Command,
+    DecisionRecorded,
+    Discard,
+    End,
+    Ending,
+    Evict,
+    JobState,
+    MembersRecorded,
+    Notify,
+    Phase,
+    Publish,
+    RecordDecision,
+    RecordMembers,
+    Rules,
+    Tell,
+)
+from planaria.core.messages import (
+    Abort,
+    Acknowledged,
+    FromNode,
+    Heartbeat,
+    HeartbeatTaken,
+    NodeLost,
+    SaveLayers,
+    StartEpoch,
+    Stopped,
+    StopRequested,
+    ToNode,
+    Welcome,
+)
+from planaria.core.plan import Plan
+from planaria.core.records import Committed, Ended, Progress, ToLauncher
+
+
+class Line(Protocol):
+    """A connection to an agent."""
+
+    def tell(self, message: ToNode) -> None:
+        """Sends a message, without waiting."""
+
+    def close(self) -> None:
+        """Sends what was told, and nothing more."""
+
+
+class Hands(Protocol):
+    """What a leader does beside talking to agents; none of it waits."""
+
+    def queue(self, event: Event) -> None:
+        """Has an event handled after those before it."""
+
+    def notify(self, message: ToLauncher) -> None:
+        """Tells the launcher."""
+
+    def keep(self, command: Publish | Discard) -> None:
+        """Carries out what concerns saves on disk."""
+
+    def reached(self, place: str, iteration: int) -> None:
+        """A place of a recovery is reached, at which a fault can be injected."""
+
+
+Agent = TypeVar("Agent", bound=Line)
+
+
+class Leadership(Generic[Agent]):
+    """Serves agents, and handles events, from its restoration to the end of the job.
+
+    Attributes:
+        state: all that the coordinator knows.
+        ended: how the job ended; None while it goes on.
+    """
+
+    def __init__(self, rules: Rules, logbook: Logbook, hands: Hands) -> None:
+        self.state: JobState
+        self.ended: Ended | None = None
+        self._rules = rules
+        self._logbook = logbook
+        self._hands = hands
+        self._lines: dict[int, Agent] = {}
+        self._order: Tell | None = None
+        self._progress: Progress | None = None
+
+    @property
+    def term(self) -> int:
+        return self._logbook.term
+
+    # -- records ----------------------------------------------------------------------------------
+
+    async def restore(self, plan: Plan, *, predicted_s: float, now_s: float) -> None:
+        """Goes on from the records, or begins the job with this plan if there are none."""
+        found = await self._logbook.read()
+        if found is None:
+            self.state, commands = first_step(
+                self._rules, plan, term=self.term, predicted_s=predicted_s
+            )
+        else:
+            self.state, commands = restored_step(
+                self._rules,
+                found.plan or plan,
+                term=self.term,
+                members=found.members,
+                outcome=found.outcome,
+                decision=found.decision,
+                progress=found.progress,
+                predicted_s=predicted_s,
+                now_s=now_s,
+            )
+            # Members have a whole lease to find this coordinator.
+            for node in self.state.nodes:
+                await self._logbook.grant(node)
+        await self._carry_out(commands)
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether there is progress that is not recorded yet."""
+        return self._progress is not None
+
+    async def record_progress(self) -> None:
+        """Records how far the job has come, and lets agents forget what came before."""
+        assert self._progress is not None
+        progress, self._progress = self._progress, None
+        await self._logbook.record_progress(progress)
+        self._tell(Acknowledged(num_committed=progress.num_committed), self._lines.keys())
+
+    # -- agents -----------------------------------------------------------------------------------
+
+    async def admit(self, node: int, line: Agent) -> bool:
+        """Greets an agent, of a member or of a node that would be one.
+
+        One whose node is no member any more is told so, and False is returned.
+        """
+        line.tell(Welcome(term=self.term))
+        if node in self.state.gone:
+            line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
+            return False
+        await self._logbook.grant(node)
+        if self.state.stop_requested:
+            line.tell(StopRequested())
+        if self._order is not None and node in (self._order.nodes or self.state.nodes):
+            line.tell(self._order.message)
+        self._lines[node] = line
+        return True
+
+    async def take(self, node: int, message: FromNode) -> None:
+        """Takes in what an agent says."""
+        if not isinstance(message, Heartbeat):
+            self._hands.queue(message)
+        elif await self._logbook.renew(node) and node in self._lines:
+            self._lines[node].tell(HeartbeatTaken(sent_s=message.sent_s))
+
+    def left(self, node: int, line: Agent) -> None:
+        """A connection has closed; the node is lost with it unless it has another."""
+        if self._lines.get(node) is line:
+            del self._lines[node]
+            self._hands.queue(NodeLost(node=node, reason="its connection closed"))
+
+    async def watch_leases(self) -> None:
+        """Takes nodes whose leases end for lost; never returns."""
+        async for node in self._logbook.ended_leases():
+            self._hands.queue(NodeLost(node=node, reason="its lease ran out"))
+
+    # -- events -----------------------------------------------------------------------------------
+
+    async def handle(self, event: Event, now_s: float) -> None:
+        """Takes in one event, and carries out what follows."""
+        if isinstance(event, Stopped):  # It knows better than the reports how far the job was.
+            self._reached("detect", event.vector_iteration + 1)
+        self.state, commands = step(self._rules, self.state, event, now_s)
+        await self._carry_out(commands)
+
+    async def _carry_out(self, commands: tuple[Command, ...]) -> None:
+        for command in commands:
+            match command:
+                case Tell(message, nodes):
+                    if isinstance(message, Abort | StartEpoch | SaveLayers):
+                        self._order = command
+                    self._tell(message, nodes or self.state.nodes)
+                case Evict(nodes):
+                    await self._evict(nodes)
+                case RecordMembers(members):
+                    if self.state.phase is Phase.RECORDING:
+                        self._reached("detect", self.state.next_iteration)
+                    await self._logbook.record_members(members)
+                    self._hands.queue(MembersRecorded(members.epoch))
+                case RecordDecision(outcome, decision):
+                    if self.state.phase is Phase.DECIDING:
+                        self._reached("decide", outcome.iteration)
+                    await self._logbook.record_decision(outcome, decision)
+                    self._hands.queue(DecisionRecorded(outcome.epoch))
+                case Notify(message):
+                    self._hands.notify(message)
+                    if isinstance(message, Committed):
+                        number = message.iteration + 1
+                        self._progress = Progress(num_committed=number, ends=message.ends)
+                case Publish() | Discard():
+                    self._hands.keep(command)
+                case End():
+                    self.ended = _ended(self.state, command)
+
+    def _reached(self, place: str, iteration: int) -> None:
+        if self.state.loss is not None:
+            self._hands.reached(place, iteration)
+
+    def _tell(self, message: ToNode, nodes: Collection[int]) -> None:
+        for node, line in self._lines.items():
+            if node in nodes:
+                line.tell(message)
+
+    async def _evict(self, nodes: tuple[int, ...]) -> None:
+        for node in nodes:
+            line = self._lines.pop(node, None)
+            if line is not None:
+                line.close()
+            await self._logbook.revoke(node)
+
+
+def may_expire(now_s: float, last_s: float, *, period_s: float) -> bool:
+    """Whether leases that are due may end at a tick, after one at last_s.
+
+    Not if the coordinator itself was stopped a while: it has heard nobody meanwhile.
+    """
+    return now_s - last_s < 3 * period_s
+
+
+def _ended(state: JobState, end: End) -> Ended:
+    return Ended(
+        ending=end.ending.value,
+        reason=end.reason,
+        failure=end.failure,
+        nodes=state.nodes,
+        epoch=state.epoch,
+    )
+
+
+def was_lost(ended: Ended) -> bool:
+    """Whether a job ended because too little of it was left."""
+    return ended.ending == Ending.LOST.value
