@@ -166,6 +166,34 @@ def test_before_the_first_iteration_every_rank_can_make_every_layer() -> None:
     assert (order.iteration, order.vector, order.source) == (FIRST, b"", SOURCE)
 
 
+def test_a_job_whose_workers_are_all_new_does_not_begin_again() -> None:
+    """Nobody has a vector, as before the first iteration; but iterations are committed.
+
+    Found by make sim SEED=1163: the worker of the only node that was left crashed.
+    """
+    rules = small_rules()
+    answers = [stopped(rank, 1) for rank in (0, 1, 2)]
+    events: list[Event] = [gone(3), MembersRecorded(1), *answers]
+
+    _, commands = after(training(rules), events, rules)
+
+    assert of_type(commands, RecordDecision) == []
+    (end,) = of_type(commands, End)
+    assert (end.ending, end.reason) == (Ending.LOST, "no live node holds layer 0")
+
+
+def test_a_job_whose_last_save_is_on_disk_needs_no_workers_any_more() -> None:
+    """All of them crashed between the last save and its manifest."""
+    rules = small_rules()
+    state = replace(training(rules), next_iteration=END, ends=True)
+    answers = [stopped(rank, 1) for rank in (0, 1, 2)]
+    events: list[Event] = [gone(3), Published(END, 0), MembersRecorded(1), *answers]
+
+    _, commands = after(state, [*events, DecisionRecorded(1)], rules)
+
+    assert of_type(commands, End) == [End(Ending.FINISHED)]
+
+
 def test_later_epochs_start_from_nothing_on_disk() -> None:
     """The layers are in the ranks, and newer than what the run began with."""
     cluster = FakeCluster(small_rules(), PLAN)

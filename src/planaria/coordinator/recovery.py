@@ -136,7 +136,7 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     held = _held(rules, state, outcome)
     cluster = _cluster(rules, state, held)
     num_nodes, f = len(cluster.nodes), rules.job.resilience.failures_tolerated
-    ends = False
+    ends = state.ends
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
@@ -201,6 +201,8 @@ def _outcome(rules: Rules, state: JobState) -> Outcome:
     recorded = state.outcome
     if recorded is not None and recorded.iteration > iteration:
         iteration, vector = recorded.iteration, recorded.vector
+    if iteration < state.next_iteration:  # All who were at work are new, and hold nothing.
+        iteration, vector = state.next_iteration, b""
     ages = {age for answer in state.answers.values() for age in answer.ages.values()}
     is_redo = iteration - 1 not in ages
     return Outcome(epoch=state.epoch, iteration=iteration, vector=vector, is_redo=is_redo)
