@@ -110,11 +110,15 @@ def test_of_saves_the_newest_two_are_kept() -> None:
     assert told == [*saves[1:], newest]
 
 
-def test_what_is_soon_out_of_date_is_not_kept() -> None:
-    """A new coordinator sees by itself who cannot be reached."""
+def test_a_link_that_broke_is_told_until_its_epoch_is_over() -> None:
+    """Who lost it has left the epoch and waits, so nobody else would ever tell a new coordinator.
+
+    Found by make sim SEED=2215.
+    """
     unreachable = PeerUnreachable(rank=1, epoch=0, peer=0, reason="closed")
 
-    assert facts(unreachable) == []
+    assert facts(unreachable) == [unreachable]
+    assert facts(unreachable, abort(1)) == []
 
 
 def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:

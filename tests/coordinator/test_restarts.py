@@ -7,6 +7,7 @@ import pytest
 from coordinated import (
     END,
     FIRST,
+    LEASE_S,
     NOW_S,
     exited,
     of_type,
@@ -16,9 +17,10 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster, FakeNode
 from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.agent_state import said
 from planaria.coordinator.start import restored_step
-from planaria.coordinator.state import End, Ending, Phase, Tell
-from planaria.core.messages import Abort
+from planaria.coordinator.state import End, Ending, Phase, Tell, Tick
+from planaria.core.messages import Abort, PeerUnreachable
 from planaria.core.records import Committed, Members, Progress
 
 PLAN = shaped_plan((2, 2), 6)
@@ -152,6 +154,19 @@ def test_what_was_reported_before_a_loss_is_told_once_somebody_leads_again() -> 
 
     told = [c.iteration for c in of_type(cluster.commands[before:], Committed)]
     assert told == [FIRST + 2, FIRST + 3]
+
+
+def test_a_link_that_broke_before_a_coordinator_was_killed_is_answered_by_the_next() -> None:
+    """All ranks wait: those who lost the link for an order, the others for them."""
+    cluster = trained()
+    agent = cluster.nodes[1].agent
+    unreachable = PeerUnreachable(rank=1, epoch=cluster.state.epoch, peer=0, reason="closed")
+    cluster.nodes[1].agent = said(agent, unreachable)
+    epoch = cluster.state.epoch
+    cluster.restart()
+    cluster.hear(Tick(), now_s=NOW_S + 2 * LEASE_S)
+
+    assert cluster.state.epoch == epoch + 1
 
 
 def test_a_crash_that_nobody_heard_of_is_answered_by_the_next() -> None:

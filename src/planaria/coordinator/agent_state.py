@@ -74,11 +74,9 @@ def said(state: AgentState, message: Fact) -> AgentState:
     match message:
         case IterationDone() | LayersSaved() | SaveFailed():
             iteration = message.iteration
-        case PeerUnreachable():  # Soon out of date.
-            return state
         case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():
             pass
-        case Corrupted() | NodeArrived() | NoticeTaken():
+        case Corrupted() | NodeArrived() | NoticeTaken() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
     facts = {other: fact for other, fact in state.facts.items() if other != key}
@@ -127,4 +125,5 @@ def _is_over(fact: Fact, epoch: int) -> bool:
     """Whether an epoch that begins makes a fact worthless."""
     if isinstance(fact, WorkerExited):
         return True  # It was answered by this very epoch.
-    return isinstance(fact, Stopped | EpochReady | Corrupted) and fact.epoch < epoch
+    told = Stopped | EpochReady | Corrupted | PeerUnreachable
+    return isinstance(fact, told) and fact.epoch < epoch
