@@ -1,0 +1,234 @@
+"""A modelled node: the agent's decisions are the real ones, its processes and sockets are not.
+
+Source: nodes/agent.py, whose order of things it keeps.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from planaria.coordinator.agent_lease import (
+    TICKS_PER_LEASE,
+    AgentLease,
+    first_lease,
+    is_given_up,
+    renewed,
+    ticked,
+    unconnected,
+    watches_workers,
+)
+from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.core.messages import (
+    Fact,
+    Heartbeat,
+    HeartbeatTaken,
+    Shutdown,
+    ToNode,
+    WorkerExited,
+)
+from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.network import End, Network
+from planaria.simulator.scenario import LEASE_S, PlannedJob
+from planaria.simulator.worker import SimulatedWorker, Surroundings
+
+_RECONNECT_S = 0.02
+_STARTUP_S = 0.05
+KILLED = -9
+
+
+class World(Surroundings, Protocol):
+    """What a node finds around it."""
+
+    loop: Loop
+    rng: Random
+    network: Network
+    job: PlannedJob
+
+    def door(self, agent: "SimulatedAgent") -> End | None:
+        """A connection to the coordinator, None while none takes any."""
+
+    def listener(self, port: int) -> SimulatedLinks | None:
+        """Which worker listens there."""
+
+    def happened(self, what: str, *facts: object) -> None:
+        """Something that a fault may wait for, or a reader may want to know."""
+
+
+class SimulatedAgent:
+    """An agent and the workers of its node.
+
+    Attributes:
+        workers: by device, the present ones.
+        state: what the agent knows.
+        left: why it ended itself, "" if it did not.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        node: int,
+        *,
+        rate: float,
+        failed: Callable[[BaseException], None],
+        ended: Callable[["SimulatedAgent"], None],
+    ) -> None:
+        self.node = node
+        self.left = ""
+        self.state = AgentState(node=node)
+        self.workers: list[SimulatedWorker] = []
+        self._world = world
+        self._rate = rate
+        self._failed = failed
+        self._num_forked = 0
+        self._lines: list[End] = []
+        self._to_coordinator: End | None = None
+        self._is_shut_down = False
+        self.process = Process(world.loop, f"agent {node}", place=node, failed=failed, rate=rate)
+        self.process.at_exit(lambda: ended(self))
+        self._lease: AgentLease = first_lease(LEASE_S, self.process.now_s)
+        for device in range(world.job.scenario.devices_per_node):
+            self.workers.append(self._forked(device))
+            self._lines.append(self._joined(device))
+        self.process.spawn(self._serve())
+        self.process.spawn(self._tick())
+
+    def kill(self) -> None:
+        """The whole node is gone."""
+        self.process.kill()
+        for worker in self.workers:
+            worker.process.kill()
+
+    def break_workers(self, *, device: int) -> None:
+        """A worker crashes; its node lives."""
+        self.workers[device].process.kill()
+
+    # -- the coordinator --------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Serves one connection to a coordinator after the other."""
+        while not self._is_shut_down:
+            await self.process.sleep(self._world.network.latency_s() + _RECONNECT_S)
+            end = self._world.door(self)
+            if end is None:
+                continue
+            over: Waiting[None] = Waiting()
+            end.received = self._hear
+
+            def closed(over: Waiting[None] = over) -> None:
+                over.resolve(None)
+
+            end.closed = closed
+            for fact in self.state.facts.values():
+                end.send(fact)
+            self._to_coordinator = end
+            self._beat()
+            await over
+            self._to_coordinator = None
+
+    def _hear(self, message: ToNode) -> None:
+        result = heard(self.state, message)
+        self.state = result.state
+        if result.ends:
+            self._leave(result.ends)
+            return
+        if isinstance(message, HeartbeatTaken):
+            self._lease = renewed(self._lease, message.sent_s)
+        if result.forwards:
+            for line in self._lines:
+                line.send(message)
+        if isinstance(message, Shutdown):
+            self._is_shut_down = True
+
+    def _say(self, message: Fact) -> None:
+        self.state = said(self.state, message)
+        if self._to_coordinator is not None:
+            self._to_coordinator.send(message)
+
+    def _leave(self, reason: str) -> None:
+        self._world.happened("leaves", self.node, reason)
+        self.left = reason
+        self.kill()
+
+    # -- the lease and the workers ----------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await self.process.sleep(LEASE_S / TICKS_PER_LEASE)
+            now_s = self.process.now_s
+            self._lease = ticked(self._lease, now_s)
+            self._beat()
+            if watches_workers(self._lease, now_s):
+                for worker in self.workers:
+                    stopped_s = worker.process.stopped_s
+                    if stopped_s >= 0.0 and now_s - stopped_s > LEASE_S:
+                        self._world.happened("stalled", worker.rank)
+                        worker.process.kill()
+
+    def _beat(self) -> None:
+        now_s = self.process.now_s
+        if self._to_coordinator is None:
+            self._lease = unconnected(self._lease, now_s)
+            return
+        self._to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
+        if is_given_up(self._lease, now_s):
+            self._leave("its lease ran out, unanswered")
+
+    def _forked(self, device: int) -> SimulatedWorker:
+        self._num_forked += 1
+        rank = self.node * self._world.job.scenario.devices_per_node + device
+        port = pid = rank + 1000 * self._num_forked
+        name = f"worker {rank}.{self._num_forked}"
+        process = Process(
+            self._world.loop, name, place=self.node, failed=self._failed, rate=self._rate
+        )
+        links = SimulatedLinks(
+            process,
+            rank,
+            ("host", port),
+            network=self._world.network,
+            find=self._world.listener,
+        )
+        return SimulatedWorker(
+            process,
+            links,
+            self._world,
+            node=self.node,
+            rank=rank,
+            pid=pid,
+            startup_s=_STARTUP_S * (1.0 + 4.0 * self._world.rng.random()),
+            may_write=self._is_member,
+        )
+
+    def _joined(self, device: int) -> End:
+        """Starts a worker with a line to this agent."""
+        worker = self.workers[device]
+        mine, theirs = self._world.network.pair(self.process, worker.process)
+        mine.received = self._say
+        mine.closed = lambda: self._worker_ended(device, worker)
+        theirs.received = worker.hear
+        theirs.closed = worker.process.kill
+        worker.line = theirs
+        worker.process.spawn(worker.run())
+        return mine
+
+    def _worker_ended(self, device: int, worker: SimulatedWorker) -> None:
+        """The new one is there before any order can follow on the loss of the old one."""
+        if self._is_shut_down:
+            return
+        was_stalled = worker.process.stopped_s >= 0.0
+        self._lines[device].close()
+        self.workers[device] = self._forked(device)
+        self._lines[device] = self._joined(device)
+        self._say(
+            WorkerExited(
+                node=self.node,
+                rank=worker.rank,
+                pid=worker.pid,
+                status=KILLED,
+                stalled=was_stalled,
+            )
+        )
+
+    def _is_member(self) -> bool:
+        return self.process.now_s < self._lease.end_s

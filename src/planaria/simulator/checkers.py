@@ -1,0 +1,292 @@
+"""What must hold in every run, checked from outside of the system.
+
+    samples    each layer holds what the samples of all iterations up to its age made of it, no
+               more and no less, wherever it is: on a worker, or in a checkpoint
+    one age    all ranks of an epoch begin with the same age, on which what was committed is built
+    the plan   covers the model, uses every survivor, and computes every microbatch once
+    records    each is written once, epochs rise one by one, and only the newest leader writes
+    commits    come in order, each with its own samples, and never again with others
+    the end    is what the facts allow, and comes soon after the last fault is over
+    members    whoever is none any more is gone
+
+Source: TigerBeetle's checkers, which watch and assert and take no part.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from planaria.coordinator.coordinator import CRASHES_MAX
+from planaria.coordinator.store import Entry, Event
+from planaria.core.messages import StartEpoch
+from planaria.core.plan import Plan
+from planaria.core.records import (
+    Committed,
+    Decision,
+    Ended,
+    Leading,
+    Members,
+    Outcome,
+    Progress,
+    Running,
+    ToLauncher,
+    decode_record,
+)
+from planaria.core.samples import sample_digest
+from planaria.simulator.cluster import SimulatedCluster
+from planaria.simulator.faults import FaultKind, Faults
+from planaria.simulator.scenario import LEASE_S
+from planaria.simulator.worker import SimulatedWorker
+
+PATIENCE_S: Final = 60.0  # From the last fault to the end of the job.
+_LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
+_END_A_LEASE: Final = (
+    *(FaultKind.HANG, FaultKind.DETACH, FaultKind.PAUSE, FaultKind.SLOW, FaultKind.DISK),
+)
+_LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
+
+
+class Checkers:
+    """Watches a cluster; collects what must not have happened.
+
+    Attributes:
+        faults: that strike the cluster.
+        violations: in words, the first first.
+    """
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self.faults: Faults
+        self.violations: list[str] = []
+        self._cluster = cluster
+        self._job = cluster.job
+        self._first_ages: dict[int, int] = {}
+        self._records: dict[tuple[str, str], Entry] = {}
+        self._term = -1
+        self._epoch = -1
+        self._members: tuple[int, ...] = cluster.job.plan.nodes
+        self._outcome = -1
+        self._num_committed = 0
+        self._published = -1
+        self._evicted_s: dict[int, float] = {}
+
+    def _fail(self, text: str) -> None:
+        self._cluster.happened("VIOLATION", text)
+        self.violations.append(f"{self._cluster.loop.now_s:.4f} s: {text}")
+
+    def raised(self, error: BaseException) -> None:
+        """See Watcher."""
+        self._fail(f"raised {error!r}")
+
+    # -- samples and ages -------------------------------------------------------------------------
+
+    def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
+        """See Watcher."""
+        if place in ("resume", "start", "optimizer"):
+            self._check_contents(worker)
+        if place == "resume":
+            epoch = worker.links.epoch
+            age = self._first_ages.setdefault(epoch, iteration)
+            if age != iteration:
+                self._fail(f"epoch {epoch} begins at {age} and, on {worker.rank}, at {iteration}")
+            if iteration < self._num_committed:
+                self._fail(f"epoch {epoch} begins before {self._num_committed} committed ones")
+        if place in ("resume", "start"):
+            ages = {layer: held.age for layer, held in worker.held.items()}
+            if any(age != iteration for age in ages.values()):
+                self._fail(f"rank {worker.rank} begins iteration {iteration} with ages {ages}")
+
+    def _check_contents(self, worker: SimulatedWorker) -> None:
+        for layer, held in worker.held.items():
+            if self._job.contents.get((layer, held.age)) != held.content:
+                self._fail(f"rank {worker.rank}: layer {layer} of age {held.age} is another")
+
+    def published(self, iteration: int, layers: Mapping[int, int]) -> None:
+        """See Watcher."""
+        self._published = max(self._published, iteration)
+        for layer in range(self._job.scenario.num_layers):
+            if self._job.contents[layer, iteration] != layers.get(layer):
+                self._fail(f"the checkpoint of {iteration} has another layer {layer}")
+
+    # -- records ----------------------------------------------------------------------------------
+
+    def recorded(self, event: Event) -> None:
+        """See Watcher."""
+        if not isinstance(event, Entry):
+            return
+        kind, name = event.key.rsplit("/", 2)[-2:]
+        if name == "leader":
+            self._check_term(int(event.value))
+        elif name == "commit":
+            self._check_progress(decode_record(event.value, Progress))
+        elif kind in ("members", "outcome", "plan"):
+            if (kind, name) in self._records:
+                self._fail(f"{kind}/{name} is written twice")
+            self._records[kind, name] = event
+            self._check_record(kind, event.value)
+
+    def _check_term(self, term: int) -> None:
+        if term != self._term + 1:
+            self._fail(f"term {term} follows {self._term}")
+        self._term = term
+
+    def _check_progress(self, progress: Progress) -> None:
+        if progress.num_committed > self._num_committed:
+            self._fail(f"{progress.num_committed} on record, {self._num_committed} committed")
+
+    def _check_record(self, kind: str, value: bytes) -> None:
+        if kind == "members":
+            self._check_members(decode_record(value, Members))
+        elif kind == "outcome":
+            self._check_outcome(decode_record(value, Outcome))
+        else:
+            order = decode_record(value, Decision).order
+            if isinstance(order, StartEpoch):
+                self._check_plan(order.plan)
+
+    def _check_members(self, members: Members) -> None:
+        if members.epoch != self._epoch + 1 or members.term != self._term:
+            self._fail(f"{members} follows epoch {self._epoch} in term {self._term}")
+        if not set(members.nodes) <= set(self._members):
+            self._fail(f"{members} has a node that was none of {self._members}")
+        for node in set(self._members) - set(members.nodes):
+            self._check_cause(node)
+            self._evicted_s[node] = self._cluster.loop.now_s
+        self._epoch, self._members = members.epoch, members.nodes
+
+    def _check_outcome(self, outcome: Outcome) -> None:
+        if outcome.epoch != self._epoch:
+            self._fail(f"an outcome of epoch {outcome.epoch} in epoch {self._epoch}")
+        if outcome.iteration < max(self._outcome, self._num_committed):
+            self._fail(
+                f"epoch {outcome.epoch} goes on at {outcome.iteration}: {self._num_committed} are "
+                f"committed, and an outcome before it said {self._outcome}"
+            )
+        self._outcome = outcome.iteration
+
+    def _check_plan(self, plan: Plan) -> None:
+        job = self._job
+        if plan.epoch != self._epoch:
+            self._fail(f"a plan of epoch {plan.epoch} in epoch {self._epoch}")
+        for route in (*plan.routes, *(pipeline.route() for pipeline in plan.pipelines)):
+            ends = [0, *(hop.end_layer for hop in route)]
+            starts = [*(hop.first_layer for hop in route), job.scenario.num_layers]
+            if ends != starts:
+                self._fail(f"{route} does not cover the model once")
+        if len(plan.routes) != job.scenario.num_microbatches:
+            self._fail(f"{len(plan.routes)} microbatches")
+        most = len(job.every.plans[len(self._members)].nodes)
+        if len(plan.nodes) < most or not set(plan.nodes) <= set(self._members):
+            self._fail(f"of {self._members} only {plan.nodes} work")
+
+    # -- what the launcher is told ----------------------------------------------------------------
+
+    def noticed(self, message: ToLauncher) -> None:
+        """See Watcher."""
+        match message:
+            case Leading() if message.term != self._term:
+                self._fail(f"term {message.term} leads in term {self._term}")
+            case Committed():
+                self._check_commit(message)
+            case Running():
+                self._check_running(message)
+            case Ended():
+                self._check_end(message)
+
+    def _check_commit(self, commit: Committed) -> None:
+        numbers = [n for part in self._job.samples[commit.iteration] for n in part]
+        if commit.sample_digest != sample_digest(np.array(numbers, dtype=np.int64)):
+            self._fail(f"iteration {commit.iteration} is committed with other samples")
+        if commit.iteration > self._num_committed:
+            self._fail(f"iteration {commit.iteration} follows {self._num_committed - 1}")
+        self._num_committed = max(self._num_committed, commit.iteration + 1)
+
+    def _check_running(self, running: Running) -> None:
+        if running.epoch != self._epoch:
+            self._fail(f"epoch {running.epoch} runs in epoch {self._epoch}")
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _check_end(self, ended: Ended) -> None:
+        scenario = self._job.scenario
+        match ended.ending:
+            case "finished":
+                if self._num_committed != scenario.iterations:
+                    self._fail(f"finished with {self._num_committed} iterations")
+                self._check_saved(self._num_committed)
+            case "stopped":
+                if not self._cluster.stop_requested:
+                    self._fail("stopped, and nobody asked for it")
+                self._check_saved(self._num_committed)
+            case "lost":
+                self._check_lost(ended)
+            case "failed":
+                self._check_failed(ended)
+            case "unsaved" if self._struck_nodes(*_END_A_LEASE):
+                pass  # Whoever's lease has run out writes nothing.
+            case _:
+                self._fail(f"ended: {ended.ending}, {ended.reason}")
+
+    def _check_saved(self, number: int) -> None:
+        if number > 0 and self._published != number:
+            self._fail(f"the newest checkpoint is of {self._published}, {number} are committed")
+
+    def _check_failed(self, ended: Ended) -> None:
+        """Three crashes of a rank in a row are taken for a mistake in the user's code."""
+        crashes = self._struck_nodes(FaultKind.CRASH, FaultKind.STALL)
+        if not crashes or max(crashes.values()) < CRASHES_MAX:
+            self._fail(f"failed after {dict(crashes)} crashes: {ended.reason}")
+
+    def _check_lost(self, ended: Ended) -> None:
+        scenario, num_left = self._job.scenario, len(ended.nodes)
+        n0, f = self._job.rules.n0, scenario.failures_tolerated
+        layer = re.match(r"no live node holds layer (\d+)", ended.reason)
+        if layer:
+            self._check_layer_lost(int(layer[1]), ended)
+        elif num_left >= n0 and not (scenario.stops_below and num_left < (f + 1) * n0):
+            self._fail(f"{num_left} nodes are left, and the job ends: {ended.reason}")
+
+    def _check_layer_lost(self, layer: int, ended: Ended) -> None:
+        """No member has it at the age at which all would go on, nor can get there."""
+        workers = [w for w in self._cluster.workers() if self._node(w) in ended.nodes]
+        age = max((self._outcome, *(w.vector_iteration + 1 for w in workers)))
+        for worker in workers:
+            held = worker.held.get(layer)
+            is_complete = held is not None and held.gradients_of == held.age == age - 1
+            if held is not None and (held.age == age or is_complete):
+                self._fail(f"rank {worker.rank} has layer {layer}, and the job ends without it")
+
+    def _node(self, worker: SimulatedWorker) -> int:
+        return worker.rank // self._job.scenario.devices_per_node
+
+    # -- members ----------------------------------------------------------------------------------
+
+    def _check_cause(self, node: int) -> None:
+        """A node is given up only if something happened that can look like its loss."""
+        struck = self._struck_nodes(*_LOOK_LIKE_LOSS)
+        anywhere = self._struck_nodes(FaultKind.CUT, FaultKind.SLOW)
+        if node not in struck and not anywhere:
+            self._fail(f"node {node} is given up, and nothing happened to it")
+
+    def _struck_nodes(self, *kinds: FaultKind) -> Counter[int]:
+        return Counter(node for _, fault, node in self.faults.struck if fault.kind in kinds)
+
+    def check_over(self, *, until_s: float) -> None:
+        """What must be so when a run is over."""
+        if self._cluster.ended is None:
+            self._fail(f"nothing came to an end within {until_s:.0f} s; {self._stuck()}")
+        for node, evicted_s in self._evicted_s.items():
+            agent = self._cluster.agents[node]
+            is_free = agent.process.is_alive and agent.process.stopped_s < 0.0
+            since_s = max(evicted_s, self.faults.over_s)
+            if is_free and self._cluster.loop.now_s - since_s > _LEAVES_S:
+                self._fail(f"node {node} is no member for long, and lives")
+
+    def _stuck(self) -> str:
+        leader = self._cluster.leader
+        if not leader.is_serving:
+            return "the coordinator does not serve"
+        state = leader.leadership.state
+        return f"epoch {state.epoch} of {state.nodes} waits for {state.phase.value}"

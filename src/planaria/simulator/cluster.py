@@ -1,0 +1,218 @@
+"""A simulated job: nodes, coordinator, launcher, store and disk on one loop.
+
+It is the place where a fault strikes and where a checker looks: what happens is told to a
+`Watcher`, which knows nothing that the real system is told.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from planaria.coordinator.state import Publish
+from planaria.coordinator.store import Event
+from planaria.core.messages import StopRequested
+from planaria.core.records import Committed, Ended, ToLauncher
+from planaria.simulator.agent import SimulatedAgent
+from planaria.simulator.leader import SimulatedLeader
+from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.loop import Loop, Process
+from planaria.simulator.network import End, Network
+from planaria.simulator.scenario import PlannedJob
+from planaria.simulator.store import SimulatedStore
+from planaria.simulator.worker import SimulatedWorker
+
+LAUNCHER = -1
+_RESTART_S = 0.03
+_RESTARTS_MAX = 5
+_NOTICE_S = 0.002
+
+
+class Watcher(Protocol):
+    """Who looks on from outside."""
+
+    def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
+        """A worker is at a place of an iteration or of a recovery."""
+
+    def recorded(self, event: Event) -> None:
+        """A key has changed, and the disk has it."""
+
+    def noticed(self, message: ToLauncher) -> None:
+        """A coordinator has told the launcher something."""
+
+    def published(self, iteration: int, layers: dict[int, int]) -> None:
+        """A checkpoint is complete."""
+
+    def raised(self, error: BaseException) -> None:
+        """Something raised what nobody expects."""
+
+
+class SimulatedCluster:
+    """All that runs in a simulated job.
+
+    Attributes:
+        log: what happened, with the moment, in order.
+        agents: by node; those that are gone stay.
+        leader: the newest process of the coordinator.
+        ended: how the job ended.
+        files: layers on disk, by (iteration, epoch).
+    """
+
+    def __init__(self, job: PlannedJob, rng: Random) -> None:
+        self.job = job
+        self.rng = rng
+        self.loop = Loop()
+        self.network = Network(self.loop, rng)
+        self.log: list[tuple[float, str, tuple[object, ...]]] = []
+        self.watcher: Watcher
+        self.strikes: list[Callable[[str, int], None]] = []
+        self.store = SimulatedStore(self.loop, rng, self._recorded)
+        self.agents: dict[int, SimulatedAgent] = {}
+        self.leader: SimulatedLeader
+        self.ended: Ended | None = None
+        self.num_committed = 0
+        self.files: dict[tuple[int, int], dict[int, int]] = {}
+        self.stop_requested = False
+        self._restarts = 0
+        self._num_leaders = 0
+        self.leader_rate = 1.0
+
+    def begin(self, rates: dict[int, float]) -> None:
+        """Starts every process; `rates` are of the clocks of nodes, and of the coordinator (-1)."""
+        self.leader_rate = rates.get(LAUNCHER, 1.0)
+        for node in self.job.plan.nodes:
+            self.agents[node] = SimulatedAgent(
+                self,
+                node,
+                rate=rates.get(node, 1.0),
+                failed=self._raised,
+                ended=self._agent_ended,
+            )
+        self._start_leader()
+
+    def happened(self, what: str, *facts: object) -> None:
+        """Something that a fault may wait for, or a reader may want to know."""
+        self.log.append((self.loop.now_s, what, facts))
+
+    def _raised(self, error: BaseException) -> None:
+        self.happened("raised", repr(error))
+        self.watcher.raised(error)
+
+    # -- the coordinator --------------------------------------------------------------------------
+
+    def _start_leader(self) -> None:
+        self._num_leaders += 1
+        process = Process(
+            self.loop,
+            f"coordinator {self._num_leaders}",
+            place=LAUNCHER,
+            failed=self._raised,
+            rate=self.leader_rate,
+        )
+        self.store.open(lambda: process.now_s)
+        self.leader = SimulatedLeader(process, self.store, self)
+        process.spawn(self.leader.run())
+        for node, agent in self.agents.items():
+            if not agent.process.is_alive:
+                self.leader.lost(node, "its agent ended")
+        if self.stop_requested:
+            self.leader.queue(StopRequested())
+
+    def kill_leader(self) -> None:
+        """The coordinator is killed, and started again."""
+        self.happened("coordinator killed")
+        self.leader.process.kill()
+        self.store.crash()
+        self._restarts += 1
+        delay_s = _RESTART_S * (1.0 + 5.0 * self.rng.random())
+        self.loop.after(delay_s, self._start_leader)
+
+    @property
+    def can_lose_leader(self) -> bool:
+        """The launcher does not give up if the coordinator is killed once more."""
+        return self._restarts < _RESTARTS_MAX and self.leader.process.is_alive
+
+    def door(self, agent: SimulatedAgent) -> End | None:
+        """See World."""
+        leader = self.leader
+        is_cut = self.network.is_cut(agent.node, LAUNCHER)
+        if is_cut or not leader.is_serving or not leader.process.is_alive:
+            return None
+        mine, theirs = self.network.pair(agent.process, leader.process)
+        self.happened("connects", agent.node)
+        leader.process.do(lambda: leader.accept(agent.node, theirs))
+        return mine
+
+    def hear(self, message: ToLauncher) -> None:
+        """See Launcher."""
+        self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
+        self.watcher.noticed(message)
+        if isinstance(message, Committed) and message.iteration >= self.num_committed:
+            self.num_committed = message.iteration + 1
+            self._restarts = 0
+        if isinstance(message, Ended) and self.ended is None:
+            self.ended = message
+
+    def request_stop(self) -> None:
+        """The user asks to stop."""
+        self.stop_requested = True
+        self.happened("stop requested")
+        if self.leader.process.is_alive:
+            self.leader.queue(StopRequested())
+
+    def _agent_ended(self, agent: SimulatedAgent) -> None:
+        self.happened("agent ended", agent.node)
+        self.loop.after(_NOTICE_S, lambda: self._tell_loss(agent.node))
+
+    def _tell_loss(self, node: int) -> None:
+        leader = self.leader
+        leader.process.do(lambda: leader.lost(node, "its agent ended"))
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def workers(self) -> list[SimulatedWorker]:
+        """Those whose processes are there."""
+        found = [worker for agent in self.agents.values() for worker in agent.workers]
+        return [worker for worker in found if worker.process.is_alive]
+
+    def listener(self, port: int) -> SimulatedLinks | None:
+        """See World."""
+        for worker in self.workers():
+            if worker.links.address[1] == port:
+                return worker.links
+        return None
+
+    def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
+        """See Surroundings."""
+        self.happened(place, worker.rank, iteration)
+        self.watcher.reached(place, worker, iteration)
+        node = worker.rank // self.job.scenario.devices_per_node
+        self._strike(place, node)
+
+    def reached_by_leader(self, place: str, iteration: int) -> None:
+        """See Launcher."""
+        self.happened(place, "coordinator", iteration)
+        self._strike(place, LAUNCHER)
+
+    def _strike(self, place: str, node: int) -> None:
+        for strike in tuple(self.strikes):
+            strike(place, node)
+
+    # -- what stays -------------------------------------------------------------------------------
+
+    def _recorded(self, event: Event) -> None:
+        name = event.key.rsplit("/", 2)[-2:]
+        self.happened("recorded", *name)
+        self.watcher.recorded(event)
+        self._strike(f"recorded {name[0]}", LAUNCHER)
+
+    def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
+        """See Surroundings."""
+        self.files.setdefault((iteration, epoch), {}).update(layers)
+
+    def publish(self, command: Publish) -> bool:
+        """See Launcher."""
+        files = self.files.get((command.iteration, command.epoch), {})
+        if {file.layer for file in command.files} - files.keys():
+            return False
+        self.watcher.published(command.iteration, dict(files))
+        return True

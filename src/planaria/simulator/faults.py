@@ -1,0 +1,222 @@
+"""Faults, drawn from a seed: what strikes, whom, and when.
+
+Swarm style: each run draws which kinds of faults it has at all, so that rare mixtures come up. A
+fault strikes at a moment, or when somebody is at a place for the n-th time: a window of a
+millisecond is hit as often as one of a second.
+
+Source: Groce et al., Swarm Testing (ISSTA '12).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+from typing import Final, Protocol
+
+from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
+from planaria.simulator.scenario import LEASE_S
+
+
+class FaultKind(Enum):
+    """What can go wrong."""
+
+    KILL = "the node is killed"
+    CRASH = "a worker is killed"
+    HANG = "the node stands still for a while"
+    STALL = "a worker stands still for a while"
+    LEADER = "the coordinator is killed"
+    PAUSE = "the coordinator stands still for a while"
+    CUT = "two nodes are cut off from each other for a while"
+    DETACH = "the node is cut off from the coordinator for a while"
+    BREAK = "the connection of the agent breaks, and is made anew"
+    SLOW = "messages take long, and so pass those of other connections"
+    DISK = "the store's disk is slow"
+    CLOCK = "a clock goes wrong by some percent"
+    STOP = "the user asks to stop"
+
+
+PLACES: Final = (
+    *("start", "backward", "reduce", "commit", "optimizer"),
+    *("regroup", "transfer", "resume", "detect", "decide"),
+    *("recorded members", "recorded outcome", "recorded plan", "recorded node"),
+)
+LASTS_S: Final = (0.005, 0.05, 0.5, 2.0, LEASE_S + 0.5, 2 * LEASE_S + 1.0, 4 * LEASE_S)
+FAULTS_S_MAX: Final = 12.0
+_NUM_FAULTS_MAX: Final = 6
+_CLOCK_MOST: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault: at `at_s`, or `delay_s` after somebody is at `place` for the `count`-th time.
+
+    Attributes:
+        node: that it strikes; at a place, whoever is there if it is below 0.
+        other: of a cut.
+    """
+
+    kind: FaultKind
+    node: int
+    other: int
+    lasts_s: float
+    breaks: bool
+    at_s: float = -1.0
+    place: str = ""
+    count: int = 0
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        when = f"at {self.at_s:.3f} s"
+        if self.place:
+            when = f"{self.delay_s * 1000:.1f} ms after {self.place!r} no. {self.count}"
+        whom = f"node {self.node}" if self.node >= 0 else "whoever is there"
+        return (
+            f"{self.kind.name.lower()} {when}, {whom} (other {self.other}), {self.lasts_s} s"
+            f"{', breaks' if self.breaks else ''}"
+        )
+
+
+def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """The faults of a run."""
+    kinds = [kind for kind in FaultKind if rng.random() < 0.4] or [FaultKind.KILL]
+    return tuple(_drawn(rng, kinds, num_nodes) for _ in range(rng.randint(1, _NUM_FAULTS_MAX)))
+
+
+def _drawn(rng: Random, kinds: list[FaultKind], num_nodes: int) -> Fault:
+    kind = rng.choice(kinds)
+    node = rng.randrange(num_nodes)
+    lasts_s = rng.choice(LASTS_S)
+    if kind is FaultKind.PAUSE:  # ASSUMPTIONS: nobody would notice one that hangs for ever.
+        lasts_s = min(lasts_s, LEASE_S + 0.5)
+    breaks = rng.random() < 0.5
+    other = (node + rng.randint(1, num_nodes - 1)) % num_nodes
+    if rng.random() < 0.4:
+        at_s = rng.random() * FAULTS_S_MAX
+        return Fault(kind, node, other, lasts_s, breaks, at_s=at_s)
+    return Fault(
+        kind,
+        node if rng.random() < 0.5 else -1,
+        other,
+        lasts_s,
+        breaks,
+        place=rng.choice(PLACES),
+        count=rng.randint(1, 12),
+        delay_s=rng.choice((0.0, 0.0, 0.0005, 0.002, 0.01)),
+    )
+
+
+class Slowed(Protocol):
+    """What takes long now and then."""
+
+    slow_share: float
+
+
+class Faults:
+    """Injects faults into a cluster.
+
+    Attributes:
+        struck: those that have struck, with the moment and the node.
+    """
+
+    def __init__(self, cluster: SimulatedCluster, faults: tuple[Fault, ...]) -> None:
+        self.struck: list[tuple[float, Fault, int]] = []
+        self._cluster = cluster
+        self._over_s = 0.0
+        for fault in faults:
+            self._arm(fault)
+
+    @property
+    def over_s(self) -> float:
+        """When the last of them that has struck is over."""
+        return self._over_s
+
+    def _arm(self, fault: Fault) -> None:
+        cluster = self._cluster
+        if not fault.place:
+            cluster.loop.after(fault.at_s, lambda: self._strike(fault, fault.node))
+            return
+        left = fault.count
+
+        def reached(place: str, node: int) -> None:
+            nonlocal left
+            if place == fault.place:
+                left -= 1
+                if left == 0:
+                    cluster.strikes.remove(reached)
+                    whom = fault.node
+                    if whom < 0:
+                        whom = node if node >= 0 else fault.other
+                    # Never inside of what happens: the kernel of a real machine strikes beside it.
+                    cluster.loop.after(fault.delay_s, lambda: self._strike(fault, whom))
+
+        cluster.strikes.append(reached)
+
+    def _strike(self, fault: Fault, node: int) -> None:
+        cluster = self._cluster
+        if cluster.ended is not None:
+            return
+        self.struck.append((cluster.loop.now_s, fault, node))
+        cluster.happened("fault", fault.kind.name, node, fault.other, fault.lasts_s)
+        self._over_s = max(self._over_s, cluster.loop.now_s + fault.lasts_s)
+        agent = cluster.agents[node]
+        worker = agent.workers[fault.other % len(agent.workers)]
+        match fault.kind:
+            case FaultKind.KILL:
+                self._kill(node, loses=fault.breaks)
+            case FaultKind.CRASH:
+                worker.process.kill()
+            case FaultKind.HANG:
+                processes = [agent.process, *(one.process for one in agent.workers)]
+                self._for(fault.lasts_s, [p.stop for p in processes], [p.go_on for p in processes])
+            case FaultKind.STALL:
+                process = worker.process
+                self._for(fault.lasts_s, [process.stop], [process.go_on])
+            case FaultKind.LEADER if cluster.can_lose_leader:
+                cluster.kill_leader()
+            case FaultKind.PAUSE:
+                process = cluster.leader.process
+                self._for(fault.lasts_s, [process.stop], [process.go_on])
+            case FaultKind.CUT:
+                other = fault.other if fault.other != node else fault.node
+                self._cut(node, other, fault)
+            case FaultKind.DETACH:
+                self._cut(node, LAUNCHER, fault)
+            case FaultKind.BREAK:
+                cluster.network.cut(node, LAUNCHER, breaks=True)
+                cluster.network.join(node, LAUNCHER)
+            case FaultKind.SLOW:
+                self._set(cluster.network, fault.lasts_s, 0.2)
+            case FaultKind.DISK:
+                self._set(cluster.store, fault.lasts_s, 0.5)
+            case FaultKind.STOP if not cluster.stop_requested:
+                cluster.request_stop()
+
+    def _kill(self, node: int, *, loses: bool) -> None:
+        agent = self._cluster.agents[node]
+        if loses:  # The machine is gone, with what its kernel had yet to send.
+            for process in (agent.process, *(worker.process for worker in agent.workers)):
+                self._cluster.network.break_all(process)
+        agent.kill()
+
+    def _cut(self, node: int, other: int, fault: Fault) -> None:
+        if other < LAUNCHER or node == other:
+            return
+        network = self._cluster.network
+        network.cut(node, other, breaks=fault.breaks)
+        self._cluster.loop.after(fault.lasts_s, lambda: network.join(node, other))
+
+    def _for(
+        self, seconds: float, before: list[Callable[[], None]], after: list[Callable[[], None]]
+    ) -> None:
+        for callback in before:
+            callback()
+        for callback in after:
+            self._cluster.loop.after(seconds, callback)
+
+    def _set(self, slowed: Slowed, seconds: float, share: float) -> None:
+        slowed.slow_share = share
+
+        def end() -> None:
+            slowed.slow_share = 0.0
+
+        self._cluster.loop.after(seconds, end)

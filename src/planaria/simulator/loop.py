@@ -1,0 +1,205 @@
+"""The kernel of the simulator: a virtual clock, a heap of events, and processes that run on it.
+
+Coroutines wait for `Waiting`s, which somebody resolves; nothing runs at the same time, and what
+happens at the same instant happens in the order in which it was asked for. So a run is a function
+of its seed.
+
+A `Process` can be stopped (SIGSTOP): what is due then happens when it goes on. Killed, it does
+nothing any more, wherever it was. Its clock may go at another rate than the world's.
+
+Source: SimPy's Environment (a heap of time, counter, event); trio's mock clock.
+"""
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from heapq import heappop, heappush
+from typing import Any, Generic, TypeVar
+
+Callback = Callable[[], None]
+Result = TypeVar("Result")
+
+
+class Loop:
+    """The events of a run, under a virtual clock.
+
+    Attributes:
+        now_s: seconds since the run began.
+        num_events: that have happened.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.num_events = 0
+        self._count = 0
+        self._heap: list[tuple[float, int, Callback]] = []
+
+    def after(self, delay_s: float, callback: Callback) -> None:
+        """Has something happen after a delay."""
+        self._count += 1
+        heappush(self._heap, (self.now_s + delay_s, self._count, callback))
+
+    def run(self, *, until_s: float, is_over: Callable[[], bool]) -> None:
+        """Lets events happen until it is over, nothing is left, or the time has come."""
+        heap = self._heap
+        while heap and not is_over():
+            when_s, _, callback = heappop(heap)
+            if when_s > until_s:
+                return
+            self.now_s = when_s
+            self.num_events += 1
+            callback()
+
+
+class Waiting(Generic[Result]):
+    """What one coroutine waits for, and somebody else resolves or fails, once."""
+
+    __slots__ = ("_error", "_result", "_waiter", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self._result: Result
+        self._error: BaseException | None = None
+        self._waiter: Callback | None = None
+
+    def resolve(self, result: Result) -> None:
+        """Gives the waiter its result."""
+        assert not self.is_done
+        self._result = result
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Raises an error where the waiter waits."""
+        assert not self.is_done
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self.is_done = True
+        if self._waiter is not None:
+            self._waiter()
+
+    def on_done(self, waiter: Callback) -> None:
+        """Whom to call when it is done; it has one waiter at most."""
+        assert self._waiter is None
+        self._waiter = waiter
+
+    def __await__(self) -> "Generator[Waiting[Result], None, Result]":
+        if not self.is_done:
+            yield self
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Process:
+    """A process of the simulated world: what happens in it happens while it lives and runs.
+
+    Args:
+        rate: seconds that its clock counts in a second of the world.
+        failed: is given what a task of it raised.
+
+    Attributes:
+        place: the node on which it runs; -1 beside the nodes.
+        stopped_s: since when it is stopped, by its own clock; -1 while it runs.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        name: str,
+        *,
+        place: int,
+        failed: Callable[[BaseException], None],
+        rate: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.place = place
+        self.is_alive = True
+        self.stopped_s = -1.0
+        self._loop = loop
+        self._rate = rate
+        self._failed = failed
+        self._deferred: deque[Callback] = deque()
+        self._at_exit: list[Callback] = []
+
+    @property
+    def now_s(self) -> float:
+        """By this process's clock."""
+        return self._loop.now_s * self._rate
+
+    def do(self, callback: Callback) -> None:
+        """Does something now, once it runs again, or never."""
+        if not self.is_alive:
+            return
+        if self.stopped_s >= 0.0 or self._deferred:
+            self._deferred.append(callback)
+        else:
+            callback()
+
+    def after(self, delay_s: float, callback: Callback) -> None:
+        """Does something after a delay by this process's clock."""
+        self._loop.after(delay_s / self._rate, lambda: self.do(callback))
+
+    def sleep(self, delay_s: float) -> Waiting[None]:
+        """Waits by this process's clock."""
+        waiting: Waiting[None] = Waiting()
+        self.after(delay_s, lambda: waiting.resolve(None))
+        return waiting
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Starts a task, which runs at once until it waits for the first time."""
+        _Task(self, coroutine, self._failed).resume()
+
+    def at_exit(self, callback: Callback) -> None:
+        """Has something happen when the process ends."""
+        self._at_exit.append(callback)
+
+    def kill(self) -> None:
+        """Ends the process where it is."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self._deferred.clear()
+        callbacks, self._at_exit = self._at_exit, []
+        for callback in callbacks:
+            callback()
+
+    def stop(self) -> None:
+        """Stops the process, until `go_on`."""
+        if self.stopped_s < 0.0:
+            self.stopped_s = self.now_s
+
+    def go_on(self) -> None:
+        """What was due meanwhile happens now."""
+        self.stopped_s = -1.0
+        while self._deferred and self.is_alive and self.stopped_s < 0.0:
+            self._deferred.popleft()()
+
+
+class _Task:
+    """A coroutine of a process."""
+
+    __slots__ = ("_coroutine", "_failed", "_process")
+
+    def __init__(
+        self,
+        process: Process,
+        coroutine: Coroutine[Any, Any, None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._process = process
+        self._coroutine = coroutine
+        self._failed = failed
+
+    def resume(self) -> None:
+        try:
+            waiting = self._coroutine.send(None)
+        except StopIteration:
+            return
+        except Exception as error:
+            self._failed(error)
+            return
+        waiting.on_done(self._wake)
+
+    def _wake(self) -> None:
+        self._process.do(self.resume)

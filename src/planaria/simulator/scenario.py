@@ -1,0 +1,195 @@
+"""The jobs that are simulated: small models on a few nodes, planned once for all runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from planaria.coordinator.state import Rules
+from planaria.core.commit import vector_layout
+from planaria.core.job import (
+    CheckpointConfig,
+    ClusterConfig,
+    JobConfig,
+    ResilienceConfig,
+    TrainingConfig,
+)
+from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan
+from planaria.core.samples import sample_numbers
+from planaria.planner.plans import EveryPlan, every_plan
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_templates
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+
+LEASE_S = 3.0
+NUM_SAMPLES = 1000
+REGROUP_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A job; `n0` to `num_nodes` nodes can train it."""
+
+    num_nodes: int
+    n0: int
+    failures_tolerated: int
+    num_layers: int = 4
+    num_microbatches: int = 8
+    devices_per_node: int = 1
+    iterations: int = 6
+    persist_every: int = 0
+    stops_below: bool = False
+
+
+SCENARIOS = (
+    Scenario(2, 1, 1),
+    Scenario(3, 1, 1, persist_every=2),
+    Scenario(3, 1, 2),
+    Scenario(4, 2, 1),
+    Scenario(4, 1, 1, num_layers=3),
+    Scenario(5, 2, 1, persist_every=3),
+    Scenario(5, 2, 1, stops_below=True),
+    Scenario(4, 1, 1, devices_per_node=2),
+    Scenario(6, 2, 2),
+    Scenario(6, 3, 1, num_layers=6),
+    Scenario(7, 2, 1, num_layers=6),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedJob:
+    """A scenario with all that its coordinator and workers need.
+
+    Attributes:
+        samples: of each iteration, by microbatch.
+        contents: what each layer's state is at each age, a hash of all that led there.
+    """
+
+    scenario: Scenario
+    rules: Rules
+    every: EveryPlan
+    plan: Plan
+    predicted_s: float
+    samples: Mapping[int, tuple[tuple[int, ...], ...]]
+    contents: Mapping[tuple[int, int], int]
+
+
+@cache
+def planned_job(scenario: Scenario) -> PlannedJob:
+    """The job of a scenario, planned."""
+    job = _config(scenario)
+    problem = Problem(
+        profile=_profile(scenario.num_layers),
+        devices_per_node=scenario.devices_per_node,
+        num_microbatches=scenario.num_microbatches,
+        failures_tolerated=scenario.failures_tolerated,
+    )
+    most = scenario.num_nodes - scenario.failures_tolerated * scenario.n0
+    found = pipeline_templates(problem, scenario.num_nodes)
+    templates = {n: t for n, t in found.items() if scenario.n0 <= n <= most}
+    every = every_plan(problem, scenario.num_nodes, templates)
+    rules = Rules(
+        job=job,
+        policy=Reinstantiate(every),
+        prices=profile_prices(problem.profile, regroup_s=REGROUP_S),
+        n0=min(every.templates),
+        num_layers=scenario.num_layers,
+        layout=vector_layout(job, scenario.num_layers),
+        first_iteration=0,
+    )
+    plan = every.plans[scenario.num_nodes]
+    counts = [plan.routes.count(pipeline.route()) for pipeline in plan.pipelines]
+    samples = {iteration: _samples(job, iteration) for iteration in range(scenario.iterations)}
+    return PlannedJob(
+        scenario=scenario,
+        rules=rules,
+        every=every,
+        plan=plan,
+        predicted_s=every.times.iteration_s([p.template for p in plan.pipelines], counts),
+        samples=samples,
+        contents=_contents(scenario, samples),
+    )
+
+
+def content_after(content: int, iteration: int, samples: tuple[int, ...]) -> int:
+    """What a layer's state is after an optimizer step with these samples' gradients."""
+    return hash((content, iteration, samples))
+
+
+def first_content(layer: int) -> int:
+    """What a layer's state is at first."""
+    return hash((layer, -1))
+
+
+def _samples(job: JobConfig, iteration: int) -> tuple[tuple[int, ...], ...]:
+    size = job.training.microbatch_size
+    batch = job.training.global_batch_size
+    numbers: np.ndarray = sample_numbers(
+        iteration, seed=job.training.seed, num_samples=NUM_SAMPLES, global_batch_size=batch
+    )
+    return tuple(tuple(numbers[i : i + size].tolist()) for i in range(0, batch, size))
+
+
+def _contents(
+    scenario: Scenario, samples: Mapping[int, tuple[tuple[int, ...], ...]]
+) -> dict[tuple[int, int], int]:
+    contents = {}
+    for layer in range(scenario.num_layers):
+        content = contents[layer, 0] = first_content(layer)
+        for iteration in range(scenario.iterations):
+            used = tuple(sorted(n for numbers in samples[iteration] for n in numbers))
+            content = contents[layer, iteration + 1] = content_after(content, iteration, used)
+    return contents
+
+
+def _config(scenario: Scenario) -> JobConfig:
+    return JobConfig(
+        name="simulated",
+        training=TrainingConfig(
+            iterations=scenario.iterations,
+            global_batch_size=2 * scenario.num_microbatches,
+            microbatch_size=2,
+        ),
+        resilience=ResilienceConfig(
+            failures_tolerated=scenario.failures_tolerated,
+            when_below="stop" if scenario.stops_below else "continue",
+        ),
+        checkpoint=CheckpointConfig(persist_every=scenario.persist_every),
+        cluster=ClusterConfig(
+            nodes=scenario.num_nodes,
+            devices_per_node=scenario.devices_per_node,
+            lease_s=LEASE_S,
+        ),
+    )
+
+
+def _profile(num_layers: int) -> ModelProfile:
+    """Unequal layers of some 10 ms and some MiB."""
+    layers = tuple(
+        LayerProfile(
+            name=f"layer {layer}",
+            forward_s={1: 0.004 + 0.002 * (layer % 3)},
+            backward_input_s={1: 0.004 + 0.002 * (layer % 3)},
+            backward_weight_s={1: 0.004},
+            parameter_bytes=(1 + layer % 2) << 20,
+            optimizer_bytes=2 << 20,
+            activation_bytes=1 << 16,
+            output_bytes=1 << 16,
+        )
+        for layer in range(num_layers)
+    )
+    links = {
+        "intra_node": Link(latency_s=1e-5, bandwidth_bytes_per_s=1e10),
+        "inter_node": Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8),
+    }
+    return ModelProfile(
+        model="simulated",
+        microbatch_size=2,
+        dtype="float32",
+        device="cpu",
+        device_memory_bytes=0,
+        layers=layers,
+        links=links,
+    )

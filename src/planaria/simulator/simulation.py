@@ -1,0 +1,94 @@
+"""One run, or many: a seed gives the job, its faults and every delay, so it replays exactly."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+
+from planaria.simulator.checkers import PATIENCE_S, Checkers
+from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
+from planaria.simulator.faults import FAULTS_S_MAX, Fault, FaultKind, Faults, drawn_faults
+from planaria.simulator.scenario import SCENARIOS, Scenario, planned_job
+
+_CLOCK_MOST = 0.05
+_EVENTS_MAX = 200_000
+_LOG_TAIL = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that is over.
+
+    Attributes:
+        violations: what must not have happened, in words.
+        log: what happened: the moment, what, and whom it concerns.
+    """
+
+    seed: int
+    scenario: Scenario
+    faults: tuple[Fault, ...]
+    num_struck: int
+    ending: str
+    violations: tuple[str, ...]
+    num_events: int
+    epochs: int
+    log: tuple[tuple[float, str, tuple[object, ...]], ...]
+
+
+def run(seed: int) -> Run:
+    """The run of a seed."""
+    rng = Random(seed)
+    scenario = rng.choice(SCENARIOS)
+    faults = drawn_faults(rng, scenario.num_nodes)
+    cluster = SimulatedCluster(planned_job(scenario), rng)
+    checkers = cluster.watcher = Checkers(cluster)
+    checkers.faults = struck = Faults(cluster, faults)
+    cluster.begin(_clock_rates(rng, faults))
+    _let_run(cluster, checkers, struck)
+    ended = cluster.ended
+    return Run(
+        seed=seed,
+        scenario=scenario,
+        faults=faults,
+        num_struck=len(struck.struck),
+        ending=ended.ending if ended else "none",
+        violations=tuple(checkers.violations),
+        num_events=cluster.loop.num_events,
+        epochs=ended.epoch if ended else -1,
+        log=tuple(cluster.log),
+    )
+
+
+def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> None:
+    """Until the job ends, something is wrong, or patience is."""
+
+    def is_over() -> bool:
+        return cluster.ended is not None or bool(checkers.violations)
+
+    until_s = FAULTS_S_MAX + PATIENCE_S
+    while True:
+        cluster.loop.run(until_s=until_s, is_over=is_over)
+        later_s = faults.over_s + PATIENCE_S
+        if is_over() or later_s <= until_s:
+            break
+        until_s = later_s
+    if not checkers.violations:
+        checkers.check_over(until_s=until_s)
+
+
+def _clock_rates(rng: Random, faults: Iterable[Fault]) -> dict[int, float]:
+    rates = {}
+    for fault in faults:
+        if fault.kind is FaultKind.CLOCK:
+            place = fault.node if fault.node >= 0 else LAUNCHER
+            rates[place] = 1.0 + _CLOCK_MOST * (2.0 * rng.random() - 1.0)
+    return rates
+
+
+def told(run: Run) -> str:
+    """A run in words: its seed, its job, its faults, and what happened last."""
+    lines = [f"seed {run.seed}: {run.ending}, {run.scenario}"]
+    lines += [f"  fault: {fault}" for fault in run.faults]
+    for moment_s, what, facts in run.log[-_LOG_TAIL:]:
+        lines.append(f"  {moment_s:9.4f} {what} {' '.join(map(str, facts))}")
+    lines += [f"  VIOLATED at {text}" for text in run.violations]
+    return "\n".join(lines)

@@ -1,0 +1,338 @@
+"""A modelled worker: what engine/worker.py does between orders and answers, without tensors.
+
+A layer's state is a hash of all that was ever applied to it, so two ages, a sample that is lost and
+one that is used twice can be seen in it. What takes time is broken off by an abort or a lost peer,
+but for an optimizer step.
+
+Source: engine/worker.py, apply.py and saver.py, whose order of things it keeps.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from planaria.core.commit import CommitVector, decode_vector, encode_vector
+from planaria.core.messages import (
+    Abort,
+    EpochReady,
+    Fact,
+    IterationDone,
+    LayerFile,
+    LayersSaved,
+    Order,
+    PeerUnreachable,
+    SaveFailed,
+    SaveLayers,
+    Shutdown,
+    StartEpoch,
+    Stopped,
+    StopRequested,
+    ToNode,
+    WorkerReady,
+)
+from planaria.core.plan import NUM_CHUNKS, Transfer
+from planaria.errors import AbortedError, PeerLostError
+from planaria.simulator.executor import HeldLayer, SimulatedExecutor
+from planaria.simulator.layout import Layout, layout_of
+from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.loop import Process, Waiting
+from planaria.simulator.network import End
+from planaria.simulator.scenario import PlannedJob, content_after, first_content
+
+_STEP_S = 0.002  # The optimizer, a layer.
+_WRITE_S = 0.02  # A layer to disk.
+_BYTES_PER_S = 2e8
+
+
+class Surroundings(Protocol):
+    """What a worker finds around it, and what watches it."""
+
+    job: PlannedJob
+
+    def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
+        """Writes layers to disk."""
+
+    def reached(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
+        """A worker is at a place at which a fault may strike."""
+
+
+class SimulatedWorker:
+    """The worker of a rank, from its start to its end.
+
+    Args:
+        startup_s: until it reports.
+        may_write: whether its node is a member, as far as it knows.
+
+    Attributes:
+        held: the layers that it has.
+        line: to its agent.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        links: SimulatedLinks,
+        around: Surroundings,
+        *,
+        node: int,
+        rank: int,
+        pid: int,
+        startup_s: float,
+        may_write: Callable[[], bool],
+    ) -> None:
+        self.process = process
+        self.links = links
+        self.rank = rank
+        self.pid = pid
+        self.held: dict[int, HeldLayer] = {}
+        self.line: End
+        self._may_write = may_write
+        self._node = node
+        self._around = around
+        self._startup_s = startup_s
+        self._rules = around.job.rules
+        self._epoch = -1
+        self._saved_epoch = -1
+        self._vector: tuple[int, CommitVector] | None = None
+        self._stop_requested = False
+        self._orders: deque[Order] = deque()
+        self._ordered: Waiting[None] | None = None
+        self._writing: Waiting[None] | None = None
+
+    @property
+    def vector_iteration(self) -> int:
+        """Of the newest commit vector that it holds, -1 if none."""
+        return self._vector[0] if self._vector is not None else -1
+
+    def hear(self, message: ToNode) -> None:
+        """Takes in an order, as the control thread does: an abort frees whoever waits."""
+        if isinstance(message, StopRequested):
+            self._stop_requested = True
+            return
+        assert isinstance(message, Order)
+        if isinstance(message, Abort):
+            self.links.abort(first_epoch=message.epoch)
+        self._orders.append(message)
+        ordered, self._ordered = self._ordered, None
+        if ordered is not None:
+            ordered.resolve(None)
+
+    def _say(self, message: Fact) -> None:
+        self.line.send(message)
+
+    async def run(self) -> None:
+        """Obeys one order after the other until the job shuts down."""
+        await self.process.sleep(self._startup_s)
+        host, port = self.links.address
+        self._say(
+            WorkerReady(
+                node=self._node, rank=self.rank, pid=self.pid, pid_start=0.0, host=host, port=port
+            )
+        )
+        while not isinstance(order := await self._next_order(), Shutdown):
+            await self.obey(order)
+
+    async def _next_order(self) -> Order:
+        while not self._orders:
+            self._ordered = Waiting()
+            await self._ordered
+        return self._orders.popleft()
+
+    async def obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
+        """Carries out an order; one that came before, or is for another worker, not."""
+        match order:
+            case Abort() if order.epoch >= self._epoch:
+                self._epoch = order.epoch
+                self.answer(order)
+            case SaveLayers() if order.epoch == self._epoch > self._saved_epoch:
+                self._saved_epoch = order.epoch
+                await self.settle(order.iteration, order.vector)
+                layers = order.layers.get(self.rank, ())
+                await self._write(layers, order.iteration, order.epoch)
+            case StartEpoch() if self._is_for_this(order):
+                self._epoch = order.epoch
+                try:
+                    await self._serve_epoch(order)
+                except AbortedError:
+                    return
+                except PeerLostError as loss:
+                    self._say(
+                        PeerUnreachable(
+                            rank=self.rank, epoch=order.epoch, peer=loss.rank, reason=str(loss)
+                        )
+                    )
+
+    def _is_for_this(self, start: StartEpoch) -> bool:
+        own = start.addresses.get(self.rank)
+        is_new = start.epoch > self._epoch or (
+            start.epoch == self._epoch and self.links.epoch < start.epoch
+        )
+        return is_new and own is not None and tuple(own) == self.links.address
+
+    # -- between epochs ---------------------------------------------------------------------------
+
+    def answer(self, order: Abort) -> None:
+        """Says what this rank holds."""
+        iteration, vector = -1, b""
+        if self._vector is not None:
+            iteration, vector = self._vector[0], encode_vector(self._vector[1])
+        self._say(
+            Stopped(
+                rank=self.rank,
+                epoch=order.epoch,
+                ages={layer: held.age for layer, held in self.held.items()},
+                complete=tuple(n for n, held in self.held.items() if held.gradients_of == held.age),
+                vector_iteration=iteration,
+                vector=vector,
+            )
+        )
+
+    async def settle(self, iteration: int, vector: bytes) -> None:
+        """Brings the layers to the age at which all go on; drops what does not get there."""
+        if vector:
+            self._vector = (iteration - 1, decode_vector(vector, self._rules.layout))
+            await self.apply(iteration - 1)
+        self.held = {layer: held for layer, held in self.held.items() if held.age == iteration}
+        for held in self.held.values():
+            held.gradients_of = -1
+
+    async def apply(self, iteration: int) -> None:
+        """Takes the optimizer step of the layers that are ready for it; nothing can stop it."""
+        self._around.reached("optimizer", self, iteration)
+        for layer, held in sorted(self.held.items()):
+            if held.gradients_of == iteration:
+                await self.process.sleep(_STEP_S)
+                self.step(layer, held, iteration)
+
+    def step(self, layer: int, held: HeldLayer, iteration: int) -> None:
+        """The optimizer step of a layer; nothing if it was taken already."""
+        del layer
+        if held.age != iteration:
+            assert held.age == iteration + 1, (held.age, iteration)
+            return
+        held.content = content_after(held.content, iteration, held.gradient)
+        held.age += 1
+
+    # -- an epoch ---------------------------------------------------------------------------------
+
+    async def _serve_epoch(self, start: StartEpoch) -> None:
+        plan, rank = start.plan, self.rank
+        await self.settle(start.iteration, start.vector)
+        transfers = [transfer for transfers in start.rounds for transfer in transfers]
+        layout = layout_of(plan)
+        if rank not in layout.ranks and all(t.source != rank for t in transfers):
+            return
+        self._around.reached("regroup", self, start.iteration)
+        ends = [(t.source, t.target) for t in transfers]
+        peers = {a if b == rank else b for a, b in ends if rank in (a, b)}
+        if rank in layout.ranks:
+            peers |= layout.peers(rank)
+        addresses = {r: (host, port) for r, (host, port) in start.addresses.items()}
+        await self.links.begin(start.epoch, addresses=addresses, peers=peers)
+        self._around.reached("transfer", self, start.iteration)
+        await self._exchange(transfers, start.iteration)
+        if rank not in layout.ranks:
+            return
+        own = layout.own[rank]
+        if not start.vector:
+            for layer in set(own) - self.held.keys():
+                self.held[layer] = HeldLayer(age=start.iteration, content=first_content(layer))
+        assert set(own) <= self.held.keys(), (own, self.held.keys())
+        self._around.reached("resume", self, start.iteration)
+        ready = EpochReady(rank=rank, epoch=start.epoch, layers_materialised=len(self.held))
+        self._say(ready)
+        try:
+            await self._train(start, layout)
+        except (AbortedError, PeerLostError):
+            self.links.abort(first_epoch=start.epoch + 1)
+            raise
+        self.links.abort(first_epoch=start.epoch + 1)
+
+    async def _exchange(self, transfers: Sequence[Transfer], age: int) -> None:
+        """Sends what others lack and takes over what this rank lacks."""
+        for t in transfers:
+            if t.source == self.rank:
+                tag = ("state", age, t.layer, t.first_chunk)
+                self.links.send(t.target, tag, self.held[t.layer].content)
+        arrived: dict[int, list[int]] = {}
+        for t in transfers:
+            if t.target == self.rank:
+                content = await self.links.receive(t.source, ("state", age, t.layer, t.first_chunk))
+                await self.process.sleep(t.num_bytes / _BYTES_PER_S)
+                arrived.setdefault(t.layer, []).append(content)
+                if t.end_chunk == NUM_CHUNKS:
+                    assert len(set(arrived[t.layer])) == 1, f"layer {t.layer} from two states"
+                    self.held[t.layer] = HeldLayer(age=age, content=content)
+
+    async def _train(self, start: StartEpoch, layout: Layout) -> None:
+        training = self._rules.job.training
+        iteration = start.iteration
+        ends = iteration >= training.iterations
+        executor = SimulatedExecutor(
+            self.process,
+            self.links,
+            layout,
+            job=self._around.job,
+            reached=lambda place, number: self._around.reached(place, self, number),
+        )
+        if start.persists:
+            await self._save(start, layout, iteration)
+        while not ends:
+            self._around.reached("start", self, iteration)
+            vector = await executor.run(iteration, self.held, wants_stop=self._stop_requested)
+            self._vector = (iteration, vector)
+            self.held = {n: held for n, held in self.held.items() if n in layout.own[self.rank]}
+            await self.apply(iteration)
+            assert all(held.age == iteration + 1 for held in self.held.values())
+            ends = vector.is_last(iteration, training)
+            every = self._rules.job.checkpoint.persist_every
+            if ends or (every and (iteration + 1) % every == 0):
+                await self._save(start, layout, iteration + 1)
+            self._say(
+                IterationDone(
+                    rank=self.rank,
+                    epoch=start.epoch,
+                    iteration=iteration,
+                    loss=vector.loss,
+                    num_samples=len(vector.samples),
+                    sample_digest=vector.sample_digest,
+                    seconds=0.0,
+                    stall_s=0.0,
+                    peak_bytes=0,
+                    ends=ends,
+                )
+            )
+            iteration += 1
+        await self._wait_written()
+
+    # -- saves ------------------------------------------------------------------------------------
+
+    async def _save(self, start: StartEpoch, layout: Layout, age: int) -> None:
+        owned = [n for n in sorted(self.held) if layout.owner[n] == self.rank]
+        await self._write(owned, age, start.epoch)
+
+    async def _write(self, layers: Sequence[int], age: int, epoch: int) -> None:
+        if not layers:
+            return
+        await self._wait_written()
+        contents = {layer: self.held[layer].content for layer in layers}
+        self._writing = Waiting()
+        self.process.spawn(self._write_out(contents, age, epoch, self._writing))
+
+    async def _write_out(
+        self, contents: dict[int, int], age: int, epoch: int, written: Waiting[None]
+    ) -> None:
+        await self.process.sleep(_WRITE_S * len(contents))
+        if self._may_write():
+            self._around.write(age, epoch, contents)
+            files = tuple(LayerFile(n, f"{n}", 1, f"{content}") for n, content in contents.items())
+            self._say(LayersSaved(rank=self.rank, epoch=epoch, iteration=age, files=files))
+        else:
+            reason = "its node's lease has run out"
+            self._say(SaveFailed(rank=self.rank, epoch=epoch, iteration=age, reason=reason))
+        written.resolve(None)
+
+    async def _wait_written(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
