@@ -4,9 +4,12 @@
 # TORCH   what pip installs as torch. The plain version takes what the package index has for this
 #         machine; another build is chosen with the options of PyTorch's own installation page.
 #         It is read only when the environment is made; `make clean` first to change it.
+# SEED, RUNS  of make sim: the first seed, and how many.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+SEED ?= 0
+RUNS ?= 1000
 
 BIN := .venv/bin
 READY := .venv/ready
@@ -17,11 +20,13 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test sweep chaos check docs profiles bench clean
+.PHONY: help demo test sim soak sweep chaos check docs profiles bench clean
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
 	@echo 'make test     check the code, then run all tests'
+	@echo 'make sim      1,000 simulated jobs under faults; SEED=n RUNS=1 replays one'
+	@echo 'make soak     100,000 of them'
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
 	@echo 'make chaos    every loss: each node, each step, twice, with and without a coordinator'
 	@echo 'make check    formatting, lint and types'
@@ -35,6 +40,12 @@ demo: $(READY)
 
 test: check
 	$(BIN)/python -m pytest
+
+sim: $(READY)
+	$(BIN)/python -m planaria.simulator --seed $(SEED) --runs $(RUNS)
+
+soak: $(READY)
+	$(BIN)/python -m planaria.simulator --seed $(SEED) --runs 100000
 
 sweep: $(READY)
 	$(BIN)/python -m pytest -m long tests/processes/test_bits.py tests/processes/test_oracle.py \

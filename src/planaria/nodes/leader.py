@@ -175,7 +175,7 @@ class _Leader:
         try:
             if await self._leadership.admit(node, agent):
                 await self._hear_agent(node, reader)
-        except ConnectionError as error:
+        except (ConnectionError, StoreError) as error:
             logger.info("node %s: %s", node, error)
         finally:
             self._agents.discard(agent)

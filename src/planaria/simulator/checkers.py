@@ -69,6 +69,7 @@ class Checkers:
         self._members: tuple[int, ...] = cluster.job.plan.nodes
         self._outcome = -1
         self._num_committed = 0
+        self._ranks: tuple[int, ...] = ()
         self._published = -1
         self._evicted_s: dict[int, float] = {}
 
@@ -86,17 +87,25 @@ class Checkers:
         """See Watcher."""
         if place in ("resume", "start", "optimizer"):
             self._check_contents(worker)
+        self._check_on_record(place, worker)
         if place == "resume":
             epoch = worker.links.epoch
             age = self._first_ages.setdefault(epoch, iteration)
             if age != iteration:
                 self._fail(f"epoch {epoch} begins at {age} and, on {worker.rank}, at {iteration}")
-            if iteration < self._num_committed:
+            if epoch == self._epoch and iteration < self._num_committed:
                 self._fail(f"epoch {epoch} begins before {self._num_committed} committed ones")
         if place in ("resume", "start"):
             ages = {layer: held.age for layer, held in worker.held.items()}
             if any(age != iteration for age in ages.values()):
                 self._fail(f"rank {worker.rank} begins iteration {iteration} with ages {ages}")
+
+    def _check_on_record(self, place: str, worker: SimulatedWorker) -> None:
+        """Nobody is told what is not on record."""
+        kinds = {"answer": ("members",), "resume": ("members", "outcome", "plan")}
+        for kind in kinds.get(place, ()):
+            if (kind, str(worker.epoch)) not in self._records:
+                self._fail(f"rank {worker.rank} obeys, and there is no {kind}/{worker.epoch}")
 
     def _check_contents(self, worker: SimulatedWorker) -> None:
         for layer, held in worker.held.items():
@@ -168,6 +177,7 @@ class Checkers:
 
     def _check_plan(self, plan: Plan) -> None:
         job = self._job
+        self._ranks = plan.ranks
         if plan.epoch != self._epoch:
             self._fail(f"a plan of epoch {plan.epoch} in epoch {self._epoch}")
         for route in (*plan.routes, *(pipeline.route() for pipeline in plan.pipelines)):
@@ -202,6 +212,15 @@ class Checkers:
         if commit.iteration > self._num_committed:
             self._fail(f"iteration {commit.iteration} follows {self._num_committed - 1}")
         self._num_committed = max(self._num_committed, commit.iteration + 1)
+        self._check_applied(commit.iteration)
+
+    def _check_applied(self, iteration: int) -> None:
+        """What counts is applied by all who train, or on record."""
+        for worker in self._cluster.workers():
+            is_young = any(held.age <= iteration for held in worker.held.values())
+            at_work = worker.rank in self._ranks and worker.epoch == self._epoch
+            if is_young and at_work and self._outcome <= iteration:
+                self._fail(f"iteration {iteration} counts, and rank {worker.rank} lacks it")
 
     def _check_running(self, running: Running) -> None:
         if running.epoch != self._epoch:
@@ -242,6 +261,9 @@ class Checkers:
     def _check_lost(self, ended: Ended) -> None:
         scenario, num_left = self._job.scenario, len(ended.nodes)
         n0, f = self._job.rules.n0, scenario.failures_tolerated
+        causes = self._struck_nodes(*_LOOK_LIKE_LOSS, FaultKind.CRASH, FaultKind.STALL)
+        if causes.total() <= f and not self._struck_nodes(FaultKind.CUT, FaultKind.SLOW):
+            self._fail(f"lost after {causes.total()} losses, f = {f}: {ended.reason}")
         layer = re.match(r"no live node holds layer (\d+)", ended.reason)
         if layer:
             self._check_layer_lost(int(layer[1]), ended)

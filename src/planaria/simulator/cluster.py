@@ -74,6 +74,7 @@ class SimulatedCluster:
         self.stop_requested = False
         self._restarts = 0
         self._num_leaders = 0
+        self._is_starting = True
         self.leader_rate = 1.0
 
     def begin(self, rates: dict[int, float]) -> None:
@@ -101,6 +102,7 @@ class SimulatedCluster:
 
     def _start_leader(self) -> None:
         self._num_leaders += 1
+        self._is_starting = False
         process = Process(
             self.loop,
             f"coordinator {self._num_leaders}",
@@ -123,13 +125,29 @@ class SimulatedCluster:
         self.leader.process.kill()
         self.store.crash()
         self._restarts += 1
+        self._is_starting = True
         delay_s = _RESTART_S * (1.0 + 5.0 * self.rng.random())
         self.loop.after(delay_s, self._start_leader)
+
+    def replace_leader(self, lasts_s: float) -> None:
+        """Another coordinator starts while this one stands still, and goes on later.
+
+        Only with a store that outlives its coordinator can that be.
+        """
+        self.happened("coordinator replaced")
+        old = self.leader.process
+        old.stop()
+        self.leader.is_serving = False  # Agents look for the leader that the store names.
+        self.network.break_all(old)
+        self.loop.after(lasts_s, old.go_on)
+        self._restarts += 1
+        self._is_starting = True
+        self.loop.after(_RESTART_S, self._start_leader)
 
     @property
     def can_lose_leader(self) -> bool:
         """The launcher does not give up if the coordinator is killed once more."""
-        return self._restarts < _RESTARTS_MAX and self.leader.process.is_alive
+        return self._restarts < _RESTARTS_MAX and not self._is_starting
 
     def door(self, agent: SimulatedAgent) -> End | None:
         """See World."""
@@ -142,8 +160,11 @@ class SimulatedCluster:
         leader.process.do(lambda: leader.accept(agent.node, theirs))
         return mine
 
-    def hear(self, message: ToLauncher) -> None:
+    def hear(self, leader: SimulatedLeader, message: ToLauncher) -> None:
         """See Launcher."""
+        if leader is not self.leader:  # Another has taken its place.
+            self.happened("unheard", type(message).__name__)
+            return
         self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
         self.watcher.noticed(message)
         if isinstance(message, Committed) and message.iteration >= self.num_committed:

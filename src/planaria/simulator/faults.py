@@ -8,7 +8,7 @@ Source: Groce et al., Swarm Testing (ISSTA '12).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from random import Random
 from typing import Final, Protocol
@@ -25,6 +25,7 @@ class FaultKind(Enum):
     HANG = "the node stands still for a while"
     STALL = "a worker stands still for a while"
     LEADER = "the coordinator is killed"
+    REPLACE = "the coordinator stands still, another leads, and then the old one goes on"
     PAUSE = "the coordinator stands still for a while"
     CUT = "two nodes are cut off from each other for a while"
     DETACH = "the node is cut off from the coordinator for a while"
@@ -35,24 +36,29 @@ class FaultKind(Enum):
     STOP = "the user asks to stop"
 
 
-PLACES: Final = (
-    *("start", "backward", "reduce", "commit", "optimizer"),
-    *("regroup", "transfer", "resume", "detect", "decide"),
-    *("recorded members", "recorded outcome", "recorded plan", "recorded node"),
+_LOSSES: Final = (
+    *(FaultKind.KILL, FaultKind.CRASH, FaultKind.HANG, FaultKind.STALL),
+    *(FaultKind.CUT, FaultKind.DETACH, FaultKind.BREAK),
+)
+TRAINING: Final = ("start", "backward", "reduce", "commit", "optimizer", "save", "recorded node")
+RECOVERING: Final = (
+    *("answer", "regroup", "transfer", "resume", "detect", "decide"),
+    *("recorded members", "recorded outcome", "recorded plan"),
 )
 LASTS_S: Final = (0.005, 0.05, 0.5, 2.0, LEASE_S + 0.5, 2 * LEASE_S + 1.0, 4 * LEASE_S)
 FAULTS_S_MAX: Final = 12.0
 _NUM_FAULTS_MAX: Final = 6
-_CLOCK_MOST: Final = 0.05
+_REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault: at `at_s`, or `delay_s` after somebody is at `place` for the `count`-th time.
+    """A fault: after `at_s`, or `delay_s` after somebody is at `place` for the `count`-th time.
 
     Attributes:
         node: that it strikes; at a place, whoever is there if it is below 0.
         other: of a cut.
+        follows: all that counts from when the fault before it has struck, not from the start.
     """
 
     kind: FaultKind
@@ -64,43 +70,53 @@ class Fault:
     place: str = ""
     count: int = 0
     delay_s: float = 0.0
+    follows: bool = False
 
     def __str__(self) -> str:
-        when = f"at {self.at_s:.3f} s"
+        when = f"after {self.at_s:.3f} s"
         if self.place:
             when = f"{self.delay_s * 1000:.1f} ms after {self.place!r} no. {self.count}"
+        then = "then " if self.follows else ""
         whom = f"node {self.node}" if self.node >= 0 else "whoever is there"
-        return (
-            f"{self.kind.name.lower()} {when}, {whom} (other {self.other}), {self.lasts_s} s"
-            f"{', breaks' if self.breaks else ''}"
-        )
+        what = f"{self.kind.name.lower()} of {whom} (other: {self.other}) for {self.lasts_s} s"
+        return f"{then}{when}: {what}{', breaking connections' if self.breaks else ''}"
 
 
 def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """The faults of a run."""
-    kinds = [kind for kind in FaultKind if rng.random() < 0.4] or [FaultKind.KILL]
-    return tuple(_drawn(rng, kinds, num_nodes) for _ in range(rng.randint(1, _NUM_FAULTS_MAX)))
+    losses = [kind for kind in _LOSSES if rng.random() < 0.5] or [FaultKind.KILL]
+    others = [kind for kind in FaultKind if kind not in _LOSSES and rng.random() < 0.3]
+    if FaultKind.REPLACE in others:  # Leases end while anybody runs who can end them.
+        others = [kind for kind in others if kind is not FaultKind.PAUSE]
+    faults = []
+    for _ in range(rng.randint(1, _NUM_FAULTS_MAX)):
+        kinds = losses if rng.random() < 0.65 or not others else others
+        faults.append(_drawn(rng, rng.choice(kinds), num_nodes))
+    return tuple(faults)
 
 
-def _drawn(rng: Random, kinds: list[FaultKind], num_nodes: int) -> Fault:
-    kind = rng.choice(kinds)
-    node = rng.randrange(num_nodes)
+def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
     lasts_s = rng.choice(LASTS_S)
     if kind is FaultKind.PAUSE:  # ASSUMPTIONS: nobody would notice one that hangs for ever.
         lasts_s = min(lasts_s, LEASE_S + 0.5)
-    breaks = rng.random() < 0.5
-    other = (node + rng.randint(1, num_nodes - 1)) % num_nodes
-    if rng.random() < 0.4:
-        at_s = rng.random() * FAULTS_S_MAX
-        return Fault(kind, node, other, lasts_s, breaks, at_s=at_s)
-    return Fault(
-        kind,
-        node if rng.random() < 0.5 else -1,
-        other,
-        lasts_s,
-        breaks,
-        place=rng.choice(PLACES),
-        count=rng.randint(1, 12),
+    node = rng.randrange(num_nodes)
+    fault = Fault(
+        kind=kind,
+        node=node,
+        other=(node + rng.randint(1, num_nodes - 1)) % num_nodes,
+        lasts_s=lasts_s,
+        breaks=rng.random() < 0.5,
+        follows=rng.random() < 0.5,
+    )
+    if rng.random() < 0.3:
+        within_s = rng.choice((0.01, 1.0)) if fault.follows else FAULTS_S_MAX
+        return replace(fault, at_s=rng.random() * within_s)
+    is_recovering = fault.follows and rng.random() < 0.7
+    return replace(
+        fault,
+        node=node if rng.random() < 0.5 else -1,
+        place=rng.choice(RECOVERING if is_recovering else TRAINING),
+        count=rng.randint(1, 6 if fault.follows else 24),
         delay_s=rng.choice((0.0, 0.0, 0.0005, 0.002, 0.01)),
     )
 
@@ -122,8 +138,12 @@ class Faults:
         self.struck: list[tuple[float, Fault, int]] = []
         self._cluster = cluster
         self._over_s = 0.0
-        for fault in faults:
-            self._arm(fault)
+        self._followers: dict[int, Fault] = {}
+        for before, fault in zip((None, *faults), faults, strict=False):
+            if before is not None and fault.follows:
+                self._followers[id(before)] = fault
+            else:
+                self._arm(fault)
 
     @property
     def over_s(self) -> float:
@@ -158,6 +178,8 @@ class Faults:
         self.struck.append((cluster.loop.now_s, fault, node))
         cluster.happened("fault", fault.kind.name, node, fault.other, fault.lasts_s)
         self._over_s = max(self._over_s, cluster.loop.now_s + fault.lasts_s)
+        if follower := self._followers.get(id(fault)):
+            self._arm(follower)
         agent = cluster.agents[node]
         worker = agent.workers[fault.other % len(agent.workers)]
         match fault.kind:
@@ -173,6 +195,8 @@ class Faults:
                 self._for(fault.lasts_s, [process.stop], [process.go_on])
             case FaultKind.LEADER if cluster.can_lose_leader:
                 cluster.kill_leader()
+            case FaultKind.REPLACE if cluster.can_lose_leader:
+                cluster.replace_leader(max(fault.lasts_s, _REPLACED_S_MIN))
             case FaultKind.PAUSE:
                 process = cluster.leader.process
                 self._for(fault.lasts_s, [process.stop], [process.go_on])

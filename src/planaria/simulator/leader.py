@@ -4,6 +4,7 @@ Source: nodes/leader.py, whose order of things it keeps.
 """
 
 from collections import deque
+from collections.abc import Awaitable
 from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
@@ -27,8 +28,11 @@ class Launcher(Protocol):
 
     job: PlannedJob
 
-    def hear(self, message: ToLauncher) -> None:
+    def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
         """The coordinator tells something."""
+
+    def happened(self, what: str, *facts: object) -> None:
+        """Something that a reader may want to know."""
 
     def publish(self, command: Publish) -> bool:
         """Creates the manifest of a save; False if a file of it is missing."""
@@ -72,13 +76,18 @@ class SimulatedLeader:
 
     async def run(self) -> None:
         """Goes on from the records, and handles events until the job ends."""
+        await self._end_at_errors(self._lead())
+
+    async def _end_at_errors(self, task: Awaitable[None]) -> None:
+        """What the store refuses to any task ends the process."""
         try:
-            await self._lead()
+            await task
         except StoreError as error:
             reason = f"the coordinator cannot keep its records: {error}"
             self._end(
                 Ended(ending=Ending.LOST.value, reason=reason, failure=None, nodes=(), epoch=0)
             )
+            self.process.kill()
 
     async def _lead(self) -> None:
         job, name = self._launcher.job, self._launcher.job.rules.job.name
@@ -89,9 +98,9 @@ class SimulatedLeader:
         )
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
-        self.process.spawn(self._tick())
-        self.process.spawn(self.leadership.watch_leases())
-        self.process.spawn(self._record_progress())
+        self.process.spawn(self._end_at_errors(self._tick()))
+        self.process.spawn(self._end_at_errors(self.leadership.watch_leases()))
+        self.process.spawn(self._end_at_errors(self._record_progress()))
         while self.leadership.ended is None:
             await self.leadership.handle(await self._events.get(), self.process.now_s)
             if self.leadership.has_progressed:
@@ -135,11 +144,11 @@ class SimulatedLeader:
             if await self.leadership.admit(node, line):
                 while (message := await inbox.get()) is not None:
                     await self.leadership.take(node, message)
-        finally:
-            if self.process.is_alive:
-                self._lines.remove(line)
-                self.leadership.left(node, line)
-                line.close()
+        except StoreError as error:
+            self._launcher.happened("gives up", node, repr(error))
+        self._lines.remove(line)
+        self.leadership.left(node, line)
+        line.close()
 
     def lost(self, node: int, reason: str) -> None:
         """The launcher's word that the process of a node is gone."""
@@ -153,7 +162,7 @@ class SimulatedLeader:
 
     def notify(self, message: ToLauncher) -> None:
         """See Hands."""
-        self._launcher.hear(message)
+        self._launcher.hear(self, message)
 
     def keep(self, command: Publish | Discard) -> None:
         """See Hands."""

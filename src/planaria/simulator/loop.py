@@ -25,6 +25,7 @@ class Loop:
     Attributes:
         now_s: seconds since the run began.
         num_events: that have happened.
+        tasks: all that were ever started.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class Loop:
         self.num_events = 0
         self._count = 0
         self._heap: list[tuple[float, int, Callback]] = []
+        self.tasks: list[Coroutine[Any, Any, None]] = []
 
     def after(self, delay_s: float, callback: Callback) -> None:
         """Has something happen after a delay."""
@@ -48,6 +50,12 @@ class Loop:
             self.now_s = when_s
             self.num_events += 1
             callback()
+
+    def close(self) -> None:
+        """Ends all tasks, outer ones first; the collector would take them in any order."""
+        self._heap.clear()
+        for task in self.tasks:
+            task.close()
 
 
 class Waiting(Generic[Result]):
@@ -148,6 +156,7 @@ class Process:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Starts a task, which runs at once until it waits for the first time."""
+        self._loop.tasks.append(coroutine)
         _Task(self, coroutine, self._failed).resume()
 
     def at_exit(self, callback: Callback) -> None:

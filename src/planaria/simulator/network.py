@@ -20,11 +20,13 @@ class Network:
 
     Attributes:
         delay_s: of a message, at least; up to twice that.
+        is_uneven: some connections are up to thirty times as slow as others.
         slow_share: of messages that take up to slow_s, 0 to 1.
     """
 
     def __init__(self, loop: Loop, rng: Random) -> None:
         self.delay_s = 0.0003
+        self.is_uneven = False
         self.slow_share = 0.0
         self.slow_s = 0.3
         self._loop = loop
@@ -34,7 +36,8 @@ class Network:
 
     def pair(self, near: Process, far: Process) -> "tuple[End, End]":
         """Both ends of a new connection; whoever owns one sets what it does with what comes."""
-        ends = End(self, near), End(self, far)
+        factor = 10.0 ** (self._rng.random() * 1.5) if self.is_uneven else 1.0
+        ends = End(self, near, factor), End(self, far, factor)
         ends[0].other, ends[1].other = ends[1], ends[0]
         self._ends += ends
         for end in ends:
@@ -63,11 +66,11 @@ class Network:
         for end in [end for end in self._ends if process in (end.process, end.other.process)]:
             end.lose()
 
-    def latency_s(self) -> float:
-        """How long the next message takes."""
+    def latency_s(self, factor: float = 1.0) -> float:
+        """How long the next message takes, on a connection so much slower than others."""
         if self.slow_share and self._rng.random() < self.slow_share:
             return self._rng.random() * self.slow_s
-        return self.delay_s * (1.0 + self._rng.random())
+        return factor * self.delay_s * (1.0 + self._rng.random())
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
         """Has something happen outside of all processes."""
@@ -93,6 +96,7 @@ class End:
 
     __slots__ = (
         "_arrives_s",
+        "_factor",
         "_held",
         "_is_closed",
         "_is_lost",
@@ -103,12 +107,13 @@ class End:
         "received",
     )
 
-    def __init__(self, network: Network, process: Process) -> None:
+    def __init__(self, network: Network, process: Process, factor: float) -> None:
         self.process = process
         self.other: End
         self.received: Callable[[Any], None] = _ignore
         self.closed: Callable[[], None] = _ignore
         self._network = network
+        self._factor = factor
         self._arrives_s = 0.0
         self._held: deque[object] = deque()
         self._is_closed = False
@@ -148,7 +153,7 @@ class End:
 
     def _carry(self, message: object) -> None:
         now_s = self._network.now_s
-        self._arrives_s = max(self._arrives_s, now_s + self._network.latency_s())
+        self._arrives_s = max(self._arrives_s, now_s + self._network.latency_s(self._factor))
         other = self.other
         self._network.after(
             self._arrives_s - now_s, lambda: other.process.do(lambda: other._take(message))

@@ -10,7 +10,7 @@ from planaria.simulator.faults import FAULTS_S_MAX, Fault, FaultKind, Faults, dr
 from planaria.simulator.scenario import SCENARIOS, Scenario, planned_job
 
 _CLOCK_MOST = 0.05
-_EVENTS_MAX = 200_000
+_DELAYS_S = (0.0001, 0.0003, 0.001, 0.003)
 _LOG_TAIL = 40
 
 
@@ -34,12 +34,14 @@ class Run:
     log: tuple[tuple[float, str, tuple[object, ...]], ...]
 
 
-def run(seed: int) -> Run:
-    """The run of a seed."""
+def run(seed: int, *, keeps_log: bool = True) -> Run:
+    """The run of a seed; with its log if something is wrong, or if that is wanted."""
     rng = Random(seed)
     scenario = rng.choice(SCENARIOS)
     faults = drawn_faults(rng, scenario.num_nodes)
     cluster = SimulatedCluster(planned_job(scenario), rng)
+    cluster.network.delay_s = rng.choice(_DELAYS_S)
+    cluster.network.is_uneven = rng.random() < 0.5
     checkers = cluster.watcher = Checkers(cluster)
     checkers.faults = struck = Faults(cluster, faults)
     cluster.begin(_clock_rates(rng, faults))
@@ -54,7 +56,7 @@ def run(seed: int) -> Run:
         violations=tuple(checkers.violations),
         num_events=cluster.loop.num_events,
         epochs=ended.epoch if ended else -1,
-        log=tuple(cluster.log),
+        log=tuple(cluster.log) if keeps_log or checkers.violations else (),
     )
 
 

@@ -65,7 +65,8 @@ class SimulatedStore:
     def open(self, now_s: Callable[[], float]) -> None:
         """The next coordinator uses it, whose clock this is."""
         self._now_s = now_s
-        self._decided = self._durable = reopened(self._durable, now_s=now_s())
+        self._decided = reopened(self._decided, now_s=now_s())
+        self._durable = reopened(self._durable, now_s=now_s())
 
     def crash(self) -> None:
         """Ends the process that has it open; the write under way may have reached the disk."""

@@ -65,6 +65,7 @@ class SimulatedWorker:
 
     Attributes:
         held: the layers that it has.
+        epoch: the newest that it has begun, or was told to leave older ones for.
         line: to its agent.
     """
 
@@ -91,7 +92,7 @@ class SimulatedWorker:
         self._around = around
         self._startup_s = startup_s
         self._rules = around.job.rules
-        self._epoch = -1
+        self.epoch = -1
         self._saved_epoch = -1
         self._vector: tuple[int, CommitVector] | None = None
         self._stop_requested = False
@@ -141,16 +142,16 @@ class SimulatedWorker:
     async def obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
         """Carries out an order; one that came before, or is for another worker, not."""
         match order:
-            case Abort() if order.epoch >= self._epoch:
-                self._epoch = order.epoch
+            case Abort() if order.epoch >= self.epoch:
+                self.epoch = order.epoch
                 self.answer(order)
-            case SaveLayers() if order.epoch == self._epoch > self._saved_epoch:
+            case SaveLayers() if order.epoch == self.epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
                 await self.settle(order.iteration, order.vector)
                 layers = order.layers.get(self.rank, ())
                 await self._write(layers, order.iteration, order.epoch)
             case StartEpoch() if self._is_for_this(order):
-                self._epoch = order.epoch
+                self.epoch = order.epoch
                 try:
                     await self._serve_epoch(order)
                 except AbortedError:
@@ -164,8 +165,8 @@ class SimulatedWorker:
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         own = start.addresses.get(self.rank)
-        is_new = start.epoch > self._epoch or (
-            start.epoch == self._epoch and self.links.epoch < start.epoch
+        is_new = start.epoch > self.epoch or (
+            start.epoch == self.epoch and self.links.epoch < start.epoch
         )
         return is_new and own is not None and tuple(own) == self.links.address
 
@@ -176,6 +177,7 @@ class SimulatedWorker:
         iteration, vector = -1, b""
         if self._vector is not None:
             iteration, vector = self._vector[0], encode_vector(self._vector[1])
+        self._around.reached("answer", self, iteration + 1)
         self._say(
             Stopped(
                 rank=self.rank,
@@ -314,6 +316,7 @@ class SimulatedWorker:
     async def _write(self, layers: Sequence[int], age: int, epoch: int) -> None:
         if not layers:
             return
+        self._around.reached("save", self, age)
         await self._wait_written()
         contents = {layer: self.held[layer].content for layer in layers}
         self._writing = Waiting()

@@ -1,0 +1,50 @@
+"""`make sim`: runs of many seeds, in several processes; the first that fails is told whole."""
+
+import argparse
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import Pool
+
+from planaria.simulator.simulation import Run, run, told
+
+_CHUNK = 20
+
+
+def runs(seeds: range, *, num_processes: int) -> Iterator[Run]:
+    """The runs of these seeds, in their order; their logs only where something is wrong."""
+    if num_processes == 1:
+        yield from map(_run, seeds)
+        return
+    with Pool(num_processes) as pool:
+        yield from pool.imap(_run, seeds, chunksize=_CHUNK)
+
+
+def _run(seed: int) -> Run:
+    return run(seed, keeps_log=False)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    endings: Counter[str] = Counter()
+    begin_s = time.monotonic()
+    for one in runs(seeds, num_processes=min(arguments.processes, len(seeds))):
+        endings[one.ending] += 1
+        if one.violations:
+            print(told(run(one.seed)))
+            print(f"make sim SEED={one.seed} RUNS=1 replays it")
+            raise SystemExit(1)
+        if len(seeds) == 1:
+            print(told(run(one.seed)))
+    seconds = time.monotonic() - begin_s
+    counts = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
+    print(
+        f"{len(seeds)} runs from seed {arguments.seed}: {counts}; "
+        f"{len(seeds) / seconds:.0f} runs a second"
+    )

@@ -1,0 +1,51 @@
+"""The coordinator under simulation: a thousand jobs under faults keep every promise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from planaria.simulator.__main__ import runs
+from planaria.simulator.simulation import run, told
+
+NUM_RUNS = 1000
+_LOG = "from planaria.simulator.simulation import run; print(run({}).log)"
+
+
+@pytest.mark.timeout(600)
+def test_a_thousand_jobs_under_faults_keep_every_promise() -> None:
+    """`make soak` runs a hundred times as many; `make sim SEED=n RUNS=1` replays one."""
+    for one in runs(range(NUM_RUNS), num_processes=min(4, os.cpu_count() or 1)):
+        assert not one.violations, told(run(one.seed))
+
+
+def test_faults_strike_and_jobs_survive_them() -> None:
+    """Not a promise, but without it those above would be empty."""
+    found = [run(seed, keeps_log=False) for seed in range(60)]
+
+    assert sum(one.num_struck for one in found) > 60
+    assert sum(one.epochs for one in found) > 40
+    assert sum(one.ending == "finished" for one in found) > 40
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    """In another process, too, whose strings hash otherwise."""
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    code = [sys.executable, "-c", _LOG.format(seed)]
+    other = subprocess.run(
+        code, env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
+
+    assert other.stdout.strip() == str(run(seed).log)
+
+
+def test_a_failing_run_tells_its_seed_its_faults_and_what_happened_last() -> None:
+    """All that is needed to look into it."""
+    one = run(3)
+    text = told(one)
+
+    assert text.startswith("seed 3: ")
+    assert all(str(fault) in text for fault in one.faults)
+    assert len(text.splitlines()) == 1 + len(one.faults) + 40
