@@ -36,7 +36,7 @@ from planaria.core.records import (
     decode_record,
 )
 from planaria.core.samples import sample_digest
-from planaria.simulator.cluster import SimulatedCluster
+from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.faults import FaultKind, Faults
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
@@ -302,6 +302,7 @@ class Checkers:
         for node, evicted_s in self._evicted_s.items():
             agent = self._cluster.agents[node]
             is_free = agent.process.is_alive and agent.process.stopped_s < 0.0
+            is_free = is_free and not self._cluster.network.is_cut(node, LAUNCHER)
             since_s = max(evicted_s, self.faults.over_s)
             if is_free and self._cluster.loop.now_s - since_s > _LEAVES_S:
                 self._fail(f"node {node} is no member for long, and lives")

@@ -72,6 +72,7 @@ class SimulatedCluster:
         self.num_committed = 0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
         self.stop_requested = False
+        self._newest_vector = -1
         self._restarts = 0
         self._num_leaders = 0
         self._is_starting = True
@@ -206,6 +207,9 @@ class SimulatedCluster:
         """See Surroundings."""
         self.happened(place, worker.rank, iteration)
         self.watcher.reached(place, worker, iteration)
+        if place == "optimizer" and iteration > self._newest_vector:
+            self._newest_vector = iteration
+            place = "vector"
         node = worker.rank // self.job.scenario.devices_per_node
         self._strike(place, node)
 

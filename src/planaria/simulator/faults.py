@@ -7,6 +7,7 @@ millisecond is hit as often as one of a second.
 Source: Groce et al., Swarm Testing (ISSTA '12).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -36,18 +37,27 @@ class FaultKind(Enum):
     STOP = "the user asks to stop"
 
 
+_LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # For ever, now and then.
 _LOSSES: Final = (
     *(FaultKind.KILL, FaultKind.CRASH, FaultKind.HANG, FaultKind.STALL),
     *(FaultKind.CUT, FaultKind.DETACH, FaultKind.BREAK),
 )
-TRAINING: Final = ("start", "backward", "reduce", "commit", "optimizer", "save", "recorded node")
+# The first to hold a vector, and so alone with it for a while, is at "vector".
+TRAINING: Final = (
+    *("start", "backward", "reduce", "commit", "vector", "vector", "vector"),
+    *("optimizer", "save", "recorded node"),
+)
 RECOVERING: Final = (
     *("answer", "regroup", "transfer", "resume", "detect", "decide"),
     *("recorded members", "recorded outcome", "recorded plan"),
 )
 LASTS_S: Final = (0.005, 0.05, 0.5, 2.0, LEASE_S + 0.5, 2 * LEASE_S + 1.0, 4 * LEASE_S)
+THERE: Final = -1  # Whoever is at the place.
+BEFORE: Final = -2  # Whoever was at the place of the fault before.
 FAULTS_S_MAX: Final = 12.0
 _NUM_FAULTS_MAX: Final = 6
+_WITNESS_SHARE: Final = 0.2
+_CONNECTED_S: Final = 0.5
 _REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
 
 
@@ -56,7 +66,7 @@ class Fault:
     """A fault: after `at_s`, or `delay_s` after somebody is at `place` for the `count`-th time.
 
     Attributes:
-        node: that it strikes; at a place, whoever is there if it is below 0.
+        node: that it strikes; or THERE, or BEFORE.
         other: of a cut.
         follows: all that counts from when the fault before it has struck, not from the start.
     """
@@ -77,7 +87,8 @@ class Fault:
         if self.place:
             when = f"{self.delay_s * 1000:.1f} ms after {self.place!r} no. {self.count}"
         then = "then " if self.follows else ""
-        whom = f"node {self.node}" if self.node >= 0 else "whoever is there"
+        names = {THERE: "whoever is there", BEFORE: "whoever was there before"}
+        whom = names.get(self.node, f"node {self.node}")
         what = f"{self.kind.name.lower()} of {whom} (other: {self.other}) for {self.lasts_s} s"
         return f"{then}{when}: {what}{', breaking connections' if self.breaks else ''}"
 
@@ -92,11 +103,44 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     for _ in range(rng.randint(1, _NUM_FAULTS_MAX)):
         kinds = losses if rng.random() < 0.65 or not others else others
         faults.append(_drawn(rng, rng.choice(kinds), num_nodes))
+    if rng.random() < _WITNESS_SHARE:
+        kind = rng.choice((*losses, FaultKind.LEADER))
+        faults[:2] = _witness_lost(rng, rng.choice(losses), kind, num_nodes)
     return tuple(faults)
+
+
+def _witness_lost(
+    rng: Random, first: FaultKind, then: FaultKind, num_nodes: int
+) -> tuple[Fault, ...]:
+    """A loss when one alone has the vector, and then, in the recovery, that of this very one.
+
+    Left to chance that comes up once in thousands of runs.
+    """
+    at_vector = replace(
+        _drawn(rng, first, num_nodes),
+        at_s=-1.0,
+        place="vector",
+        count=rng.randint(1, 5),
+        delay_s=0.0,
+        follows=False,
+        node=rng.randrange(num_nodes),
+    )
+    in_recovery = replace(
+        _drawn(rng, then, num_nodes),
+        at_s=-1.0,
+        place=rng.choice(("answer", "decide", "recorded outcome", "recorded plan", "regroup")),
+        count=rng.randint(1, 2),
+        delay_s=rng.choice((0.0, 0.001)),
+        follows=True,
+        node=BEFORE,
+    )
+    return at_vector, in_recovery
 
 
 def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
     lasts_s = rng.choice(LASTS_S)
+    if kind in _LAST and rng.random() < 0.2:
+        lasts_s = math.inf
     if kind is FaultKind.PAUSE:  # ASSUMPTIONS: nobody would notice one that hangs for ever.
         lasts_s = min(lasts_s, LEASE_S + 0.5)
     node = rng.randrange(num_nodes)
@@ -112,11 +156,12 @@ def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
         within_s = rng.choice((0.01, 1.0)) if fault.follows else FAULTS_S_MAX
         return replace(fault, at_s=rng.random() * within_s)
     is_recovering = fault.follows and rng.random() < 0.7
+    place = rng.choice(RECOVERING if is_recovering else TRAINING)
     return replace(
         fault,
-        node=node if rng.random() < 0.5 else -1,
-        place=rng.choice(RECOVERING if is_recovering else TRAINING),
-        count=rng.randint(1, 6 if fault.follows else 24),
+        node=rng.choice((node, node, THERE, BEFORE if fault.follows else THERE)),
+        place=place,
+        count=rng.randint(1, 6 if fault.follows or place == "vector" else 24),
         delay_s=rng.choice((0.0, 0.0, 0.0005, 0.002, 0.01)),
     )
 
@@ -138,6 +183,7 @@ class Faults:
         self.struck: list[tuple[float, Fault, int]] = []
         self._cluster = cluster
         self._over_s = 0.0
+        self._there = -1
         self._followers: dict[int, Fault] = {}
         for before, fault in zip((None, *faults), faults, strict=False):
             if before is not None and fault.follows:
@@ -163,9 +209,9 @@ class Faults:
                 left -= 1
                 if left == 0:
                     cluster.strikes.remove(reached)
-                    whom = fault.node
-                    if whom < 0:
-                        whom = node if node >= 0 else fault.other
+                    whom = {THERE: node, BEFORE: self._there}.get(fault.node, fault.node)
+                    whom = whom if whom >= 0 else fault.other
+                    self._there = node
                     # Never inside of what happens: the kernel of a real machine strikes beside it.
                     cluster.loop.after(fault.delay_s, lambda: self._strike(fault, whom))
 
@@ -175,11 +221,14 @@ class Faults:
         cluster = self._cluster
         if cluster.ended is not None:
             return
-        self.struck.append((cluster.loop.now_s, fault, node))
-        cluster.happened("fault", fault.kind.name, node, fault.other, fault.lasts_s)
-        self._over_s = max(self._over_s, cluster.loop.now_s + fault.lasts_s)
         if follower := self._followers.get(id(fault)):
             self._arm(follower)
+        if cluster.loop.now_s < _CONNECTED_S and math.isinf(fault.lasts_s):
+            fault = replace(fault, lasts_s=LEASE_S)  # ASSUMPTIONS: every node connects once.
+        self.struck.append((cluster.loop.now_s, fault, node))
+        cluster.happened("fault", fault.kind.name, node, fault.other, fault.lasts_s)
+        if math.isfinite(fault.lasts_s):
+            self._over_s = max(self._over_s, cluster.loop.now_s + fault.lasts_s)
         agent = cluster.agents[node]
         worker = agent.workers[fault.other % len(agent.workers)]
         match fault.kind:
@@ -227,14 +276,15 @@ class Faults:
             return
         network = self._cluster.network
         network.cut(node, other, breaks=fault.breaks)
-        self._cluster.loop.after(fault.lasts_s, lambda: network.join(node, other))
+        if math.isfinite(fault.lasts_s):
+            self._cluster.loop.after(fault.lasts_s, lambda: network.join(node, other))
 
     def _for(
         self, seconds: float, before: list[Callable[[], None]], after: list[Callable[[], None]]
     ) -> None:
         for callback in before:
             callback()
-        for callback in after:
+        for callback in after if math.isfinite(seconds) else ():
             self._cluster.loop.after(seconds, callback)
 
     def _set(self, slowed: Slowed, seconds: float, share: float) -> None:

@@ -10,7 +10,7 @@ from planaria.simulator.faults import FAULTS_S_MAX, Fault, FaultKind, Faults, dr
 from planaria.simulator.scenario import SCENARIOS, Scenario, planned_job
 
 _CLOCK_MOST = 0.05
-_DELAYS_S = (0.0001, 0.0003, 0.001, 0.003)
+_DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 _LOG_TAIL = 40
 
 
