@@ -222,6 +222,20 @@ def test_a_node_without_work_takes_the_place_of_the_lost_one() -> None:
     check_transfers(found, cluster, prices(book).layer_bytes)
 
 
+def test_a_node_that_came_just_before_a_loss_has_work_after_it() -> None:
+    """The local answer knows no use for it, so it is refused where the global one does."""
+    known = every(6, n0=2, f=1)
+    plan = plan_of(known, (2, 2), nodes=(0, 1, 2, 3))
+    left = survivors(plan, (3,), epoch=1)
+    came = (Node(4, (frozenset(),)), Node(5, (frozenset(),)))
+    cluster = ClusterState(1, (*left.nodes, *came))
+    event = NodesLost((3,), 0)
+    transitions = Reinstantiate(known).propose(plan, cluster, event, prices(known))
+
+    assert transitions
+    assert all(transition.after.nodes == (0, 1, 2, 4, 5) for transition in transitions)
+
+
 def test_nodes_of_two_devices_are_re_formed_by_device() -> None:
     """A place is a node with the layers of each of its devices."""
     book = every(6, n0=2, f=1, devices_per_node=2)

@@ -17,7 +17,8 @@ turn leaves most for the others; after a merge the next one may borrow again. A 
 lost whole is made anew only if fewer than f + 1 would be left, else given up. Nodes that had no
 work lend first. The global answer is not in the paper; where it has f + 1 pipelines, or more than
 the local one if neither has, a local answer that falls short is refused. With fewer than
-(f + 1) * n0 nodes Oobleck stops; here both answers go on with what fits.
+(f + 1) * n0 nodes Oobleck stops; here both answers go on with what fits. A local answer that leaves
+nodes without work, new ones say, is refused where the global one does not.
 """
 
 from collections import Counter
@@ -85,7 +86,7 @@ class Reinstantiate:
         overall = self._global(plan, cluster, prices=prices)
         if local and overall:
             wanted = min(self.every.problem.failures_tolerated + 1, len(overall[0]))
-            if len(local[0]) < wanted:
+            if len(local[0]) < wanted or _num_nodes(local[0]) < _num_nodes(overall[0]):
                 local = None
             elif local[0] == overall[0]:
                 overall = None
@@ -157,6 +158,10 @@ class Reinstantiate:
             openings, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
         )
         return pipelines, GLOBAL
+
+
+def _num_nodes(pipelines: Sequence[Pipeline]) -> int:
+    return sum(len(pipeline.nodes) for pipeline in pipelines)
 
 
 def reformed_parts(

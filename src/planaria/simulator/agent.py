@@ -22,6 +22,8 @@ from planaria.core.messages import (
     Fact,
     Heartbeat,
     HeartbeatTaken,
+    NodeArrived,
+    NoticeTaken,
     Shutdown,
     ToNode,
     WorkerExited,
@@ -34,6 +36,7 @@ from planaria.simulator.worker import SimulatedWorker, Surroundings
 
 _RECONNECT_S = 0.02
 _STARTUP_S = 0.05
+_LEAVES_S = 0.3  # What its workers still write is written by then.
 KILLED = -9
 
 
@@ -90,6 +93,8 @@ class SimulatedAgent:
         for device in range(world.job.scenario.devices_per_node):
             self.workers.append(self._forked(device))
             self._lines.append(self._joined(device))
+        rank = node * world.job.scenario.devices_per_node
+        self._say(NodeArrived(node=node, rank=rank, machine=f"machine {node % 3}"))
         self.process.spawn(self._serve())
         self.process.spawn(self._tick())
 
@@ -98,6 +103,11 @@ class SimulatedAgent:
         self.process.kill()
         for worker in self.workers:
             worker.process.kill()
+
+    def notice(self, after_s: float) -> None:
+        """The node is told that it will be gone."""
+        rank = self.node * self._world.job.scenario.devices_per_node
+        self.process.do(lambda: self._say(NoticeTaken(node=self.node, rank=rank, after_s=after_s)))
 
     def break_workers(self, *, device: int) -> None:
         """A worker crashes; its node lives."""
@@ -139,6 +149,7 @@ class SimulatedAgent:
                 line.send(message)
         if isinstance(message, Shutdown):
             self._is_shut_down = True
+            self.process.after(_LEAVES_S, self.kill)
 
     def _say(self, message: Fact) -> None:
         self.state = said(self.state, message)

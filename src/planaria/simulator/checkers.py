@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from planaria.coordinator.coordinator import CRASHES_MAX
+from planaria.coordinator.crashes import CRASHES_MAX
 from planaria.coordinator.store import Entry, Event
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
@@ -37,6 +37,7 @@ from planaria.core.records import (
 )
 from planaria.core.samples import sample_digest
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
+from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import FaultKind, Faults
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
@@ -72,6 +73,8 @@ class Checkers:
         self._ranks: tuple[int, ...] = ()
         self._published = -1
         self._evicted_s: dict[int, float] = {}
+        self._gone: set[int] = set()
+        self._planned: set[int] = set()
 
     def _fail(self, text: str) -> None:
         self._cluster.happened("VIOLATION", text)
@@ -96,19 +99,23 @@ class Checkers:
             if epoch == self._epoch and iteration < self._num_committed:
                 self._fail(f"epoch {epoch} begins before {self._num_committed} committed ones")
         if place in ("resume", "start"):
-            ages = {layer: held.age for layer, held in worker.held.items()}
+            ages = {n: held.age for n, held in worker.held.items() if held.age != NOT_YET}
             if any(age != iteration for age in ages.values()):
                 self._fail(f"rank {worker.rank} begins iteration {iteration} with ages {ages}")
 
     def _check_on_record(self, place: str, worker: SimulatedWorker) -> None:
         """Nobody is told what is not on record."""
         kinds = {"answer": ("members",), "resume": ("members", "outcome", "plan")}
+        if worker.epoch in self._planned:  # What is decided is recorded once it has begun.
+            kinds["resume"] = ("members",)
         for kind in kinds.get(place, ()):
             if (kind, str(worker.epoch)) not in self._records:
                 self._fail(f"rank {worker.rank} obeys, and there is no {kind}/{worker.epoch}")
 
     def _check_contents(self, worker: SimulatedWorker) -> None:
         for layer, held in worker.held.items():
+            if held.age == NOT_YET:
+                continue
             if self._job.contents.get((layer, held.age)) != held.content:
                 self._fail(f"rank {worker.rank}: layer {layer} of age {held.age} is another")
 
@@ -158,8 +165,12 @@ class Checkers:
     def _check_members(self, members: Members) -> None:
         if members.epoch != self._epoch + 1 or members.term != self._term:
             self._fail(f"{members} follows epoch {self._epoch} in term {self._term}")
-        if not set(members.nodes) <= set(self._members):
-            self._fail(f"{members} has a node that was none of {self._members}")
+        if self._gone.intersection(members.nodes):
+            self._fail(f"{members} has a node that was no member any more")
+        if members.is_planned:
+            self._planned.add(members.epoch)
+        else:  # One that left in a change that was not made may still be there.
+            self._gone |= set(self._members) - set(members.nodes)
         for node in set(self._members) - set(members.nodes):
             self._check_cause(node)
             self._evicted_s[node] = self._cluster.loop.now_s
@@ -187,8 +198,10 @@ class Checkers:
                 self._fail(f"{route} does not cover the model once")
         if len(plan.routes) != job.scenario.num_microbatches:
             self._fail(f"{len(plan.routes)} microbatches")
-        most = len(job.every.plans[len(self._members)].nodes)
-        if len(plan.nodes) < most or not set(plan.nodes) <= set(self._members):
+        staying = len(set(self._members) - self._leaving())
+        most = len(job.every.plans[staying].nodes) if staying >= job.rules.n0 else 0
+        is_short = len(plan.nodes) < most and not plan.silent
+        if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
 
     # -- what the launcher is told ----------------------------------------------------------------
@@ -217,7 +230,8 @@ class Checkers:
     def _check_applied(self, iteration: int) -> None:
         """What counts is applied by all who train, or on record."""
         for worker in self._cluster.workers():
-            is_young = any(held.age <= iteration for held in worker.held.values())
+            ages = [held.age for held in worker.held.values() if held.age != NOT_YET]
+            is_young = any(age <= iteration for age in ages)
             at_work = worker.rank in self._ranks and worker.epoch == self._epoch
             if is_young and at_work and self._outcome <= iteration:
                 self._fail(f"iteration {iteration} counts, and rank {worker.rank} lacks it")
@@ -259,9 +273,10 @@ class Checkers:
             self._fail(f"failed after {dict(crashes)} crashes: {ended.reason}")
 
     def _check_lost(self, ended: Ended) -> None:
-        scenario, num_left = self._job.scenario, len(ended.nodes)
+        scenario, num_left = self._job.scenario, len(set(ended.nodes) - self._leaving())
         n0, f = self._job.rules.n0, scenario.failures_tolerated
-        causes = self._struck_nodes(*_LOOK_LIKE_LOSS, FaultKind.CRASH, FaultKind.STALL)
+        kinds = (*_LOOK_LIKE_LOSS, FaultKind.CRASH, FaultKind.STALL, FaultKind.NOTICE)
+        causes = self._struck_nodes(*kinds)
         if causes.total() <= f and not self._struck_nodes(FaultKind.CUT, FaultKind.SLOW):
             self._fail(f"lost after {causes.total()} losses, f = {f}: {ended.reason}")
         layer = re.match(r"no live node holds layer (\d+)", ended.reason)
@@ -287,10 +302,14 @@ class Checkers:
 
     def _check_cause(self, node: int) -> None:
         """A node is given up only if something happened that can look like its loss."""
-        struck = self._struck_nodes(*_LOOK_LIKE_LOSS)
+        struck = {*self._struck_nodes(*_LOOK_LIKE_LOSS), *self._leaving()}
         anywhere = self._struck_nodes(FaultKind.CUT, FaultKind.SLOW)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")
+
+    def _leaving(self) -> set[int]:
+        """The nodes that were asked to leave, or told that they will be gone."""
+        return set(self._struck_nodes(FaultKind.NOTICE, FaultKind.DRAIN))
 
     def _struck_nodes(self, *kinds: FaultKind) -> Counter[int]:
         return Counter(node for _, fault, node in self.faults.struck if fault.kind in kinds)

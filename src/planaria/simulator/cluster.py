@@ -10,7 +10,7 @@ from typing import Protocol
 
 from planaria.coordinator.state import Publish
 from planaria.coordinator.store import Event
-from planaria.core.messages import StopRequested
+from planaria.core.messages import DrainRequested, StopRequested
 from planaria.core.records import Committed, Ended, ToLauncher
 from planaria.simulator.agent import SimulatedAgent
 from planaria.simulator.leader import SimulatedLeader
@@ -72,6 +72,7 @@ class SimulatedCluster:
         self.num_committed = 0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
         self.stop_requested = False
+        self.drained: list[int] = []
         self._newest_vector = -1
         self._restarts = 0
         self._num_leaders = 0
@@ -82,14 +83,25 @@ class SimulatedCluster:
         """Starts every process; `rates` are of the clocks of nodes, and of the coordinator (-1)."""
         self.leader_rate = rates.get(LAUNCHER, 1.0)
         for node in self.job.plan.nodes:
-            self.agents[node] = SimulatedAgent(
-                self,
-                node,
-                rate=rates.get(node, 1.0),
-                failed=self._raised,
-                ended=self._agent_ended,
-            )
+            self._start_agent(node, rates.get(node, 1.0))
         self._start_leader()
+
+    def _start_agent(self, node: int, rate: float) -> None:
+        self.agents[node] = SimulatedAgent(
+            self, node, rate=rate, failed=self._raised, ended=self._agent_ended
+        )
+
+    def join(self) -> None:
+        """A node comes."""
+        node = max(self.agents) + 1
+        self.happened("comes", node)
+        self._start_agent(node, 1.0)
+
+    def drain(self, node: int) -> None:
+        """The user asks that the job go on without a node."""
+        self.drained.append(node)
+        if self.leader.process.is_alive:
+            self.leader.queue(DrainRequested(node=node))
 
     def happened(self, what: str, *facts: object) -> None:
         """Something that a fault may wait for, or a reader may want to know."""
@@ -117,6 +129,8 @@ class SimulatedCluster:
         for node, agent in self.agents.items():
             if not agent.process.is_alive:
                 self.leader.lost(node, "its agent ended")
+        for node in self.drained:
+            self.leader.queue(DrainRequested(node=node))
         if self.stop_requested:
             self.leader.queue(StopRequested())
 

@@ -8,6 +8,7 @@ Source: engine/executor.py and groups.py, whose order of things it keeps.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from planaria.core.commit import CommitVector, commit_vector
 from planaria.simulator.layout import Layout, tree_peers
@@ -16,6 +17,8 @@ from planaria.simulator.loop import Process
 from planaria.simulator.scenario import PlannedJob
 
 Samples = tuple[int, ...]
+
+NOT_YET: Final = -1  # The age of a silent layer whose state has not come.
 
 
 @dataclass(slots=True)
@@ -48,21 +51,29 @@ class SimulatedExecutor:
         self._reached = reached
 
     async def run(
-        self, iteration: int, held: Mapping[int, HeldLayer], *, wants_stop: bool
+        self,
+        iteration: int,
+        held: Mapping[int, HeldLayer],
+        *,
+        wants_stop: bool,
+        wants_switch: Callable[[], bool],
     ) -> CommitVector:
         """Computes all gradients of an iteration; what the ranks agree on."""
-        own = [(layer, held[layer]) for layer in self._layout.own[self._rank]]
+        own = [(layer, held[layer]) for layer in self._layout.held(self._rank)]
         for _, one in own:
             one.gradients_of = -1
-            assert one.age == iteration, f"iteration {iteration} begins with age {one.age}"
-        samples = await self._compute(iteration)
+            is_there = one.age in (iteration, NOT_YET)
+            assert is_there, f"iteration {iteration} begins with age {one.age}"
+        is_at_work = self._rank in self._layout.own
+        samples = await self._compute(iteration) if is_at_work else ()
         self._reached("reduce", iteration)
         reduced = await self._reduce(iteration, samples)
         for layer, one in own:
             one.gradient = reduced.get(layer, samples)
             one.gradients_of = iteration
         self._reached("commit", iteration)
-        return await self._commit(iteration, wants_stop=wants_stop)
+        votes = (float(wants_stop), float(wants_switch()))
+        return await self._commit(iteration, votes)
 
     async def _compute(self, iteration: int) -> Samples:
         """Forward and backward along the pipeline: the samples that went through this stage."""
@@ -92,20 +103,23 @@ class SimulatedExecutor:
         reduced = {}
         for index, bucket in self._layout.buckets[self._rank]:
             others = [rank for rank in bucket.ranks if rank != self._rank]
+            # What is silent adds nothing.
+            computed = self._layout.own.get(self._rank, ())
+            mine = samples if bucket.layers[0] in computed else ()
             for rank in others:
-                self._links.send(rank, ("reduce", iteration, index), samples)
-            total = samples
+                self._links.send(rank, ("reduce", iteration, index), mine)
+            total = mine
             for rank in others:
                 total += await self._links.receive(rank, ("reduce", iteration, index))
             reduced.update(dict.fromkeys(bucket.layers, tuple(sorted(total))))
         return reduced
 
-    async def _commit(self, iteration: int, *, wants_stop: bool) -> CommitVector:
+    async def _commit(self, iteration: int, votes: tuple[float, float]) -> CommitVector:
         """Sums the vector over all ranks, up and down a tree."""
         peers, has_parent = tree_peers(self._rank, self._layout.ranks)
         children = peers[has_parent:]
         total = self._layout.contribution(self._rank, self._job, iteration)
-        total[-1] = float(wants_stop)
+        total[-2:] = votes
         for child in children:
             part = await self._links.receive(child, ("up", iteration))
             total = [a + b for a, b in zip(total, part, strict=True)]

@@ -35,6 +35,9 @@ class FaultKind(Enum):
     DISK = "the store's disk is slow"
     CLOCK = "a clock goes wrong by some percent"
     STOP = "the user asks to stop"
+    JOIN = "a node comes"
+    NOTICE = "the node is told that it will be gone, and is killed then"
+    DRAIN = "the user asks that the job go on without the node"
 
 
 _LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # For ever, now and then.
@@ -263,6 +266,13 @@ class Faults:
                 self._set(cluster.store, fault.lasts_s, 0.5)
             case FaultKind.STOP if not cluster.stop_requested:
                 cluster.request_stop()
+            case FaultKind.JOIN:
+                cluster.join()
+            case FaultKind.NOTICE:
+                agent.notice(fault.lasts_s)
+                cluster.loop.after(fault.lasts_s, lambda: self._kill(node, loses=fault.breaks))
+            case FaultKind.DRAIN:
+                cluster.drain(node)
 
     def _kill(self, node: int, *, loses: bool) -> None:
         agent = self._cluster.agents[node]

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from planaria.core.plan import Plan
+from planaria.core.plan import Pipeline, Plan, Route
 from planaria.schedule.action import Bucket
-from planaria.schedule.lower import buckets_of
+from planaria.schedule.buckets import buckets_of
 from planaria.simulator.scenario import PlannedJob
 
 _LAYER_S = 0.01  # Of a layer and a microbatch, forward; the backward takes twice that.
@@ -17,7 +17,8 @@ class Layout:
     """A plan by rank.
 
     Attributes:
-        own: the layers of each rank.
+        own: the layers that each rank computes.
+        silent: those that it only reduces and steps.
         owner: of each layer, the rank that speaks and writes for it.
         neighbours: the ranks before and after in the pipeline, -1 at its ends.
         microbatches: that go through each rank.
@@ -27,6 +28,7 @@ class Layout:
     plan: Plan
     ranks: tuple[int, ...]
     own: Mapping[int, range]
+    silent: Mapping[int, tuple[int, ...]]
     owner: tuple[int, ...]
     neighbours: Mapping[int, tuple[int, int]]
     microbatches: Mapping[int, tuple[int, ...]]
@@ -34,7 +36,7 @@ class Layout:
 
     def peers(self, rank: int) -> set[int]:
         """Whom a rank exchanges anything with in an iteration."""
-        found = set(tree_peers(rank, self.ranks)[0]) | set(self.neighbours[rank])
+        found = set(tree_peers(rank, self.ranks)[0]) | set(self.neighbours.get(rank, ()))
         for _, bucket in self.buckets[rank]:
             found |= set(bucket.ranks)
         return found - {rank, -1}
@@ -42,6 +44,10 @@ class Layout:
     def seconds(self, rank: int) -> float:
         """A rank's forward of all its microbatches."""
         return _LAYER_S * len(self.own[rank]) * len(self.microbatches[rank])
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """All layers that a rank is to hold."""
+        return tuple(sorted((*self.own.get(rank, ()), *self.silent.get(rank, ()))))
 
     def samples(self, rank: int, job: PlannedJob, iteration: int) -> tuple[int, ...]:
         """What goes through a rank, as its pipeline's first stage takes it from the data."""
@@ -52,12 +58,12 @@ class Layout:
         """What a rank adds to the commit vector of an iteration."""
         layout = job.rules.layout
         entries = [0.0] * layout.size
-        for layer in self.own[rank]:
+        for layer in self.own.get(rank, ()):
             if self.owner[layer] == rank:
                 entries[layer] = 1.0
-        before, after = self.neighbours[rank]
+        before, after = self.neighbours.get(rank, (-1, -1))
         size = layout.num_samples // layout.num_microbatches
-        for microbatch in self.microbatches[rank]:
+        for microbatch in self.microbatches.get(rank, ()):
             if after < 0:
                 entries[layout.losses + microbatch] = 1.0
             if before < 0:
@@ -66,9 +72,20 @@ class Layout:
         return entries
 
 
-@lru_cache(maxsize=512)
 def layout_of(plan: Plan) -> Layout:
     """The layout of a plan."""
+    key = (plan.epoch, plan.pipelines, plan.routes, tuple(sorted(plan.silent.items())))
+    return _layout(*key)
+
+
+@lru_cache(maxsize=512)
+def _layout(
+    epoch: int,
+    pipelines: tuple[Pipeline, ...],
+    routes: tuple[Route, ...],
+    silent: tuple[tuple[int, tuple[int, ...]], ...],
+) -> Layout:
+    plan = Plan(epoch, pipelines, routes, dict(silent))
     own = plan.layers_by_rank()
     neighbours, microbatches = {}, {}
     for pipeline in plan.pipelines:
@@ -81,12 +98,13 @@ def layout_of(plan: Plan) -> Layout:
     buckets = list(enumerate(buckets_of(plan)))
     return Layout(
         plan=plan,
-        ranks=plan.ranks,
+        ranks=plan.all_ranks,
         own=own,
+        silent=plan.silent,
         owner=tuple(plan.holders(layer)[0] for layer in range(plan.num_layers)),
         neighbours=neighbours,
         microbatches=microbatches,
-        buckets={rank: tuple(b for b in buckets if rank in b[1].ranks) for rank in own},
+        buckets={rank: tuple(b for b in buckets if rank in b[1].ranks) for rank in plan.all_ranks},
     )
 
 

@@ -30,7 +30,7 @@ REGROUP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A job; `n0` to `num_nodes` nodes can train it."""
+    """A job; `n0` to `max_nodes` nodes can train it, and it starts with `num_nodes`."""
 
     num_nodes: int
     n0: int
@@ -41,6 +41,11 @@ class Scenario:
     iterations: int = 6
     persist_every: int = 0
     stops_below: bool = False
+    num_more: int = 0
+
+    @property
+    def max_nodes(self) -> int:
+        return self.num_nodes + self.num_more
 
 
 SCENARIOS = (
@@ -55,6 +60,11 @@ SCENARIOS = (
     Scenario(6, 2, 2),
     Scenario(6, 3, 1, num_layers=6),
     Scenario(7, 2, 1, num_layers=6),
+    Scenario(2, 1, 1, num_more=1, iterations=10),
+    Scenario(3, 1, 1, num_more=2, iterations=10, persist_every=3),
+    Scenario(4, 2, 1, num_more=2, iterations=12, num_layers=6),
+    Scenario(5, 2, 1, num_more=1, iterations=10),
+    Scenario(4, 1, 1, num_more=1, devices_per_node=2, iterations=10),
 )
 
 
@@ -86,15 +96,16 @@ def planned_job(scenario: Scenario) -> PlannedJob:
         num_microbatches=scenario.num_microbatches,
         failures_tolerated=scenario.failures_tolerated,
     )
-    most = scenario.num_nodes - scenario.failures_tolerated * scenario.n0
-    found = pipeline_templates(problem, scenario.num_nodes)
+    most = scenario.max_nodes - scenario.failures_tolerated * scenario.n0
+    found = pipeline_templates(problem, scenario.num_nodes, max_nodes=scenario.max_nodes)
     templates = {n: t for n, t in found.items() if scenario.n0 <= n <= most}
-    every = every_plan(problem, scenario.num_nodes, templates)
+    every = every_plan(problem, scenario.max_nodes, templates)
     rules = Rules(
         job=job,
         policy=Reinstantiate(every),
         prices=profile_prices(problem.profile, regroup_s=REGROUP_S),
         n0=min(every.templates),
+        max_nodes=scenario.max_nodes,
         num_layers=scenario.num_layers,
         layout=vector_layout(job, scenario.num_layers),
         first_iteration=0,
@@ -159,6 +170,7 @@ def _config(scenario: Scenario) -> JobConfig:
         checkpoint=CheckpointConfig(persist_every=scenario.persist_every),
         cluster=ClusterConfig(
             nodes=scenario.num_nodes,
+            max_nodes=scenario.max_nodes,
             devices_per_node=scenario.devices_per_node,
             lease_s=LEASE_S,
         ),

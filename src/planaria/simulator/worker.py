@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from planaria.core.commit import CommitVector, decode_vector, encode_vector
 from planaria.core.messages import (
+    AT_COMMIT,
     Abort,
     EpochReady,
     Fact,
@@ -32,7 +35,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.errors import AbortedError, PeerLostError
-from planaria.simulator.executor import HeldLayer, SimulatedExecutor
+from planaria.simulator.executor import NOT_YET, HeldLayer, SimulatedExecutor
 from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process, Waiting
@@ -96,6 +99,9 @@ class SimulatedWorker:
         self._saved_epoch = -1
         self._vector: tuple[int, CommitVector] | None = None
         self._stop_requested = False
+        self._next_epoch = -1
+        self._takes_part = False
+        self._switches_at = -1
         self._orders: deque[Order] = deque()
         self._ordered: Waiting[None] | None = None
         self._writing: Waiting[None] | None = None
@@ -111,6 +117,8 @@ class SimulatedWorker:
             self._stop_requested = True
             return
         assert isinstance(message, Order)
+        if isinstance(message, StartEpoch) and message.iteration == AT_COMMIT:
+            self._next_epoch = message.epoch
         if isinstance(message, Abort):
             self.links.abort(first_epoch=message.epoch)
         self._orders.append(message)
@@ -132,6 +140,7 @@ class SimulatedWorker:
         )
         while not isinstance(order := await self._next_order(), Shutdown):
             await self.obey(order)
+        await self._wait_written()
 
     async def _next_order(self) -> Order:
         while not self._orders:
@@ -168,7 +177,10 @@ class SimulatedWorker:
         is_new = start.epoch > self.epoch or (
             start.epoch == self.epoch and self.links.epoch < start.epoch
         )
-        return is_new and own is not None and tuple(own) == self.links.address
+        is_agreed = self._switches_at >= 0 or not self._takes_part
+        is_its_turn = is_agreed or start.iteration != AT_COMMIT
+        is_meant = own is not None and tuple(own) == self.links.address
+        return is_new and is_its_turn and is_meant
 
     # -- between epochs ---------------------------------------------------------------------------
 
@@ -178,12 +190,13 @@ class SimulatedWorker:
         if self._vector is not None:
             iteration, vector = self._vector[0], encode_vector(self._vector[1])
         self._around.reached("answer", self, iteration + 1)
+        whole = {layer: held for layer, held in self.held.items() if held.age != NOT_YET}
         self._say(
             Stopped(
                 rank=self.rank,
                 epoch=order.epoch,
-                ages={layer: held.age for layer, held in self.held.items()},
-                complete=tuple(n for n, held in self.held.items() if held.gradients_of == held.age),
+                ages={layer: held.age for layer, held in whole.items()},
+                complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
                 vector_iteration=iteration,
                 vector=vector,
             )
@@ -202,7 +215,7 @@ class SimulatedWorker:
         """Takes the optimizer step of the layers that are ready for it; nothing can stop it."""
         self._around.reached("optimizer", self, iteration)
         for layer, held in sorted(self.held.items()):
-            if held.gradients_of == iteration:
+            if held.gradients_of == iteration and held.age != NOT_YET:
                 await self.process.sleep(_STEP_S)
                 self.step(layer, held, iteration)
 
@@ -219,10 +232,11 @@ class SimulatedWorker:
 
     async def _serve_epoch(self, start: StartEpoch) -> None:
         plan, rank = start.plan, self.rank
-        await self.settle(start.iteration, start.vector)
+        start = await self._settled(start)
         transfers = [transfer for transfers in start.rounds for transfer in transfers]
         layout = layout_of(plan)
-        if rank not in layout.ranks and all(t.source != rank for t in transfers):
+        self._takes_part, self._switches_at = rank in layout.ranks, -1
+        if not self._takes_part and all(t.source != rank for t in transfers):
             return
         self._around.reached("regroup", self, start.iteration)
         ends = [(t.source, t.target) for t in transfers]
@@ -232,11 +246,14 @@ class SimulatedWorker:
         addresses = {r: (host, port) for r, (host, port) in start.addresses.items()}
         await self.links.begin(start.epoch, addresses=addresses, peers=peers)
         self._around.reached("transfer", self, start.iteration)
-        await self._exchange(transfers, start.iteration)
-        if rank not in layout.ranks:
+        if plan.silent:
+            start = await self._prepare(start, layout)
+        else:
+            await self._exchange(transfers, start.iteration)
+        if not self._takes_part:
             return
-        own = layout.own[rank]
-        if not start.vector:
+        own = layout.held(rank)
+        if not start.vector and not plan.silent:
             for layer in set(own) - self.held.keys():
                 self.held[layer] = HeldLayer(age=start.iteration, content=first_content(layer))
         assert set(own) <= self.held.keys(), (own, self.held.keys())
@@ -249,6 +266,47 @@ class SimulatedWorker:
             self.links.abort(first_epoch=start.epoch + 1)
             raise
         self.links.abort(first_epoch=start.epoch + 1)
+
+    async def _settled(self, start: StartEpoch) -> StartEpoch:
+        """The order with its iteration, as far as this rank can know it, and its layers so."""
+        if start.iteration == AT_COMMIT:
+            if self._switches_at < 0:
+                self.held = {}
+                return start
+            assert self._vector is not None
+            vector = encode_vector(self._vector[1])
+            start = msgspec.structs.replace(start, iteration=self._switches_at, vector=vector)
+        await self.settle(start.iteration, start.vector)
+        return start
+
+    async def _prepare(self, start: StartEpoch, layout: Layout) -> StartEpoch:
+        """Sends what others are to have silently; makes room for what this rank is."""
+        transfers = [transfer for transfers in start.rounds for transfer in transfers]
+        if start.iteration == AT_COMMIT:
+            source = min(t.source for t in transfers if t.target == self.rank)
+            age = await self.links.receive(source, ("age",))
+            start = msgspec.structs.replace(start, iteration=age)
+        for target in {t.target for t in transfers if t.source == self.rank}:
+            self.links.send(target, ("age",), start.iteration)
+        for t in transfers:
+            if t.source == self.rank:
+                tag = ("state", start.iteration, t.layer, t.first_chunk)
+                self.links.send(t.target, tag, self.held[t.layer].content)
+        for layer in set(layout.held(self.rank)) - self.held.keys():
+            self.held[layer] = HeldLayer(age=NOT_YET, content=0)
+        return start
+
+    async def _receive_silently(self, start: StartEpoch, iteration: int) -> None:
+        if not start.plan.silent or iteration > start.iteration:
+            return
+        for t in (t for transfers in start.rounds for t in transfers):
+            if t.target == self.rank:
+                tag = ("state", iteration, t.layer, t.first_chunk)
+                content = await self.links.receive(t.source, tag)
+                await self.process.sleep(t.num_bytes / _BYTES_PER_S)
+                if t.end_chunk == NUM_CHUNKS:
+                    self.held[t.layer].content = content
+                    self.held[t.layer].age = iteration
 
     async def _exchange(self, transfers: Sequence[Transfer], age: int) -> None:
         """Sends what others lack and takes over what this rank lacks."""
@@ -281,12 +339,20 @@ class SimulatedWorker:
             await self._save(start, layout, iteration)
         while not ends:
             self._around.reached("start", self, iteration)
-            vector = await executor.run(iteration, self.held, wants_stop=self._stop_requested)
+            vector = await executor.run(
+                iteration,
+                self.held,
+                wants_stop=self._stop_requested,
+                wants_switch=lambda: self._next_epoch > start.epoch,
+            )
             self._vector = (iteration, vector)
-            self.held = {n: held for n, held in self.held.items() if n in layout.own[self.rank]}
+            own = layout.held(self.rank)
+            self.held = {n: held for n, held in self.held.items() if n in own}
+            await self._receive_silently(start, iteration)
             await self.apply(iteration)
             assert all(held.age == iteration + 1 for held in self.held.values())
             ends = vector.is_last(iteration, training)
+            switches = not ends and vector.switches(start.plan)
             every = self._rules.job.checkpoint.persist_every
             if ends or (every and (iteration + 1) % every == 0):
                 await self._save(start, layout, iteration + 1)
@@ -302,9 +368,13 @@ class SimulatedWorker:
                     stall_s=0.0,
                     peak_bytes=0,
                     ends=ends,
+                    switches=switches,
                 )
             )
             iteration += 1
+            if switches:
+                self._switches_at = iteration
+                return
         await self._wait_written()
 
     # -- saves ------------------------------------------------------------------------------------
