@@ -113,7 +113,7 @@ def test_of_saves_the_newest_two_are_kept() -> None:
 def test_a_link_that_broke_is_told_until_its_epoch_is_over() -> None:
     """Who lost it has left the epoch and waits, so nobody else would ever tell a new coordinator.
 
-    Found by make sim SEED=2215.
+    Found by the simulation.
     """
     unreachable = PeerUnreachable(rank=1, epoch=0, peer=0, reason="closed")
 

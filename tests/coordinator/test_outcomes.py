@@ -169,7 +169,7 @@ def test_before_the_first_iteration_every_rank_can_make_every_layer() -> None:
 def test_a_job_whose_workers_are_all_new_does_not_begin_again() -> None:
     """Nobody has a vector, as before the first iteration; but iterations are committed.
 
-    Found by make sim SEED=1163: the worker of the only node that was left crashed.
+    Found by the simulation: the worker of the only node that was left crashed.
     """
     rules = small_rules()
     answers = [stopped(rank, 1) for rank in (0, 1, 2)]

@@ -47,6 +47,7 @@ _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that ca
 _END_A_LEASE: Final = (
     *(FaultKind.HANG, FaultKind.DETACH, FaultKind.PAUSE, FaultKind.SLOW, FaultKind.DISK),
 )
+_ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
 _LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 
 
@@ -277,7 +278,9 @@ class Checkers:
         n0, f = self._job.rules.n0, scenario.failures_tolerated
         kinds = (*_LOOK_LIKE_LOSS, FaultKind.CRASH, FaultKind.STALL, FaultKind.NOTICE)
         causes = self._struck_nodes(*kinds)
-        if causes.total() <= f and not self._struck_nodes(FaultKind.CUT, FaultKind.SLOW):
+        if causes.total() <= f and not self._struck_nodes(
+            FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW
+        ):
             self._fail(f"lost after {causes.total()} losses, f = {f}: {ended.reason}")
         layer = re.match(r"no live node holds layer (\d+)", ended.reason)
         if layer:
@@ -303,7 +306,7 @@ class Checkers:
     def _check_cause(self, node: int) -> None:
         """A node is given up only if something happened that can look like its loss."""
         struck = {*self._struck_nodes(*_LOOK_LIKE_LOSS), *self._leaving()}
-        anywhere = self._struck_nodes(FaultKind.CUT, FaultKind.SLOW)
+        anywhere = self._struck_nodes(*_ANYWHERE)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")
 

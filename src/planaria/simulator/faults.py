@@ -29,6 +29,7 @@ class FaultKind(Enum):
     REPLACE = "the coordinator stands still, another leads, and then the old one goes on"
     PAUSE = "the coordinator stands still for a while"
     CUT = "two nodes are cut off from each other for a while"
+    ISOLATE = "a node is cut off from all others for a while, but not from the coordinator"
     DETACH = "the node is cut off from the coordinator for a while"
     BREAK = "the connection of the agent breaks, and is made anew"
     SLOW = "messages take long, and so pass those of other connections"
@@ -43,7 +44,7 @@ class FaultKind(Enum):
 _LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # For ever, now and then.
 _LOSSES: Final = (
     *(FaultKind.KILL, FaultKind.CRASH, FaultKind.HANG, FaultKind.STALL),
-    *(FaultKind.CUT, FaultKind.DETACH, FaultKind.BREAK),
+    *(FaultKind.CUT, FaultKind.ISOLATE, FaultKind.DETACH, FaultKind.BREAK),
 )
 # The first to hold a vector, and so alone with it for a while, is at "vector".
 TRAINING: Final = (
@@ -107,37 +108,49 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
         kinds = losses if rng.random() < 0.65 or not others else others
         faults.append(_drawn(rng, rng.choice(kinds), num_nodes))
     if rng.random() < _WITNESS_SHARE:
-        kind = rng.choice((*losses, FaultKind.LEADER))
-        faults[:2] = _witness_lost(rng, rng.choice(losses), kind, num_nodes)
+        return (*witness_lost(rng, num_nodes), *faults[4:])
     return tuple(faults)
 
 
-def _witness_lost(
-    rng: Random, first: FaultKind, then: FaultKind, num_nodes: int
-) -> tuple[Fault, ...]:
-    """A loss when one alone has the vector, and then, in the recovery, that of this very one.
+def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """One alone has the vector and a rank is lost; in the recovery this one too; then another.
 
     Left to chance that comes up once in thousands of runs.
     """
-    at_vector = replace(
-        _drawn(rng, first, num_nodes),
+    ends = (FaultKind.KILL, FaultKind.CRASH, FaultKind.BREAK)
+    alone = replace(
+        _drawn(rng, FaultKind.ISOLATE, num_nodes),
         at_s=-1.0,
         place="vector",
         count=rng.randint(1, 5),
         delay_s=0.0,
         follows=False,
+        node=THERE,
+        breaks=False,
+    )
+    lost = replace(
+        _drawn(rng, rng.choice(ends), num_nodes),
+        place="",
+        at_s=0.0,
+        follows=True,
         node=rng.randrange(num_nodes),
     )
-    in_recovery = replace(
-        _drawn(rng, then, num_nodes),
+    witness = replace(_in_recovery(rng, rng.choice(ends), num_nodes), node=BEFORE)
+    then = _in_recovery(rng, rng.choice((*ends, *(FaultKind.LEADER,) * 3)), num_nodes)
+    return alone, lost, witness, then
+
+
+def _in_recovery(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
+    """A fault right after the one before."""
+    return replace(
+        _drawn(rng, kind, num_nodes),
         at_s=-1.0,
-        place=rng.choice(("answer", "decide", "recorded outcome", "recorded plan", "regroup")),
+        place=rng.choice(RECOVERING),
         count=rng.randint(1, 2),
         delay_s=rng.choice((0.0, 0.001)),
         follows=True,
-        node=BEFORE,
+        node=rng.randrange(num_nodes),
     )
-    return at_vector, in_recovery
 
 
 def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
@@ -214,7 +227,8 @@ class Faults:
                     cluster.strikes.remove(reached)
                     whom = {THERE: node, BEFORE: self._there}.get(fault.node, fault.node)
                     whom = whom if whom >= 0 else fault.other
-                    self._there = node
+                    if fault.node != BEFORE:
+                        self._there = node
                     # Never inside of what happens: the kernel of a real machine strikes beside it.
                     cluster.loop.after(fault.delay_s, lambda: self._strike(fault, whom))
 
@@ -255,6 +269,9 @@ class Faults:
             case FaultKind.CUT:
                 other = fault.other if fault.other != node else fault.node
                 self._cut(node, other, fault)
+            case FaultKind.ISOLATE:
+                for one in set(cluster.agents) - {node}:
+                    self._cut(node, one, fault)
             case FaultKind.DETACH:
                 self._cut(node, LAUNCHER, fault)
             case FaultKind.BREAK:

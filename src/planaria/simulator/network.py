@@ -128,10 +128,9 @@ class End:
         """Sends a message, without waiting; nothing if the connection is closed."""
         if self._is_closed or self._is_lost:
             return
-        if self._held or self._network.is_cut(self.process.place, self.other.process.place):
-            self._held.append(message)
-        else:
-            self._carry(message)
+        now_s = self._network.now_s
+        self._arrives_s = max(self._arrives_s, now_s + self._network.latency_s(self._factor))
+        self._network.after(self._arrives_s - now_s, lambda: self._arrive(message))
 
     def close(self) -> None:
         """Ends the connection, after what was sent."""
@@ -149,15 +148,18 @@ class End:
     def send_held(self) -> None:
         """Sends what waited for the places to be joined."""
         while self._held:
-            self._carry(self._held.popleft())
+            self._deliver(self._held.popleft())
 
-    def _carry(self, message: object) -> None:
-        now_s = self._network.now_s
-        self._arrives_s = max(self._arrives_s, now_s + self._network.latency_s(self._factor))
+    def _arrive(self, message: object) -> None:
+        """What meets a cut waits, and what was sent after it waits behind it."""
+        if self._held or self._network.is_cut(self.process.place, self.other.process.place):
+            self._held.append(message)
+        else:
+            self._deliver(message)
+
+    def _deliver(self, message: object) -> None:
         other = self.other
-        self._network.after(
-            self._arrives_s - now_s, lambda: other.process.do(lambda: other._take(message))
-        )
+        other.process.do(lambda: other._take(message))
 
     def _take(self, message: object) -> None:
         if self._is_lost:

@@ -1,6 +1,6 @@
 """One run, or many: a seed gives the job, its faults and every delay, so it replays exactly."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -12,6 +12,9 @@ from planaria.simulator.scenario import SCENARIOS, Scenario, planned_job
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 _LOG_TAIL = 40
+
+
+Draw = Callable[[Random, int], tuple[Fault, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +37,15 @@ class Run:
     log: tuple[tuple[float, str, tuple[object, ...]], ...]
 
 
-def run(seed: int, *, keeps_log: bool = True) -> Run:
-    """The run of a seed; with its log if something is wrong, or if that is wanted."""
+def run(seed: int, *, keeps_log: bool = True, draw: Draw = drawn_faults) -> Run:
+    """The run of a seed; with its log if something is wrong, or if that is wanted.
+
+    Args:
+        draw: the faults, for so many nodes.
+    """
     rng = Random(seed)
     scenario = rng.choice(SCENARIOS)
-    faults = drawn_faults(rng, scenario.num_nodes)
+    faults = draw(rng, scenario.num_nodes)
     cluster = SimulatedCluster(planned_job(scenario), rng)
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5

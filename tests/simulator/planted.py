@@ -1,0 +1,254 @@
+"""Bugs to plant: the rules of the commit protocol, each switched off."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planaria.coordinator import agent_state, coordinator, leadership, recovery, start
+from planaria.coordinator.agent_state import AgentState
+from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.logbook import Logbook
+from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
+from planaria.coordinator.store import ABSENT, Guard
+from planaria.core.messages import Abort, Fact, PeerUnreachable, ToNode, Welcome
+from planaria.core.records import Decision, Members, Outcome, encode_record
+from planaria.policies.policy import best_transition
+from planaria.simulator.executor import HeldLayer, SimulatedExecutor
+from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.scenario import content_after
+from planaria.simulator.worker import SimulatedWorker
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def members_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was evicted is a member again for the next coordinator."""
+
+    async def record(self: Logbook, members: Members) -> None:
+        if members.epoch == 0:
+            await self._put(self._keys.members(0), members, is_new=True)
+
+    patch.setattr(Logbook, "record_members", record)
+
+
+def outcomes_are_told_before_they_are_recorded(patch: pytest.MonkeyPatch) -> None:
+    """All go on while the record is on its way to the disk."""
+    real = Logbook.record_decision
+    handles = Leadership.handle
+
+    async def record(self: Logbook, outcome: Outcome, decision: Decision) -> None:
+        self.__dict__["late"] = (outcome, decision)
+
+    async def handle(self: Leadership[Any], event: Any, now_s: float) -> None:
+        await handles(self, event, now_s)
+        if isinstance(event, DecisionRecorded):
+            await real(self._logbook, *self._logbook.__dict__.pop("late"))
+
+    patch.setattr(Logbook, "record_decision", record)
+    patch.setattr(Leadership, "handle", handle)
+
+
+def outcomes_do_not_outlive_their_epoch(patch: pytest.MonkeyPatch) -> None:
+    """The next epoch asks anew, also where the only witness is lost."""
+    real = recovery._outcome
+
+    def outcome(rules: Rules, state: JobState) -> Outcome:
+        return real(rules, replace(state, outcome=None))
+
+    patch.setattr(recovery, "_outcome", outcome)
+
+
+def a_new_coordinator_ignores_outcomes(patch: pytest.MonkeyPatch) -> None:
+    """It goes on from the members alone."""
+    real = start.restored_step
+
+    def restored(*arguments: Any, **keys: Any) -> Step:
+        is_over = keys["decision"] is None or keys["decision"].order.epoch < keys["members"].epoch
+        return real(*arguments, **{**keys, **({"outcome": None} if is_over else {})})
+
+    patch.setattr(leadership, "restored_step", restored)
+
+
+def outcomes_are_written_over(patch: pytest.MonkeyPatch) -> None:
+    """A new coordinator decides again what the one before it had written."""
+
+    async def record(self: Logbook, outcome: Outcome, decision: Decision) -> None:
+        await self._put(self._keys.outcome(outcome.epoch), outcome, is_new=False)
+        await self._put(self._keys.plan(outcome.epoch), decision, is_new=False)
+
+    patch.setattr(Logbook, "record_decision", record)
+
+
+def older_leaders_may_write(patch: pytest.MonkeyPatch) -> None:
+    """The store does not ask who leads."""
+
+    async def put(self: Logbook, key: str, record: Any, *, is_new: bool) -> None:
+        guards = (Guard(key, ABSENT),) if is_new else ()
+        await self._store.put(key, encode_record(record), guards=guards)
+
+    patch.setattr(Logbook, "_put", put)
+
+
+def ranks_answer_before_they_leave(patch: pytest.MonkeyPatch) -> None:
+    """The reductions of the epoch before go on behind the answer."""
+    real = SimulatedWorker.hear
+
+    def hear(self: SimulatedWorker, message: ToNode) -> None:
+        if not isinstance(message, Abort) or message.epoch <= self.epoch:
+            real(self, message)
+            return
+        self.epoch = message.epoch
+        self.answer(message)
+        self.process.after(0.05, lambda: self.links.abort(first_epoch=message.epoch))
+
+    patch.setattr(SimulatedWorker, "hear", hear)
+
+
+def the_vector_needs_no_gradients(patch: pytest.MonkeyPatch) -> None:
+    """A rank enters the sum of the vector before its own reductions are in."""
+
+    async def reduce(
+        self: SimulatedExecutor, iteration: int, samples: tuple[int, ...]
+    ) -> dict[int, tuple[int, ...]]:
+        for index, bucket in self._layout.buckets[self._rank]:
+            for rank in set(bucket.ranks) - {self._rank}:
+                self._links.send(rank, ("reduce", iteration, index), samples)
+        return {}
+
+    patch.setattr(SimulatedExecutor, "_reduce", reduce)
+
+
+def steps_are_taken_twice(patch: pytest.MonkeyPatch) -> None:
+    """An optimizer step does not look at the age of its layer."""
+
+    def step(self: SimulatedWorker, layer: int, held: HeldLayer, iteration: int) -> None:
+        del self, layer
+        held.content = content_after(held.content, iteration, held.gradient)
+        held.age += 1
+
+    patch.setattr(SimulatedWorker, "step", step)
+
+
+def layers_of_other_ages_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """Whoever cannot get to the outcome's age goes on with what it has."""
+    real = SimulatedWorker.settle
+
+    async def settle(self: SimulatedWorker, iteration: int, vector: bytes) -> None:
+        before = self.held
+        await real(self, iteration, vector)
+        self.held = {**before, **self.held}
+
+    patch.setattr(SimulatedWorker, "settle", settle)
+
+
+def epochs_do_not_fence_links(patch: pytest.MonkeyPatch) -> None:
+    """A message of an older epoch is taken for one of this."""
+    real = SimulatedLinks._deliver
+
+    def deliver(self: SimulatedLinks, peer: int, link: Any, message: Any) -> None:
+        if message.epoch < self.epoch:
+            message = replace(message, epoch=self.epoch)
+        real(self, peer, link, message)
+
+    patch.setattr(SimulatedLinks, "_deliver", deliver)
+
+
+def one_report_commits(patch: pytest.MonkeyPatch) -> None:
+    """An iteration counts as soon as one rank has applied it."""
+    real = coordinator._committed
+
+    def committed(state: JobState, now_s: float) -> Step:
+        reports = state.reports.get(state.next_iteration, {})
+        if reports:
+            one = reports[min(reports)]
+            everyone = dict.fromkeys(state.plan.ranks, one)
+            state = replace(state, reports={**state.reports, state.next_iteration: everyone})
+        return real(state, now_s)
+
+    patch.setattr(coordinator, "_committed", committed)
+
+
+def evicted_nodes_are_admitted(patch: pytest.MonkeyPatch) -> None:
+    """Whoever connects is served like a member."""
+
+    async def admit(self: Leadership[Any], node: int, line: Any) -> bool:
+        line.tell(Welcome(term=self.term))
+        await self._logbook.grant(node)
+        self._lines[node] = line
+        return True
+
+    patch.setattr(Leadership, "admit", admit)
+
+
+def leases_do_not_end(patch: pytest.MonkeyPatch) -> None:
+    """A node that hangs stays a member."""
+
+    async def watch(self: Leadership[Any]) -> None:
+        del self
+
+    patch.setattr(Leadership, "watch_leases", watch)
+
+
+def agents_forget(patch: pytest.MonkeyPatch) -> None:
+    """A new coordinator is not told again what the one before it was."""
+
+    def said(state: Any, message: Any) -> Any:
+        del message
+        return state
+
+    patch.setattr("planaria.simulator.agent.said", said)
+
+
+def recoveries_keep_the_plan(patch: pytest.MonkeyPatch) -> None:
+    """Survivors that are not in the plan before stay idle."""
+    real = best_transition
+
+    def best(transitions: Any, **keys: Any) -> Any:
+        found = real(transitions, **keys)
+        return replace(found, after=replace(found.after, pipelines=found.after.pipelines[:1]))
+
+    patch.setattr(recovery, "best_transition", best)
+
+
+def jobs_begin_again(patch: pytest.MonkeyPatch) -> None:
+    """Without any vector a job is taken for one before its first iteration, as it once was."""
+    real = recovery._outcome
+
+    def outcome(rules: Rules, state: JobState) -> Outcome:
+        return real(rules, replace(state, next_iteration=rules.first_iteration))
+
+    patch.setattr(recovery, "_outcome", outcome)
+
+
+def broken_links_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A new coordinator is not told of them, as it once was not."""
+
+    def said(state: AgentState, message: Fact) -> AgentState:
+        return state if isinstance(message, PeerUnreachable) else real(state, message)
+
+    real = agent_state.said
+    patch.setattr("planaria.simulator.agent.said", said)
+
+
+PLANTS: tuple[Plant, ...] = (
+    members_are_not_recorded,
+    outcomes_are_told_before_they_are_recorded,
+    outcomes_do_not_outlive_their_epoch,
+    a_new_coordinator_ignores_outcomes,
+    outcomes_are_written_over,
+    older_leaders_may_write,
+    ranks_answer_before_they_leave,
+    the_vector_needs_no_gradients,
+    steps_are_taken_twice,
+    layers_of_other_ages_are_kept,
+    epochs_do_not_fence_links,
+    one_report_commits,
+    evicted_nodes_are_admitted,
+    leases_do_not_end,
+    agents_forget,
+    recoveries_keep_the_plan,
+    jobs_begin_again,
+    broken_links_are_forgotten,
+)
