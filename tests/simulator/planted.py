@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from planaria.coordinator import agent_state, coordinator, leadership, recovery, start
@@ -12,9 +13,14 @@ from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
 from planaria.coordinator.store import ABSENT, Guard
+from planaria.core.commit import CommitVector
 from planaria.core.messages import Abort, Fact, PeerUnreachable, ToNode, Welcome
+from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
 from planaria.policies.policy import best_transition
+from planaria.schedule import buckets
+from planaria.schedule.action import Bucket
+from planaria.simulator import layout
 from planaria.simulator.executor import HeldLayer, SimulatedExecutor
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.scenario import content_after
@@ -159,13 +165,13 @@ def one_report_commits(patch: pytest.MonkeyPatch) -> None:
     """An iteration counts as soon as one rank has applied it."""
     real = coordinator._committed
 
-    def committed(state: JobState, now_s: float) -> Step:
+    def committed(rules: Rules, state: JobState, now_s: float) -> Step:
         reports = state.reports.get(state.next_iteration, {})
         if reports:
             one = reports[min(reports)]
-            everyone = dict.fromkeys(state.plan.ranks, one)
+            everyone = dict.fromkeys(state.plan.all_ranks, one)
             state = replace(state, reports={**state.reports, state.next_iteration: everyone})
-        return real(state, now_s)
+        return real(rules, state, now_s)
 
     patch.setattr(coordinator, "_committed", committed)
 
@@ -252,3 +258,35 @@ PLANTS: tuple[Plant, ...] = (
     jobs_begin_again,
     broken_links_are_forgotten,
 )
+
+
+def silent_members_are_left_out(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are reduced among those alone who compute the layers."""
+    real = buckets.buckets_of
+
+    def buckets_of(plan: Plan) -> tuple[Bucket, ...]:
+        return real(replace(plan, silent={}))
+
+    patch.setattr(layout, "buckets_of", buckets_of)
+    patch.setattr(layout, "_layout", layout._layout.__wrapped__)  # What is cached has them.
+
+
+def a_new_coordinator_trusts_a_change(patch: pytest.MonkeyPatch) -> None:
+    """It takes the members of a change for those of an epoch that has begun."""
+    real = start.restored_step
+
+    def restored_step(*arguments: Any, members: Members, **keys: Any) -> Step:
+        members = msgspec.structs.replace(members, is_planned=False)
+        return real(*arguments, members=members, **keys)
+
+    patch.setattr(leadership, "restored_step", restored_step)
+
+
+def one_vote_switches(patch: pytest.MonkeyPatch) -> None:
+    """The next epoch begins as soon as one rank knows of it; the others begin it when they do."""
+
+    def switches(self: CommitVector, plan: Plan) -> bool:
+        del plan
+        return self.switch_votes > 0
+
+    patch.setattr(CommitVector, "switches", switches)
