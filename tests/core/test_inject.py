@@ -32,6 +32,8 @@ SPECS = {
     "preempt=5:1@3.commit": Injection("preempt", (1,), Place(3, "commit"), 5.0),
     "join:2@5": Injection("join", (), Place(5, "start"), num_nodes=2),
     " crash:0@0 ": Injection("crash", (0,), Place(0, "start")),
+    "slow=2:3@4": Injection("slow", (3,), Place(4, "start"), 2.0),
+    "slow=1:3@9.forward": Injection("slow", (3,), Place(9, "forward"), 1.0),
     "flip:2,0@5": Injection("flip", (0, 2), Place(5, AFTER_COMMIT)),
 }
 
@@ -91,6 +93,10 @@ MISTAKES = {
     "flip:2@5.applied": "STEP is one of",
     "flip:2@~3": "name that alone, as in flip:2@5",
     "flip:@5": "say which nodes, as in flip:2@5",
+    "slow:2@5": "how many times as long, as in slow=2:3@4",
+    "slow=0.5:2@5": "how many times as long",
+    "slow=2:2@~5": "from which iteration on",
+    "slow=2:@5": "say which nodes, as in slow:2@5",
     "join:@5": "say how many nodes join, as in join:2@5",
     "join:0@5": "say how many nodes join",
     "join:1,2@5": "say how many nodes join",

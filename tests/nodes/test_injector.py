@@ -1,4 +1,4 @@
-"""A bit is flipped by each node that is named, once, and only where it is to be."""
+"""What a node does to itself it does where it is named, and only where it is to be."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ async def _flipped(
     fired: list[Injection] = []
     flipped: list[tuple[int, int]] = []
 
-    def note(node: int, iteration: int) -> None:
+    def note(node: int, iteration: int, _: float) -> None:
         flipped.append((node, iteration))
 
     injector = Injector(
@@ -59,3 +59,48 @@ def test_a_place_that_never_comes_flips_nothing() -> None:
     calls = [(0, "applied", iteration) for iteration in range(3)]
 
     assert asyncio.run(_flipped("flip:0@5", calls)) == ([], 0)
+
+
+def test_every_worker_of_a_slow_node_is_told_and_told_when_it_ends() -> None:
+    """Whenever its workers get there; no other node is."""
+    specs = ["slow=2:1@4", "slow=1.5:1@6", "slow=1:1@9"]
+    calls = [(node, iteration) for iteration in (3, 4, 4, 5, 6, 9) for node in range(3)]
+
+    assert asyncio.run(_slowed(specs, calls)) == [
+        (1, 4, 2.0),
+        (1, 4, 2.0),
+        (1, 6, 1.5),
+        (1, 9, 1.0),
+    ]
+
+
+async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[int, int, float]]:
+    """Which node is how slow from which iteration on, if nodes start these."""
+    injections = [parse_injection(spec) for spec in specs]
+    slowed: list[tuple[int, int, float]] = []
+    injector = Injector(
+        injections,
+        token=TOKEN,
+        agents={0: 0, 1: 0, 2: 0},
+        leader=lambda: 0,
+        join=lambda _: None,
+        fired=lambda _: None,
+    )
+    address = await injector.listen()
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as pool:
+        for node, iteration in calls:
+
+            def note(iteration: int, factor: float, node: int = node) -> None:
+                slowed.append((node, iteration, factor))
+
+            probe = Probe(
+                node,
+                places=node_places(injections, node),
+                address=address,
+                token=TOKEN,
+                faults={"slow": note},
+            )
+            await loop.run_in_executor(pool, probe.reached, "start", iteration)
+    injector.close()
+    return slowed

@@ -9,6 +9,7 @@
     flip:2@5             flip a bit of a parameter on node 2 right after the commit of iteration 5
     preempt=5:1@3        tell node 1 that it will be gone after 5 seconds, and kill it then
     join:2@5             two more nodes come
+    slow=2:3@4           from iteration 4 on node 3 takes twice as long; slow=1:3@9 ends that
 
 Specs with the same place (and so the same nodes' turn) fire together.
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
-KINDS = ("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join")
+KINDS = ("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow")
 # Of which a VALUE says for how long, and what it is if there is none; 0: for ever.
 SECONDS = {"hang": 0.0, "preempt": 30.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
@@ -60,7 +61,8 @@ class Injection:
 
     Attributes:
         nodes: that it strikes; none if the coordinator is struck, or nodes join.
-        value: seconds until a node that hangs goes on, or one that was told to leave is killed.
+        value: seconds until a node that hangs goes on, or one that was told to leave is killed; how
+            many times as long one that is slow takes.
         num_nodes: that join.
     """
 
@@ -85,7 +87,7 @@ def parse_injection(text: str) -> Injection:
         raise ConfigError("--inject", text, f"KIND is one of {', '.join(KINDS)}")
     if step not in STEPS:
         raise ConfigError("--inject", text, f"STEP is one of {', '.join(STEPS)}")
-    if match["value"] is not None and kind not in SECONDS:
+    if match["value"] is not None and kind not in (*SECONDS, "slow"):
         raise ConfigError("--inject", text, f"{kind} takes no value")
     try:
         nodes = tuple(sorted({int(node) for node in match["nodes"].split(",") if node}))
@@ -103,6 +105,9 @@ def parse_injection(text: str) -> Injection:
         raise ConfigError("--inject", text, remedy)
     if kind == "flip" and (match["step"] or match["at_s"]):
         remedy = "flip is right after the commit of an iteration: name that alone, as in flip:2@5"
+        raise ConfigError("--inject", text, remedy)
+    if kind == "slow" and (value < 1.0 or match["at_s"]):
+        remedy = "say from which iteration on a node takes how many times as long, as in slow=2:3@4"
         raise ConfigError("--inject", text, remedy)
     place = Place(iteration, AFTER_COMMIT if kind == "flip" else step, at_s)
     return Injection(kind, nodes, place, value)

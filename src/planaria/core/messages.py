@@ -109,6 +109,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
             commit vector.
         seconds: since this rank ended the iteration before.
         stall_s: of those, spent in copying state for a save.
+        computing_s: of those, spent in forwards and backwards, waits and reductions left out.
         peak_bytes: most resident memory above that of the worker before it held a layer.
         ends: this iteration is the last one (the end, target_loss, or a request to stop).
         switches: it is the last one of this epoch; the rank goes on with the order that it has.
@@ -127,6 +128,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     ends: bool
     switches: bool = False
     received_bytes: int = 0
+    computing_s: float = 0.0
     spans: tuple[MeasuredSpan, ...] = ()
 
 

@@ -56,6 +56,10 @@ class Executor:
         layout: of the commit vector.
         pulse: is told when an action begins that should end in time.
         reached: is called at the steps at which a fault can be injected.
+        worked: is called after each forward and backward, with the seconds that it took.
+
+    Attributes:
+        computing_s: of the iteration run last, in forwards and backwards alone.
     """
 
     def __init__(
@@ -70,7 +74,9 @@ class Executor:
         lease_s: float,
         resilience: ResilienceConfig,
         reached: Callable[[str, int], None],
+        worked: Callable[[float], None],
     ) -> None:
+        self.computing_s = 0.0
         self._plan = plan
         self._schedule = schedule
         self._stage = stage
@@ -80,6 +86,7 @@ class Executor:
         self._lease_s = lease_s
         self._resilience = resilience
         self._reached = reached
+        self._worked = worked
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
         held = plan.held_by_rank()
@@ -126,6 +133,7 @@ class Executor:
         self._submitted: list[Future[None]] = []
         self._spans: list[MeasuredSpan] = []
         self._start_s = time.monotonic()
+        self.computing_s = 0.0
         for held in self._held():
             held.clear()
         begun: set[Kind] = set()
@@ -156,6 +164,9 @@ class Executor:
         if longest_s is not None and action.kind not in _WAITING:
             self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
         self._handlers[action.kind](action)
+        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            self._worked(time.monotonic() - start_s)
+            self.computing_s += time.monotonic() - start_s
         self._pulse.wait()
         self._longest_s[action.kind] = max(longest_s or 0.0, time.monotonic() - start_s)
         if action.kind is not Kind.REDUCE:

@@ -1,6 +1,7 @@
 """Faults that only the process itself can plant, for the probe to call (transport/probe.py)."""
 
 import logging
+import time
 
 import torch
 
@@ -29,3 +30,20 @@ def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
             logger.info("rank %s: a bit of %s in layer %s is flipped", rank, name, held.layer)
             return
         bit -= 8 * master.nbytes
+
+
+class Slowness:
+    """Makes a worker slow: whatever it has computed lasts so many times as long."""
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+
+    def begin(self, iteration: int, factor: float) -> None:
+        """From now on; 1 ends it."""
+        logger.info("iteration %s: from now on all takes %s times as long", iteration, factor)
+        self._factor = factor
+
+    def worked(self, seconds: float) -> None:
+        """So long the worker has computed; returns when a slow one would have."""
+        if self._factor > 1.0:
+            time.sleep((self._factor - 1.0) * seconds)

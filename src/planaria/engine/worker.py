@@ -52,7 +52,7 @@ from planaria.engine.apply import (
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.executor import Executor
-from planaria.engine.faults import flip_bit
+from planaria.engine.faults import Slowness, flip_bit
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
@@ -114,12 +114,16 @@ class _Worker:
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=lambda: pulse.is_member
         )
+        self._slowness = Slowness()
         self._reached = Probe(
             spec.node,
             places=spec.places,
             address=spec.injector,
             token=spec.token,
-            faults={"flip": lambda i: flip_bit(self._stage, rank=spec.rank, iteration=i)},
+            faults={
+                "flip": lambda i, _: flip_bit(self._stage, rank=spec.rank, iteration=i),
+                "slow": self._slowness.begin,
+            },
         ).reached
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
@@ -257,6 +261,7 @@ class _Worker:
             lease_s=self._job.cluster.lease_s,
             resilience=self._job.resilience,
             reached=self._reached,
+            worked=self._slowness.worked,
         )
         try:
             self._train(start, executor)
@@ -336,6 +341,7 @@ class _Worker:
                     sample_digest=vector.sample_digest,
                     seconds=end_s - before_s,
                     stall_s=stall_s,
+                    computing_s=executor.computing_s,
                     peak_bytes=max(0, peak_bytes() - self._base_bytes),
                     ends=ends,
                     switches=switches,

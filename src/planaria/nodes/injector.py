@@ -2,7 +2,7 @@
 
 A probe that reaches a step is kept waiting until the faults of that place have happened. Signals
 go from here to a node's whole process group, or to its workers; a bit is flipped by the worker
-that calls, because it is told to in the answer.
+that calls, because it is told to in the answer, and so is a node slow.
 """
 
 import asyncio
@@ -60,6 +60,7 @@ class Injector:
     ) -> None:
         self._waiting = list(injections)
         self._to_flip: set[tuple[int, int]] = set()  # Node and iteration.
+        self._slow: list[Injection] = []
         self._token = token
         self._agents = agents
         self._leader = leader
@@ -101,7 +102,11 @@ class Injector:
             writer.close()
 
     def _own_fault(self, node: int, reached: Reached) -> bytes:
-        """What the node that calls is to do to itself, the first of its workers that asks."""
+        """What the node that calls is to do to itself, the first of its workers that asks; each of
+        them where it is slow."""
+        for injection in reversed(self._slow):
+            if node in injection.nodes and _is_at(injection.place, reached):
+                return b"slow=%f" % injection.value
         flip = (node, reached.iteration)
         if reached.step != AFTER_COMMIT or flip not in self._to_flip:
             return b""
@@ -113,11 +118,7 @@ class Injector:
         places = []
         for injection in self._waiting:
             place = injection.place
-            is_here = place.step == reached.step and (
-                place.iteration <= reached.iteration
-                if place.is_in_recovery
-                else place.iteration == reached.iteration
-            )
+            is_here = _is_at(place, reached)
             is_meant = node == NO_NODE or node in injection.nodes or not injection.nodes
             if is_here and is_meant and place.at_s < 0 and place not in places:
                 places.append(place)
@@ -128,6 +129,8 @@ class Injector:
         for injection in [i for i in self._waiting if i.place == place]:
             self._waiting.remove(injection)
             self._fired(injection)
+            if injection.kind == "slow":
+                self._slow.append(injection)
             if injection.kind == "leader":
                 _kill(self._leader(), signal.SIGKILL)
             self._join(injection.num_nodes)
@@ -161,6 +164,13 @@ class Injector:
         """A node whose notice has run out is killed, unless it has left."""
         if node in self._agents:
             _kill_group(self._agents[node], signal.SIGKILL)
+
+
+def _is_at(place: Place, reached: Reached) -> bool:
+    is_then = place.iteration == reached.iteration
+    if place.is_in_recovery:
+        is_then = place.iteration <= reached.iteration
+    return is_then and place.step == reached.step
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

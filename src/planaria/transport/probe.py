@@ -3,7 +3,8 @@
 Without specs for it a probe does nothing. Else it calls the launcher when a step of a spec is
 reached, and waits until the launcher has done what the spec says, which may be to kill this very
 process. So a fault happens exactly there, not a little later. The answer is a line that names the
-faults which only the process can plant in itself; the probe was given what does that.
+faults which only the process can plant in itself, KIND or KIND=VALUE; the probe was given what does
+that.
 """
 
 import logging
@@ -36,7 +37,7 @@ class Probe:
         node: whose process this is.
         places: at which it is to call.
         address: where the launcher listens.
-        faults: by kind, what plants a fault in this process, given the iteration.
+        faults: by kind, what plants a fault in this process, given the iteration and the value.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Probe:
         places: Collection[Place],
         address: tuple[str, int],
         token: bytes,
-        faults: Mapping[str, Callable[[int], None]],
+        faults: Mapping[str, Callable[[int, float], None]],
     ) -> None:
         self._node = node
         self._faults = faults
@@ -59,7 +60,8 @@ class Probe:
         if not any(_is_at(place, step, iteration) for place in self._places):
             return
         for fault in self._answer(Reached(step, iteration)):
-            self._faults[fault](iteration)
+            kind, _, value = fault.partition("=")
+            self._faults[kind](iteration, float(value or 0.0))
 
     def _answer(self, reached: Reached) -> list[str]:
         """The faults to plant here, once all others have happened."""
