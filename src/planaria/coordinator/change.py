@@ -1,4 +1,4 @@
-"""Changes while training goes on: nodes that come, and nodes that leave in peace.
+"""Changes while training goes on: nodes that come, nodes that leave in peace, and slow ones.
 
 A change leads from the plan to one for other nodes in switches, each of which begins an epoch at a
 commit that all ranks agree upon, so that nothing is done again:
@@ -18,7 +18,7 @@ Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what ha
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -39,18 +39,22 @@ from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, 
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Changed, Decision, Members, Outcome, Warned
 from planaria.policies.policy import Prices
+from planaria.policies.unequal import STAY
 
 JOIN: Final = "join"
+SLOW: Final = "slow"
+GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
 
 
 def begun(rules: Rules, state: JobState, now_s: float) -> Step:
-    """The change that brings the members nearest to what is asked for, if there is any."""
+    """The change that brings members and work nearest to what is asked for, if there is any."""
     if state.change is not None or state.ends or state.stop_requested:
         return state, ()
     leaving = tuple(node for node in state.nodes if node in state.leaving)
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
-    asked = (state.nodes, joining, leaving)
-    if not (joining or leaving) or asked == state.refused:
+    known, speeds = state.plan.slow_nodes(), state.speeds
+    asked = (state.nodes, joining, leaving, tuple(speeds), tuple(speeds.values()))
+    if not (joining or leaving or known or speeds) or asked == state.asked:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
@@ -58,24 +62,45 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     if leaving and (short := _shortage(rules, num_left)):
         return _too_few(state, short)
-    transitions = _proposed(rules, state, staying=staying, joining=joining, leaving=leaving)
+    state = replace(state, asked=asked)
+    slow = tuple(node for node in staying if known.get(node, 1.0) != speeds.get(node, 1.0))
+    if not (slow or joining or leaving):  # The last change was for something else.
+        slow = tuple(sorted(speeds))
+    event = NodesChanged(joining, leaving, slow)
+    transitions = _proposed(rules, state, event, staying)
     best, candidates = candidates_of(rules, state, transitions, now_s)
     if best is None:
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
         warning = Warned(text=text, undrained=leaving)
-        return replace(state, refused=asked), (Notify(warning),)
+        return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
-    if not placed and not leaving:
-        return replace(state, refused=asked), ()
+    if not placed and not leaving and not pays(best, transitions):
+        told = () if joining else (Notify(Warned(text=f"{_slow_text(state, slow)}; no plan pays")),)
+        return state, told
     change = Change(
-        kinds=dict.fromkeys(placed, JOIN) | {n: state.leaving[n].kind for n in leaving},
+        kinds=dict.fromkeys(slow, SLOW)
+        | dict.fromkeys(placed, JOIN)
+        | {node: state.leaving[node].kind for node in leaving},
         transition=best,
         candidates=candidates,
         waves=_waves(state.plan, best, leaving=leaving, prices=rules.prices),
         began_s=now_s,
         silent=state.plan.silent,
+        reason=_slow_text(state, slow) if slow else "",
     )
-    return _with_switch(replace(state, change=change, refused=()))
+    return _with_switch(replace(state, change=change))
+
+
+def pays(best: Transition, transitions: Sequence[Transition]) -> bool:
+    """Whether it is enough faster than what there is; a needless change is a pause for nothing."""
+    as_is = [transition for transition in transitions if transition.answer == STAY]
+    return bool(as_is) and best.iteration_s < (1.0 - GAIN_MIN) * as_is[0].iteration_s
+
+
+def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
+    """How slow these nodes are, in words."""
+    takes = (f"node {node} takes {1.0 / state.speeds.get(node, 1.0):.2f} times" for node in slow)
+    return f"{', '.join(takes)} as long as usual"
 
 
 def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> tuple[int, ...]:
@@ -126,30 +151,25 @@ def _too_few(state: JobState, shortage: str) -> Step:
 
 
 def _proposed(
-    rules: Rules,
-    state: JobState,
-    *,
-    staying: tuple[int, ...],
-    joining: tuple[int, ...],
-    leaving: tuple[int, ...],
+    rules: Rules, state: JobState, event: NodesChanged, staying: tuple[int, ...]
 ) -> tuple[Transition, ...]:
     """What the policy would do; the layers move while training goes on, so switches are all that
     it costs."""
     held = state.plan.held_by_rank()
     cluster = ClusterState(
         state.epoch + 1,
-        tuple(_node(state, node, held) for node in sorted((*staying, *joining))),
-        tuple(_node(state, node, held) for node in leaving),
+        tuple(_node(state, node, held) for node in sorted((*staying, *event.joined))),
+        tuple(_node(state, node, held) for node in event.leaving),
     )
-    event = NodesChanged(joining, leaving)
     return tuple(
-        replace(transition, downtime_s=rules.prices.regroup_s)
+        replace(transition, downtime_s=0.0 if transition.answer == STAY else rules.prices.regroup_s)
         for transition in rules.policy.propose(state.plan, cluster, event, rules.prices)
     )
 
 
 def _node(state: JobState, node: int, held: Mapping[int, frozenset[int]]) -> Node:
-    return Node(node, tuple(held.get(rank, frozenset()) for rank in state.ranks_of((node,))))
+    layers = tuple(held.get(rank, frozenset()) for rank in state.ranks_of((node,)))
+    return Node(node, layers, state.kind_of(node))
 
 
 def _waves(
@@ -204,9 +224,8 @@ def _with_switch(state: JobState) -> Step:
     else:
         wave = ()
         plan = replace(change.transition.after, epoch=epoch)
-        nodes = tuple(
-            node for node in sorted({*state.nodes, *joined}) if change.kinds.get(node, JOIN) == JOIN
-        )
+        there = sorted({*state.nodes, *joined})
+        nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in (JOIN, SLOW))
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.gone, *set(state.nodes).difference(nodes)}))
@@ -302,6 +321,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
         asked_s=change.began_s,
         pause_s=change.pause_s,
         now_s=now_s,
+        reason=change.reason,
         degraded=degraded,
     )
     is_degraded = bool(degraded) or (

@@ -29,6 +29,7 @@ from planaria.coordinator.change import begun, continued, entered, entering, swi
 from planaria.coordinator.crashes import ended, link_broken, worker_exited
 from planaria.coordinator.recovery import decided, lost, refuted
 from planaria.coordinator.saves import layers_saved, save_failed
+from planaria.coordinator.slowness import observed
 from planaria.coordinator.state import (
     Command,
     DecisionRecorded,
@@ -298,7 +299,7 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
         values = (first.loss, first.num_samples, first.sample_digest)
         notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
-        state = _after_commit(state, ends=first.ends)
+        state = _after_commit(observed(rules, state), ends=first.ends)
         if first.switches and not state.ends:
             state, more = switched(state)
             commands += more

@@ -81,7 +81,7 @@ def lost(
         failures=_failures(state, nodes, now_s),
         candidates={n: waits for n, waits in state.candidates.items() if n not in left},
         change=None,
-        refused=(),
+        asked=(),
         saves_since=epoch,
         phase=Phase.RECORDING,
         workers={r: w for r, w in state.workers.items() if w.node not in nodes},
@@ -227,7 +227,8 @@ def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
 def _cluster(rules: Rules, state: JobState, held: Mapping[int, frozenset[int]]) -> ClusterState:
     """The members; those that are leaving only give what they hold, if the others can do it."""
     nodes = [
-        Node(node, tuple(held[rank] for rank in state.ranks_of((node,)))) for node in state.nodes
+        Node(n, tuple(held[rank] for rank in state.ranks_of((n,))), state.kind_of(n))
+        for n in state.nodes
     ]
     staying = tuple(node for node in nodes if node.node not in state.leaving)
     if len(staying) < rules.n0:

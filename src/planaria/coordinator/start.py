@@ -74,6 +74,7 @@ def restored_step(
         ends=progress is not None and progress.ends,
         outcome=outcome,
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
+        speeds=plan.slow_nodes(),
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         losses=1,
     )

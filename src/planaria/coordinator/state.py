@@ -17,7 +17,7 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from planaria.core.plan import Plan, Transfer, Transition
+from planaria.core.plan import NodeKind, Plan, Transfer, Transition
 from planaria.core.records import Decision, Members, Outcome, ToLauncher
 from planaria.policies.policy import Policy, Prices
 
@@ -53,6 +53,8 @@ class Rules:
         policy: proposes the answers to losses.
         n0: nodes of the smallest pipeline.
         max_nodes: that there are plans for.
+        layer_s: of each layer, forward and backward for a microbatch, as the profile says; empty:
+            nobody looks for slow nodes.
         first_iteration: where this run starts.
         source: version of the disk tier to start from, "" for the seed.
     """
@@ -66,6 +68,7 @@ class Rules:
     layout: VectorLayout
     first_iteration: int
     source: str = ""
+    layer_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,7 @@ class Change:
         switch: the next epoch, None while the first iteration of one is awaited.
         trained: the ranks that took part in the epoch before the newest.
         pause_s, received_bytes: so far.
+        reason: in words, where the kinds do not tell it.
     """
 
     kinds: Mapping[int, str]
@@ -248,6 +252,7 @@ class Change:
     trained: tuple[int, ...] = ()
     pause_s: float = 0.0
     received_bytes: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +284,9 @@ class JobState:
         candidates: nodes that are there and no members.
         leaving: nodes that are to leave in peace.
         change: that is being made.
-        refused: what was asked for and led nowhere: (members, candidates, leaving).
+        asked: for what a change was last looked for: members, candidates, leaving, speeds.
+        speeds: of nodes that are slow, as they are seen to be; others have 1.
+        ratios: by node, of its newest iterations in this epoch; see slowness.py.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
         crashes: rank and exit status of workers since an iteration was committed last.
@@ -315,7 +322,9 @@ class JobState:
     candidates: Mapping[int, Candidate] = field(default_factory=dict)
     leaving: Mapping[int, Leave] = field(default_factory=dict)
     change: Change | None = None
-    refused: tuple[tuple[int, ...], ...] = ()
+    asked: tuple[tuple[float, ...], ...] = ()
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     is_entered: bool = False
     saves_since: int = 0
     stop_reason: str = ""
@@ -349,6 +358,10 @@ class JobState:
         """All ranks of these nodes."""
         per_node = self.plan.pipelines[0].template.devices_per_node
         return tuple(node * per_node + device for node in nodes for device in range(per_node))
+
+    def kind_of(self, node: int) -> NodeKind:
+        """As the node is seen to be."""
+        return NodeKind(self.speeds.get(node, 1.0))
 
     @property
     def devices_per_node(self) -> int:

@@ -6,8 +6,11 @@ plan says and others more. So what is held is said node by node, and never read 
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
-from planaria.core.plan import Plan
+from planaria.core.plan import NodeKind, Plan
+
+_USUAL: Final = NodeKind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +21,12 @@ class Node:
         node: its number, which is never used again.
         held: by device, the layers whose state is there whole, parameters and optimizer state, and
             of the age at which the job goes on. Empty where the worker is new.
+        kind: as it has been seen to be.
     """
 
     node: int
     held: tuple[frozenset[int], ...]
+    kind: NodeKind = _USUAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,12 @@ class NodesLost:
 
 @dataclass(frozen=True, slots=True)
 class NodesChanged:
-    """Nodes have come or are about to leave, while training goes on; nothing is done again."""
+    """Nodes have come, are about to leave, or have another speed, while training goes on; nothing
+    is done again."""
 
     joined: tuple[int, ...]
     leaving: tuple[int, ...]
+    slow: tuple[int, ...] = ()
 
     @property
     def redone_samples(self) -> int:

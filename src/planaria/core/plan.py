@@ -226,6 +226,15 @@ class Plan:
             for rank in ranks
         }
 
+    def slow_nodes(self) -> dict[int, float]:
+        """The speeds of nodes that differ from those that the profile was measured on."""
+        return {
+            node: kind.speed
+            for pipeline in self.pipelines
+            for node, kind in zip(pipeline.nodes, pipeline.template.kinds, strict=False)
+            if kind.speed != 1.0
+        }
+
     def held_by_rank(self) -> dict[int, frozenset[int]]:
         """As `layers_by_rank`, of all ranks, with what they have silently."""
         computed = self.layers_by_rank()

@@ -161,6 +161,7 @@ class Changed(Message, frozen=True, kw_only=True):
         candidates: answers, as in Decided.
         asked_s: when the change was begun.
         pause_s: for how long ranks did not train, all switches together.
+        reason: in words, where the kinds do not tell it.
     """
 
     epoch: int
@@ -177,6 +178,7 @@ class Changed(Message, frozen=True, kw_only=True):
     asked_s: float
     pause_s: float
     now_s: float
+    reason: str = ""
     degraded: str = ""
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -47,3 +48,17 @@ class Slowness:
         """So long the worker has computed; returns when a slow one would have."""
         if self._factor > 1.0:
             time.sleep((self._factor - 1.0) * seconds)
+
+
+def faults_by_kind(
+    slowness: Slowness, stage: Callable[[], Stage], *, rank: int
+) -> Mapping[str, Callable[[int, float], None]]:
+    """What plants a fault, given the iteration and the value.
+
+    Args:
+        stage: that the rank holds by then.
+    """
+    return {
+        "flip": lambda iteration, _: flip_bit(stage(), rank=rank, iteration=iteration),
+        "slow": slowness.begin,
+    }

@@ -52,7 +52,7 @@ from planaria.engine.apply import (
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.executor import Executor
-from planaria.engine.faults import Slowness, flip_bit
+from planaria.engine.faults import Slowness, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
@@ -120,10 +120,7 @@ class _Worker:
             places=spec.places,
             address=spec.injector,
             token=spec.token,
-            faults={
-                "flip": lambda i, _: flip_bit(self._stage, rank=spec.rank, iteration=i),
-                "slow": self._slowness.begin,
-            },
+            faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
         ).reached
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1

@@ -13,6 +13,7 @@ from planaria.planner.plans import every_plan_of
 from planaria.planner.problem import Problem
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.unequal import Unequal
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
 # Links that stand are kept, so a recovery costs little beside what moves; docs/LOG.md.
@@ -51,7 +52,7 @@ def rules_of(spec: LeaderSpec) -> Rules:
     num_layers = len(spec.problem.profile.layers)
     return Rules(
         job=spec.job,
-        policy=Reinstantiate(every, _RESTORING[spec.job.resilience.assignment]),
+        policy=Unequal(Reinstantiate(every, _RESTORING[spec.job.resilience.assignment])),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),
@@ -59,4 +60,7 @@ def rules_of(spec: LeaderSpec) -> Rules:
         layout=vector_layout(spec.job, num_layers),
         first_iteration=spec.first_iteration,
         source=spec.source,
+        layer_s=tuple(
+            layer.forward_s[1] + layer.backward_s(1) for layer in spec.problem.profile.layers
+        ),
     )

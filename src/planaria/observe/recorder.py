@@ -134,6 +134,8 @@ class Recorder:
     def recovering(self, message: Recovering) -> None:
         """The coordinator noticed a loss."""
         for index, one in enumerate(self._open):
+            if one.event.kind == "slow":  # Nobody is lost by that.
+                continue
             if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
                 self._enter(Category.DETECT, max(one.lost_s, self.ledger.now_s))
                 event = replace(one.event, reason=one.event.reason or message.reason)
@@ -245,6 +247,7 @@ class Recorder:
 
 
 def _changed(event: EventRecord, nodes: tuple[int, ...], message: Changed) -> EventRecord:
+    steps = f"{message.now_s - message.asked_s:.2f} s from the first step to the last"
     return replace(
         event,
         nodes=nodes,
@@ -258,7 +261,7 @@ def _changed(event: EventRecord, nodes: tuple[int, ...], message: Changed) -> Ev
         source_tier="live" if message.transfer_bytes else "",
         downtime_s=message.pause_s,
         predicted_downtime_s=message.predicted_pause_s,
-        reason=f"{message.now_s - message.asked_s:.2f} s from the first step to the last",
+        reason="; ".join(filter(None, (message.reason, steps))),
     )
 
 

@@ -33,6 +33,7 @@ from planaria.planner.times import PlainTimes
 from planaria.planner.windows import windows
 
 PARTS_MAX: Final = 1500
+EFFORT_MAX: Final = 16_000  # Half a second; 24 nodes and 34 layers are 39,000 and take 1.1 s.
 _ROUNDING: Final = 1e-9  # Of sums of speeds.
 
 
@@ -87,6 +88,13 @@ class UnequalPlanner:
             for template in templates
         )
         return plain_plan(epoch, pipelines, microbatches)
+
+    def templates(
+        self, nodes: Collection[int], *, min_pipelines: int
+    ) -> Sequence[PipelineTemplate]:
+        """Those of the plan with the lowest predicted iteration time; empty if there is none."""
+        best = self._search.fastest(self._counts(nodes), min_pipelines)
+        return self._suited(best)[0] if best is not None else ()
 
     def most_pipelines(self, nodes: Collection[int], *, at_most: int) -> int:
         """So many pipelines of these nodes hold the model, with all of them at work; 0 for none."""
@@ -158,6 +166,12 @@ class UnequalPlanner:
         else:
             remedy += "some are in none with any of the others: leave them out"
         return ConfigError("cluster.nodes", len(nodes), remedy)
+
+
+def planning_effort(problem: Problem, nodes: Mapping[int, NodeKind]) -> int:
+    """What it takes to plan for these nodes: pipelines that they can make x nodes x layers."""
+    num_parts = prod(count + 1 for count in Counter(nodes.values()).values())
+    return num_parts * len(nodes) * len(problem.profile.layers)
 
 
 def unequal_plans(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from planaria.core.cluster import ClusterEvent, ClusterState
-from planaria.core.plan import Pipeline, Plan, Transition, plain_plan
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Prices, downtime_s
@@ -90,25 +90,35 @@ class Reinstantiate:
                 local = None
             elif local[0] == overall[0]:
                 overall = None
-        transitions = []
-        for pipelines, answer in filter(None, (local, overall)):
-            iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
-            after = plain_plan(cluster.epoch, pipelines, microbatches)
-            moved = self.restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
-            per_node = self.every.problem.devices_per_node
-            transitions.append(
-                Transition(
-                    before=plan,
-                    after=after,
-                    rounds=transfer_rounds(moved),
-                    downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
-                    iteration_s=iteration_s,
-                    redone_samples=event.redone_samples,
-                    policy=POLICY,
-                    answer=answer,
-                )
-            )
-        return tuple(transitions)
+        return tuple(
+            self.transition(pipelines, answer, plan, cluster, event, prices)
+            for pipelines, answer in filter(None, (local, overall))
+        )
+
+    def transition(
+        self,
+        pipelines: tuple[Pipeline, ...],
+        answer: str,
+        plan: Plan,
+        cluster: ClusterState,
+        event: ClusterEvent,
+        prices: Prices,
+    ) -> Transition:
+        """The way from a plan to these pipelines, microbatches distributed anew."""
+        iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
+        after = plain_plan(cluster.epoch, pipelines, microbatches)
+        moved = self.restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
+        per_node = self.every.problem.devices_per_node
+        return Transition(
+            before=plan,
+            after=after,
+            rounds=transfer_rounds(moved),
+            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+            iteration_s=iteration_s,
+            redone_samples=event.redone_samples,
+            policy=POLICY,
+            answer=answer,
+        )
 
     def _local(
         self, plan: Plan, cluster: ClusterState, *, prices: Prices
@@ -153,7 +163,8 @@ class Reinstantiate:
         planned = self.every.plans.get(len(cluster.nodes))
         if planned is None:
             return None
-        openings = _openings(planned, plan, frozenset(node.node for node in cluster.nodes))
+        templates = [pipeline.template for pipeline in planned.pipelines]
+        openings = openings_of(templates, plan, frozenset(node.node for node in cluster.nodes))
         pipelines = self.restoring.assignment(
             openings, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
         )
@@ -265,12 +276,14 @@ def _without(part: Part, parts: Sequence[Part]) -> list[Part]:
     return [*parts[:at], *parts[at + 1 :]]
 
 
-def _openings(planned: Plan, plan: Plan, alive: frozenset[int]) -> list[Opening]:
-    """The templates of the planned pipelines, each in the stead of one of the plan before.
+def openings_of(
+    wanted: Sequence[PipelineTemplate], plan: Plan, alive: frozenset[int]
+) -> list[Opening]:
+    """Pipelines of these templates, each in the stead of one of the plan before.
 
     A pipeline whose template stays comes first, then one that is whole, so that both may stay.
     """
-    templates = Counter(pipeline.template for pipeline in planned.pipelines)
+    templates = Counter(wanted)
     whole_first = sorted(
         range(len(plan.pipelines)),
         key=lambda index: (not alive.issuperset(plan.pipelines[index].nodes), index),

@@ -3,7 +3,8 @@
 A place is a node's position in a pipeline, with the layers of each of its devices. What a node
 would have to receive is the cost of giving it the place; the assignment with the least sum is found
 exactly. Of equals the one that leaves most nodes at their place, or failing that in their pipeline.
-Nodes may be more than places, and may hold anything, or nothing.
+Nodes may be more than places, and may hold anything, or nothing. Where templates are made for nodes
+of different kinds a node takes a place of its own kind.
 
 Source: Odyssey, section IV-B, figure 3.
 Differs: Odyssey counts layers between two given groups, here it is bytes over all pipelines that
@@ -56,10 +57,11 @@ def assigned(
     # All nodes together move fewer steps than one byte weighs.
     costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(openings, nodes, before)
     assert costs.max() < _EXACT_MAX
+    weights = np.where(_is_of_kind(openings, nodes), costs.astype(np.float64), np.inf)
     # It takes half a second to import; the job's processes have it from their fork server.
     from scipy.optimize import linear_sum_assignment
 
-    rows, places = linear_sum_assignment(costs)
+    rows, places = linear_sum_assignment(weights)
     node_at = {int(place): nodes[row].node for row, place in zip(rows, places, strict=True)}
     in_order = (node_at[place] for place in sorted(node_at))
     return tuple(
@@ -69,6 +71,13 @@ def assigned(
         )
         for opening in openings
     )
+
+
+def _is_of_kind(openings: Sequence[Opening], nodes: Sequence[Node]) -> NDArray[np.bool_]:
+    """Whether a node is what a place was made for; shape [nodes, places]."""
+    is_for_kinds = any(opening.template.kinds for opening in openings)
+    places = [kind for opening in openings for kind in opening.template.node_kinds]
+    return np.array([[not is_for_kinds or node.kind == kind for kind in places] for node in nodes])
 
 
 def _missing_bytes(

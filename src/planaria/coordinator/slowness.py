@@ -1,0 +1,119 @@
+"""Which nodes are slow: the seconds that they compute, normalised by their work.
+
+The work of a rank is what the profile says of its layers, times its microbatches; its ratio is what
+it took over that. A node is so many times slower than usual as its ratio is above what is usual:
+the median of all ranks, or that of those that hold the same layers, if that is more. So a profile
+that is wrong, for all layers or for some, makes nobody slow; nor does it tell if all holders of a
+layer are slow, while most others are not.
+
+It is believed when it lasts:
+- WINDOW iterations in a row are beyond SLOW_FACTOR, or back by BACK_FACTOR. A stall, of whatever
+  length, is one iteration. The first iteration of an epoch does not count: its caches are cold.
+- COMPUTING_S_MIN, for ranks that share cores wait for slices of some milliseconds.
+- What is believed is a step of 2 ** (1 / 16), the noise of a few percent: nodes that are nearly
+  alike are of one kind, and the same seconds measured again are no news.
+
+Source: DESIGN 3 (node kinds); thresholds from the runs in docs/LOG.md.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import log2
+from statistics import median, median_low
+from typing import Final
+
+from planaria.coordinator.state import JobState, Rules
+from planaria.core.plan import Plan
+
+WINDOW: Final = 5
+SLOW_FACTOR: Final = 1.3  # Six processes on two busy cores differ by up to 1.2 now and then.
+BACK_FACTOR: Final = 1.2
+COMPUTING_S_MIN: Final = 0.05
+_STEPS: Final = 16  # From one speed to its half.
+
+
+def observed(rules: Rules, state: JobState) -> JobState:
+    """The state with what the reports of the iteration that is about to be committed tell."""
+    assert state.outcome is not None
+    if not rules.layer_s:
+        return state
+    if state.next_iteration <= state.outcome.iteration:
+        return replace(state, ratios={})
+    reports = state.reports.get(state.next_iteration, {})
+    computing_s = {rank: report.computing_s for rank, report in reports.items()}
+    found = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
+    ratios = {node: (*state.ratios.get(node, ()), ratio)[-WINDOW:] for node, ratio in found.items()}
+    speeds = {node: speed for node, speed in state.speeds.items() if node in state.nodes}
+    for node, window in ratios.items():
+        slowness = believed_slowness(1.0 / speeds.pop(node, 1.0), window)
+        if slowness > 1.0:
+            speeds[node] = 1.0 / slowness
+    return replace(state, ratios=ratios, speeds=speeds)
+
+
+def slowness_by_node(
+    plan: Plan,
+    computing_s: Mapping[int, float],
+    *,
+    layer_s: Sequence[float],
+    speeds: Mapping[int, float],
+) -> dict[int, float]:
+    """How many times as long as usual each node took that computed; empty if that was too short.
+
+    Args:
+        computing_s: by rank, in one iteration.
+        layer_s: of each layer, for one microbatch, as the profile says.
+        speeds: of nodes that are known to be slow, to whom nobody is compared as they are.
+    """
+    work_s = _work_s(plan, layer_s)
+    ratios = {r: computing_s[r] / s for r, s in work_s.items() if s > 0.0 and r in computing_s}
+    if not ratios or median_low(computing_s[rank] for rank in ratios) < COMPUTING_S_MIN:
+        return {}
+    per_node = plan.pipelines[0].template.devices_per_node
+    known = {rank: ratio * speeds.get(rank // per_node, 1.0) for rank, ratio in ratios.items()}
+    usual = median_low(known.values())
+    took_s: defaultdict[int, float] = defaultdict(float)
+    usual_s: defaultdict[int, float] = defaultdict(float)
+    layers_of = plan.layers_by_rank()
+    for rank in ratios:
+        peers = _usual_of_peers(rank, known, layers_of, layer_s, usual=usual)
+        took_s[rank // per_node] += computing_s[rank]
+        usual_s[rank // per_node] += max(usual, peers) * work_s[rank]
+    return {node: took / usual_s[node] for node, took in took_s.items() if usual_s[node] > 0.0}
+
+
+def believed_slowness(before: float, window: Sequence[float]) -> float:
+    """How many times as long as usual a node takes, 1 or more, if so it was before."""
+    has_changed = min(window) >= before * SLOW_FACTOR or max(window) * BACK_FACTOR <= before
+    if len(window) < WINDOW or not has_changed:
+        return before
+    steps = round(_STEPS * log2(max(1.0, median(window))))
+    slowness = float(2.0 ** (steps / _STEPS))
+    return slowness if slowness >= BACK_FACTOR else 1.0
+
+
+def _work_s(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
+    """Of each rank, in one iteration."""
+    work_s: defaultdict[int, float] = defaultdict(float)
+    for route, count in Counter(plan.routes).items():
+        for hop in route:
+            work_s[hop.rank] += count * sum(layer_s[hop.first_layer : hop.end_layer])
+    return work_s
+
+
+def _usual_of_peers(
+    rank: int,
+    ratios: Mapping[int, float],
+    layers_of: Mapping[int, range],
+    layer_s: Sequence[float],
+    *,
+    usual: float,
+) -> float:
+    """The ratio that other holders of the rank's layers have, each layer by its seconds."""
+    total_s = weighted_s = 0.0
+    for layer in layers_of[rank]:
+        others = [ratios[peer] for peer in ratios if peer != rank and layer in layers_of[peer]]
+        weighted_s += layer_s[layer] * (median_low(others) if others else usual)
+        total_s += layer_s[layer]
+    return weighted_s / total_s if total_s else usual

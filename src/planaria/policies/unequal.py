@@ -1,0 +1,181 @@
+"""Answers for nodes that differ in speed, beside those for equal nodes.
+
+Where some node is slow, or was, every answer for equal nodes is taken as it is, with microbatches
+dealt and the iteration priced by the true speeds. While training goes on, and time is left to look
+for more, there are besides:
+
+- stay: nothing changes; what the others are compared to.
+- recut: in the best of these answers, stages of pipelines with a slow node cut for its speed.
+- unequal: the planner's plan for nodes of these kinds, if they are few enough to plan for.
+- without: the slowest nodes have no work, if the others tolerate f failures without them. They stay
+  members, with the speed that they had: a loss gives them work again, for then every node counts.
+
+A loss is answered by the first only, at once; the others are looked at when training goes on.
+
+Source: DESIGN 6 (Planner); none of the papers has slow nodes.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
+from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition
+from planaria.planner.plans import pipeline_microbatches
+from planaria.planner.problem import stage_costs
+from planaria.planner.templates import fastest_templates
+from planaria.planner.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
+from planaria.policies.policy import Prices
+from planaria.policies.reinstantiate import POLICY, Reinstantiate, openings_of
+from planaria.restorer.assignment import Opening, assigned
+
+STAY: Final = "stay"
+RECUT: Final = "recut"
+UNEQUAL: Final = "unequal"
+WITHOUT: Final = "without"
+
+Kinds = Mapping[int, NodeKind]
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """The policy; where no node differs it is `alike`."""
+
+    alike: Reinstantiate
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The answers for equal nodes, dealt for these, then the others that there are."""
+        kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
+        before = _of_kinds(plan, {})
+        if before == plan and all(kind == NodeKind() for kind in kinds.values()):
+            return self.alike.propose(plan, cluster, event, prices)
+        found = self._dealt(plan, cluster, event, prices, kinds=kinds)
+        if not isinstance(event, NodesChanged) or not found:
+            return found
+        if not event.joined and not event.leaving:
+            found = (self._stay(plan, cluster, kinds), *found)
+        more: list[tuple[tuple[Pipeline, ...], str]] = []
+        best = min(found, key=lambda transition: transition.iteration_s)
+        if recut := self._recut(best.after, cluster, prices):
+            more.append((recut, RECUT))
+        if unequal := self._unequal(before, cluster, prices):
+            more.append((unequal, UNEQUAL))
+        made = tuple(
+            self.alike.transition(pipelines, answer, plan, cluster, event, prices)
+            for pipelines, answer in more
+        )
+        return (*found, *made, *self._without(plan, cluster, event, prices))
+
+    def _dealt(
+        self,
+        plan: Plan,
+        cluster: ClusterState,
+        event: ClusterEvent,
+        prices: Prices,
+        *,
+        kinds: Kinds,
+    ) -> tuple[Transition, ...]:
+        """The answers for equal nodes, with microbatches and prices for these."""
+        return tuple(
+            self.alike.transition(
+                _of_kinds(transition.after, kinds).pipelines,
+                transition.answer,
+                plan,
+                cluster,
+                event,
+                prices,
+            )
+            for transition in self.alike.propose(_of_kinds(plan, {}), cluster, event, prices)
+        )
+
+    def _stay(self, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
+        """The plan as it is, at its true price."""
+        after = replace(_of_kinds(plan, kinds), epoch=cluster.epoch)
+        templates = [pipeline.template for pipeline in after.pipelines]
+        iteration_s = self.alike.every.times.iteration_s(templates, pipeline_microbatches(after))
+        return Transition(
+            before=plan,
+            after=after,
+            rounds=(),
+            downtime_s=0.0,
+            iteration_s=iteration_s,
+            redone_samples=0,
+            policy=POLICY,
+            answer=STAY,
+        )
+
+    def _recut(
+        self, best: Plan, cluster: ClusterState, prices: Prices
+    ) -> tuple[Pipeline, ...] | None:
+        """The pipelines of an answer, those with slow nodes cut for them; None if none is."""
+        nodes = {node.node: node for node in cluster.nodes}
+        pipelines = []
+        for pipeline, count in zip(best.pipelines, pipeline_microbatches(best), strict=True):
+            template = pipeline.template
+            if template.kinds:
+                template = self._template(pipeline, count)
+                members = [nodes[node] for node in pipeline.nodes]
+                openings = [Opening(template, -1)]
+                (pipeline,) = assigned(
+                    openings, members, before=best, layer_bytes=prices.layer_bytes
+                )
+            pipelines.append(pipeline)
+        return tuple(pipelines) if tuple(pipelines) != best.pipelines else None
+
+    def _template(self, pipeline: Pipeline, num_microbatches: int) -> PipelineTemplate:
+        """The fastest for nodes of these kinds, in whatever order."""
+        counts = Counter(pipeline.template.node_kinds)
+        costs = stage_costs(self.alike.every.problem, sorted(counts))
+        of_each = tuple(counts[kind] for kind in costs.kinds)
+        found = fastest_templates(costs, {of_each: num_microbatches})
+        return found[of_each].template if of_each in found else pipeline.template
+
+    def _unequal(
+        self, before: Plan, cluster: ClusterState, prices: Prices
+    ) -> tuple[Pipeline, ...] | None:
+        """The pipelines of the planner's plan for these kinds; None if it is too much to plan."""
+        problem = self.alike.every.problem
+        kinds = {node.node: node.kind for node in cluster.nodes}
+        is_alike = all(kind == NodeKind() for kind in kinds.values())
+        if is_alike or planning_effort(problem, kinds) > EFFORT_MAX:
+            return None
+        planner = UnequalPlanner(problem, kinds)
+        most = planner.most_pipelines(kinds, at_most=problem.failures_tolerated + 1)
+        templates = planner.templates(kinds, min_pipelines=most) if most else ()
+        if not templates:
+            return None
+        openings = openings_of(templates, before, frozenset(kinds))
+        return assigned(openings, cluster.nodes, before=before, layer_bytes=prices.layer_bytes)
+
+    def _without(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The best in which the slowest nodes only give what they hold; none if they are needed."""
+        every = self.alike.every
+        lowest = min(node.kind.speed for node in cluster.nodes)
+        slowest = tuple(node for node in cluster.nodes if node.kind.speed == lowest)
+        others = tuple(node for node in cluster.nodes if node.kind.speed > lowest)
+        needed = (every.problem.failures_tolerated + 1) * min(every.templates)
+        if lowest >= 1.0 or len(others) < needed:
+            return ()
+        left = ClusterState(cluster.epoch, others, (*cluster.leaving, *slowest))
+        kinds = {node.node: node.kind for node in others}
+        found = self._dealt(plan, left, event, prices, kinds=kinds)
+        best = min(found, key=lambda transition: transition.iteration_s, default=None)
+        return (replace(best, answer=WITHOUT),) if best else ()
+
+
+def _of_kinds(plan: Plan, kinds: Kinds) -> Plan:
+    """The plan on nodes of these kinds, as the profile says where none is given."""
+
+    def told(pipeline: Pipeline) -> Pipeline:
+        of_nodes = tuple(kinds.get(node, NodeKind()) for node in pipeline.nodes)
+        is_plain = all(kind == NodeKind() for kind in of_nodes)
+        template = replace(pipeline.template, kinds=() if is_plain else of_nodes)
+        return replace(pipeline, template=template)
+
+    pipelines = tuple(told(pipeline) for pipeline in plan.pipelines)
+    return replace(plan, pipelines=pipelines)
