@@ -61,9 +61,9 @@ def lost(
         kind: of what happened, as the report names it.
         node: the one concerned where none is gone.
     """
-    left = tuple(member for member in state.all_nodes if member not in nodes)
-    joined = _needed_candidates(rules, state, len(left))
-    left = tuple(sorted({*left, *joined}))
+    alive = tuple(member for member in state.all_nodes if member not in nodes)
+    joined = _needed_candidates(rules, state, len(alive))
+    left = tuple(sorted({*alive, *joined}))
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
     concerned = nodes or ((node,) if node >= 0 else ())
@@ -99,10 +99,17 @@ def lost(
     if not left:
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
-    members = Members(
-        epoch=epoch, term=state.term, nodes=left, gone=state.gone, failures=dict(state.failures)
+    return state, (Notify(notice), *evict, RecordMembers(_members(state)))
+
+
+def _members(state: JobState) -> Members:
+    return Members(
+        epoch=state.epoch,
+        term=state.term,
+        nodes=state.nodes,
+        gone=state.gone,
+        failures=dict(state.failures),
     )
-    return state, (Notify(notice), *evict, RecordMembers(members))
 
 
 def _needed_candidates(rules: Rules, state: JobState, num_left: int) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ for more, there are besides:
 - stay: nothing changes; what the others are compared to.
 - recut: in the best of these answers, stages of pipelines with a slow node cut for its speed.
 - unequal: the planner's plan for nodes of these kinds, if they are few enough to plan for.
-- without: the slowest nodes have no work, if the others tolerate f failures without them. They stay
-  members, with the speed that they had: a loss gives them work again, for then every node counts.
+- without: the slowest nodes have no work, if the others tolerate f failures without them and are
+  faster by 3% then. They stay members, with the speed that they had: a loss gives them work again,
+  for then every node counts.
 
 A loss is answered by the first only, at once; the others are looked at when training goes on.
 
@@ -34,6 +35,8 @@ STAY: Final = "stay"
 RECUT: Final = "recut"
 UNEQUAL: Final = "unequal"
 WITHOUT: Final = "without"
+
+_IDLE_GAIN_MIN: Final = 0.03
 
 Kinds = Mapping[int, NodeKind]
 
@@ -67,7 +70,11 @@ class Unequal:
             self.alike.transition(pipelines, answer, plan, cluster, event, prices)
             for pipelines, answer in more
         )
-        return (*found, *made, *self._without(plan, cluster, event, prices))
+        found = (*found, *made)
+        without = self._without(plan, cluster, event, prices)
+        best_s = min(transition.iteration_s for transition in found)
+        pays = [one for one in without if one.iteration_s < (1.0 - _IDLE_GAIN_MIN) * best_s]
+        return (*found, *pays)
 
     def _dealt(
         self,
