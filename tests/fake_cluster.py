@@ -62,6 +62,7 @@ class FakeNode:
     next_order: StartEpoch | None = None
     is_alive: bool = True
     is_disk_full: bool = False
+    computing_s: float = 0.0
 
     def take(self, message: ToNode) -> list[Word]:
         """What the node says to a message."""
@@ -108,6 +109,7 @@ class FakeNode:
         self.age = iteration + 1
         is_last = iteration + 1 == END
         word = done(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
+        word = msgspec.structs.replace(word, computing_s=self.computing_s)
         words = self.say(msgspec.structs.replace(word, switches=switches and not is_last))
         if switches and not is_last:
             assert self.next_order is not None
@@ -162,10 +164,14 @@ class FakeCluster:
 
     def train(self, iteration: int) -> None:
         """Every rank of the plan applies an iteration."""
+        self.train_at(iteration, NOW_S)
+
+    def train_at(self, iteration: int, now_s: float) -> None:
+        """As `train`, at a time."""
         nodes = [self.nodes[rank] for rank in self.state.plan.all_ranks]
         switches = all(node.next_order is not None for node in nodes)
         words = [node.trains(iteration, switches=switches) for node in nodes]
-        self.hear(*(event for told in words for event in told))
+        self.hear(*(event for told in words for event in told), now_s=now_s)
 
     def join(self, number: int) -> None:
         """A node arrives on a machine of its own, with a worker."""

@@ -53,8 +53,11 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     leaving = tuple(node for node in state.nodes if node in state.leaving)
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
     known, speeds = state.plan.slow_nodes(), state.speeds
-    asked = (state.nodes, joining, leaving, tuple(speeds), tuple(speeds.values()))
-    if not (joining or leaving or known or speeds) or asked == state.asked:
+    tried = tuple(
+        n for n in state.idle if n in state.nodes and n not in {*speeds, *state.plan.nodes}
+    )
+    asked = (state.nodes, joining, leaving, tuple(speeds), tuple(speeds.values()), tried)
+    if not (joining or leaving or known or speeds or tried) or asked == state.asked:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
@@ -63,7 +66,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if leaving and (short := _shortage(rules, num_left)):
         return _too_few(state, short)
     state = replace(state, asked=asked)
-    slow = tuple(node for node in staying if known.get(node, 1.0) != speeds.get(node, 1.0))
+    news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
+    slow = tuple(sorted(news.difference(leaving)))
     if not (slow or joining or leaving):  # The last change was for something else.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
@@ -75,8 +79,10 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
     if not placed and not leaving and not pays(best, transitions):
-        told = () if joining else (Notify(Warned(text=f"{_slow_text(state, slow)}; no plan pays")),)
-        return state, told
+        still = tuple(node for node in slow if node in speeds)
+        if joining or not still:
+            return state, ()
+        return state, (Notify(Warned(text=f"{_slow_text(state, still)}; no plan is faster")),)
     change = Change(
         kinds=dict.fromkeys(slow, SLOW)
         | dict.fromkeys(placed, JOIN)

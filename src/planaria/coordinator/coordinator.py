@@ -299,7 +299,7 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
         values = (first.loss, first.num_samples, first.sample_digest)
         notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
-        state = _after_commit(observed(rules, state), ends=first.ends)
+        state = _after_commit(observed(rules, state, now_s), ends=first.ends)
         if first.switches and not state.ends:
             state, more = switched(state)
             commands += more

@@ -13,6 +13,9 @@ It is believed when it lasts:
 - What is believed is a step of 2 ** (1 / 16), the noise of a few percent: nodes that are nearly
   alike are of one kind, and the same seconds measured again are no news.
 
+A slow node that has no work tells nothing of its speed. It is taken for as fast as any after
+RETRY_S, doubled each time: if it is, it gets work and keeps it, else it is found slow once more.
+
 Source: DESIGN 3 (node kinds); thresholds from the runs in docs/LOG.md.
 """
 
@@ -30,15 +33,19 @@ WINDOW: Final = 5
 SLOW_FACTOR: Final = 1.3  # Six processes on two busy cores differ by up to 1.2 now and then.
 BACK_FACTOR: Final = 1.2
 COMPUTING_S_MIN: Final = 0.05
+RETRY_S: Final = 300.0  # Finding out takes half a dozen slow iterations.
+_DOUBLINGS_MAX: Final = 20
 _STEPS: Final = 16  # From one speed to its half.
 
 
-def observed(rules: Rules, state: JobState) -> JobState:
+def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state with what the reports of the iteration that is about to be committed tell."""
-    assert state.outcome is not None
+    outcome = state.outcome
+    assert outcome is not None
     if not rules.layer_s:
         return state
-    if state.next_iteration <= state.outcome.iteration:
+    state = _retried(state, now_s)
+    if state.next_iteration <= outcome.iteration:
         return replace(state, ratios={})
     reports = state.reports.get(state.next_iteration, {})
     computing_s = {rank: report.computing_s for rank, report in reports.items()}
@@ -50,6 +57,19 @@ def observed(rules: Rules, state: JobState) -> JobState:
         if slowness > 1.0:
             speeds[node] = 1.0 / slowness
     return replace(state, ratios=ratios, speeds=speeds)
+
+
+def _retried(state: JobState, now_s: float) -> JobState:
+    """The state without the speeds of nodes that have waited for work long enough."""
+    waiting = [node for node in state.speeds if node not in state.plan.nodes]
+    idle, speeds = dict(state.idle), dict(state.speeds)
+    for node in waiting:
+        times, since_s = idle.get(node, (0, 0.0))
+        idle[node] = (times, since_s or now_s)
+        if since_s and now_s - since_s >= RETRY_S * 2.0 ** min(times, _DOUBLINGS_MAX):
+            idle[node] = (times + 1, 0.0)
+            del speeds[node]
+    return replace(state, idle=idle, speeds=speeds) if waiting else state
 
 
 def slowness_by_node(
@@ -71,7 +91,7 @@ def slowness_by_node(
     if not ratios or median_low(computing_s[rank] for rank in ratios) < COMPUTING_S_MIN:
         return {}
     per_node = plan.pipelines[0].template.devices_per_node
-    known = {rank: ratio * speeds.get(rank // per_node, 1.0) for rank, ratio in ratios.items()}
+    known = _without_slowness(ratios, {rank: speeds.get(rank // per_node, 1.0) for rank in ratios})
     usual = median_low(known.values())
     took_s: defaultdict[int, float] = defaultdict(float)
     usual_s: defaultdict[int, float] = defaultdict(float)
@@ -100,6 +120,13 @@ def _work_s(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
         for hop in route:
             work_s[hop.rank] += count * sum(layer_s[hop.first_layer : hop.end_layer])
     return work_s
+
+
+def _without_slowness(ratios: Mapping[int, float], speeds: Mapping[int, float]) -> dict[int, float]:
+    """The ratios as if all were as fast; who was slow may not be any more."""
+    fast = [ratio for rank, ratio in ratios.items() if speeds[rank] >= 1.0]
+    usual = median_low(fast or [ratio * speeds[rank] for rank, ratio in ratios.items()])
+    return {r: max(ratio * speeds[r], min(ratio, usual)) for r, ratio in ratios.items()}
 
 
 def _usual_of_peers(

@@ -286,6 +286,8 @@ class JobState:
         change: that is being made.
         asked: for what a change was last looked for: members, candidates, leaving, speeds.
         speeds: of nodes that are slow, as they are seen to be; others have 1.
+        idle: slow nodes that had no work: how often they were tried again, and since when they
+            have none, 0 if they have some.
         ratios: by node, of its newest iterations in this epoch; see slowness.py.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
@@ -324,6 +326,7 @@ class JobState:
     change: Change | None = None
     asked: tuple[tuple[float, ...], ...] = ()
     speeds: Mapping[int, float] = field(default_factory=dict)
+    idle: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     is_entered: bool = False
     saves_since: int = 0

@@ -53,7 +53,9 @@ class Unequal:
         """The answers for equal nodes, dealt for these, then the others that there are."""
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         before = _of_kinds(plan, {})
-        if before == plan and all(kind == NodeKind() for kind in kinds.values()):
+        is_news = isinstance(event, NodesChanged) and bool(event.slow)
+        is_alike = before == plan and all(kind == NodeKind() for kind in kinds.values())
+        if is_alike and not is_news:
             return self.alike.propose(plan, cluster, event, prices)
         found = self._dealt(plan, cluster, event, prices, kinds=kinds)
         if not isinstance(event, NodesChanged) or not found:

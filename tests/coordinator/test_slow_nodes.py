@@ -1,0 +1,200 @@
+"""Slow nodes in a job: they get less work while it trains, and all of it back."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+import fake_cluster
+from coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, of_type, small_rules
+from fake_cluster import FakeCluster
+from jobs import template
+from planaria.coordinator.slowness import RETRY_S, WINDOW
+from planaria.coordinator.state import Phase
+from planaria.core.messages import DrainRequested
+from planaria.core.records import Changed, Committed, Recovering, Warned
+from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.problem import Problem
+from planaria.planner.templates import smallest_num_nodes
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.unequal import Unequal
+from strategies import layer_profile, model_profile
+
+END = 200
+
+
+@pytest.fixture(autouse=True)
+def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cluster, "END", END)
+
+
+def book(num_nodes: int, *, n0: int) -> EveryPlan:
+    """Plans of a job of ten equal layers, n0 nodes of which hold them."""
+    layers = tuple(
+        layer_profile(f"layer {i}", 0.05, parameter_bytes=1024, activation_bytes=0)
+        for i in range(10)
+    )
+    unlimited = Problem(
+        profile=model_profile(layers),
+        devices_per_node=1,
+        num_microbatches=NUM_MICROBATCHES,
+        failures_tolerated=1,
+    )
+    memory_bytes, problem = 1 << 20, unlimited
+    while smallest_num_nodes(problem) < n0:
+        memory_bytes = memory_bytes * 9 // 10
+        profile = replace(unlimited.profile, device_memory_bytes=memory_bytes)
+        problem = replace(unlimited, profile=profile)
+    return every_plan(problem, num_nodes, {n: template(n) for n in range(n0, num_nodes - n0 + 1)})
+
+
+def training(num_nodes: int = 4, sizes: tuple[int, ...] = (2, 2), *, n0: int = 2) -> FakeCluster:
+    """A job of nodes that take what the profile says."""
+    every = book(num_nodes, n0=n0)
+    profile = every.problem.profile
+    made = small_rules(n0=n0)
+    made = replace(
+        made,
+        job=replace(made.job, training=replace(made.job.training, iterations=END)),
+        policy=Unequal(Reinstantiate(every)),
+        prices=profile_prices(profile, regroup_s=0.05),
+        layer_s=tuple(layer.forward_s[1] + layer.backward_s(1) for layer in profile.layers),
+    )
+    templates = [every.templates[size] for size in sizes]
+    cluster = FakeCluster(made, bind(every.problem, templates, range(num_nodes), epoch=0))
+    cluster.begin()
+    assert cluster.state.phase is Phase.TRAINING
+    return cluster
+
+
+def train(
+    cluster: FakeCluster, number: int, *, slowness: Mapping[int, float], now_s: float = NOW_S
+) -> None:
+    """So many iterations in which nodes take that much longer for their work."""
+    for _ in range(number):
+        layer_s, state = cluster.rules.layer_s, cluster.state
+        for rank in state.plan.ranks:
+            hops = [hop for route in state.plan.routes for hop in route if hop.rank == rank]
+            work_s = sum(sum(layer_s[hop.first_layer : hop.end_layer]) for hop in hops)
+            cluster.nodes[rank].computing_s = slowness.get(rank, 1.0) * work_s
+        cluster.train_at(state.next_iteration, now_s)
+
+
+def layers_of(cluster: FakeCluster, node: int) -> int:
+    """How much work a node has: layers times microbatches."""
+    hops = [hop for route in cluster.state.plan.routes for hop in route if hop.rank == node]
+    return sum(hop.end_layer - hop.first_layer for hop in hops)
+
+
+def committed(cluster: FakeCluster) -> list[int]:
+    return [notice.iteration for notice in of_type(cluster.commands, Committed)]
+
+
+def test_a_slow_node_gets_less_work_and_all_of_it_back() -> None:
+    """In changes that redo nothing, with the price of each candidate; twice as fast as before."""
+    cluster = training()
+    before = layers_of(cluster, 1)
+    train(cluster, WINDOW + 4, slowness={1: 2.0})
+    (slow,) = of_type(cluster.commands, Changed)
+
+    assert slow.kinds == {1: "slow"}
+    assert "node 1 takes 2.00 times as long" in slow.reason
+    prices = {candidate.answer: candidate.iteration_s for candidate in slow.candidates}
+    assert slow.predicted_s == min(prices.values()) == prices[slow.answer]
+    assert slow.predicted_s < 0.85 * prices["stay"]
+    assert layers_of(cluster, 1) < before
+    assert cluster.state.plan.slow_nodes() == {1: 0.5}
+    assert cluster.state.nodes == (0, 1, 2, 3)
+    train(cluster, WINDOW + 6, slowness={})
+    (_, fast) = of_type(cluster.commands, Changed)
+    assert fast.kinds == {1: "slow"}
+    assert "node 1 takes 1.00 times as long" in fast.reason
+    assert layers_of(cluster, 1) == before
+    assert cluster.state.speeds == cluster.state.plan.slow_nodes() == {}
+    assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
+    assert of_type(cluster.commands, Recovering) == []
+    number = len(cluster.commands)
+    train(cluster, 20, slowness={})
+    assert of_type(cluster.commands[number:], Changed) == []
+
+
+def test_stalls_and_short_slow_spells_change_nothing() -> None:
+    """A window is never full of them."""
+    cluster = training()
+    for _ in range(5):
+        train(cluster, WINDOW - 1, slowness={1: 3.0})
+        train(cluster, 1, slowness={})
+        train(cluster, 1, slowness={2: 100.0})
+
+    assert of_type(cluster.commands, Changed) == []
+    assert cluster.state.plan.epoch == 0
+
+
+def test_where_no_plan_pays_it_is_told_once() -> None:
+    """Pipelines of a node each: a third more time moves no microbatch of three."""
+    cluster = training(2, (1, 1), n0=1)
+    train(cluster, 3 * WINDOW, slowness={1: 1.34})
+
+    assert of_type(cluster.commands, Changed) == []
+    (warning,) = of_type(cluster.commands, Warned)
+    assert "node 1 takes 1.3" in warning.text
+
+
+@pytest.mark.parametrize("node", [0, 1, 3])
+@pytest.mark.parametrize("later", range(WINDOW, WINDOW + 5))
+def test_a_loss_at_any_moment_leaves_a_plan_for_the_speeds(node: int, later: int) -> None:
+    """Before, during and after the change; the slow one itself, its peer, or another one."""
+    cluster = training(5, (3, 2))
+    train(cluster, later, slowness={1: 2.0})
+    cluster.hear(gone(node))
+    cluster.nodes[node].is_alive = False
+    cluster.lose()
+    train(cluster, 2 * WINDOW + 6, slowness={1: 2.0})
+
+    left = {0, 1, 2, 3, 4} - {node}
+    assert set(cluster.state.plan.nodes) == left
+    assert cluster.state.plan.slow_nodes() == ({1: 0.5} if node != 1 else {})
+    assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
+
+
+def test_nodes_join_and_leave_a_job_with_a_slow_node() -> None:
+    """Each plan is made for the speeds."""
+    cluster = training(5, (3, 2))
+    train(cluster, WINDOW + 5, slowness={1: 2.0})
+    cluster.hear(DrainRequested(node=0))
+    train(cluster, 4, slowness={1: 2.0})
+    assert cluster.state.nodes == (1, 2, 3, 4)
+    cluster.join(5)
+    train(cluster, 6, slowness={1: 2.0})
+
+    assert [*cluster.state.plan.nodes] == [1, 2, 3, 4, 5]
+    assert cluster.state.plan.slow_nodes() == {1: 0.5}
+    kinds = [set(notice.kinds.values()) for notice in of_type(cluster.commands, Changed)]
+    assert kinds[:3] == [{"slow"}, {"drain"}, {"join"}]
+
+
+def test_a_node_that_is_left_out_is_tried_again_later() -> None:
+    """Forty times slower it is better left out; nobody sees when it is fast again."""
+    cluster = training(3, (1, 1, 1), n0=1)
+    train(cluster, WINDOW + 5, slowness={1: 40.0})
+    assert [*cluster.state.plan.nodes] == [0, 2]
+    assert cluster.state.nodes == (0, 1, 2)
+    train(cluster, 5, slowness={}, now_s=NOW_S + RETRY_S / 2)
+    assert [*cluster.state.plan.nodes] == [0, 2]
+    train(cluster, 5, slowness={}, now_s=NOW_S + 2 * RETRY_S)
+
+    assert [*cluster.state.plan.nodes] == [0, 1, 2]
+    train(cluster, WINDOW + 5, slowness={1: 40.0}, now_s=NOW_S + 2 * RETRY_S)
+    assert [*cluster.state.plan.nodes] == [0, 2]
+    train(cluster, 5, slowness={}, now_s=NOW_S + 3.5 * RETRY_S)
+    assert [*cluster.state.plan.nodes] == [0, 2]
+
+
+def test_a_new_coordinator_knows_the_speeds_from_the_plan() -> None:
+    """Else the first change after it would give a slow node everything."""
+    cluster = training()
+    train(cluster, WINDOW + 5, slowness={1: 2.0})
+    cluster.restart()
+
+    assert cluster.state.speeds == {1: 0.5}
