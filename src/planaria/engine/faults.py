@@ -34,20 +34,27 @@ def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
 
 
 class Slowness:
-    """Makes a worker slow: whatever it has computed lasts so many times as long."""
+    """Makes a worker slow: whatever it has computed lasts so many times as long.
+
+    What a sleep overshoots, the next makes up for.
+    """
 
     def __init__(self) -> None:
         self._factor = 1.0
+        self._owed_s = 0.0
 
     def begin(self, iteration: int, factor: float) -> None:
         """From now on; 1 ends it."""
         logger.info("iteration %s: from now on all takes %s times as long", iteration, factor)
-        self._factor = factor
+        self._factor, self._owed_s = factor, 0.0
 
     def worked(self, seconds: float) -> None:
         """So long the worker has computed; returns when a slow one would have."""
-        if self._factor > 1.0:
-            time.sleep((self._factor - 1.0) * seconds)
+        self._owed_s += (self._factor - 1.0) * seconds
+        if self._owed_s > 0.0:
+            start_s = time.monotonic()
+            time.sleep(self._owed_s)
+            self._owed_s -= time.monotonic() - start_s
 
 
 def faults_by_kind(
