@@ -48,6 +48,7 @@ _END_A_LEASE: Final = (
     *(FaultKind.HANG, FaultKind.DETACH, FaultKind.PAUSE, FaultKind.SLOW, FaultKind.DISK),
 )
 _ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
+_ASKED: Final = (FaultKind.NOTICE, FaultKind.DRAIN)
 _LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 
 
@@ -276,7 +277,7 @@ class Checkers:
     def _check_lost(self, ended: Ended) -> None:
         scenario, num_left = self._job.scenario, len(set(ended.nodes) - self._leaving())
         n0, f = self._job.rules.n0, scenario.failures_tolerated
-        kinds = (*_LOOK_LIKE_LOSS, FaultKind.CRASH, FaultKind.STALL, FaultKind.NOTICE)
+        kinds = (*_LOOK_LIKE_LOSS, *_ASKED, FaultKind.CRASH, FaultKind.STALL)
         causes = self._struck_nodes(*kinds)
         if causes.total() <= f and not self._struck_nodes(
             FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW
@@ -312,7 +313,7 @@ class Checkers:
 
     def _leaving(self) -> set[int]:
         """The nodes that were asked to leave, or told that they will be gone."""
-        return set(self._struck_nodes(FaultKind.NOTICE, FaultKind.DRAIN))
+        return set(self._struck_nodes(*_ASKED))
 
     def _struck_nodes(self, *kinds: FaultKind) -> Counter[int]:
         return Counter(node for _, fault, node in self.faults.struck if fault.kind in kinds)

@@ -33,8 +33,8 @@ from planaria.core.messages import (
     ToNode,
     WorkerReady,
 )
-from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.errors import AbortedError, PeerLostError
+from planaria.simulator.exchange import exchange, prepare, receive_silently
 from planaria.simulator.executor import NOT_YET, HeldLayer, SimulatedExecutor
 from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
@@ -44,7 +44,6 @@ from planaria.simulator.scenario import PlannedJob, content_after, first_content
 
 _STEP_S = 0.002  # The optimizer, a layer.
 _WRITE_S = 0.02  # A layer to disk.
-_BYTES_PER_S = 2e8
 
 
 class Surroundings(Protocol):
@@ -247,9 +246,9 @@ class SimulatedWorker:
         await self.links.begin(start.epoch, addresses=addresses, peers=peers)
         self._around.reached("transfer", self, start.iteration)
         if plan.silent:
-            start = await self._prepare(start, layout)
+            start = await prepare(self, start, layout)
         else:
-            await self._exchange(transfers, start.iteration)
+            await exchange(self, transfers, start.iteration)
         if not self._takes_part:
             return
         own = layout.held(rank)
@@ -279,51 +278,6 @@ class SimulatedWorker:
         await self.settle(start.iteration, start.vector)
         return start
 
-    async def _prepare(self, start: StartEpoch, layout: Layout) -> StartEpoch:
-        """Sends what others are to have silently; makes room for what this rank is."""
-        transfers = [transfer for transfers in start.rounds for transfer in transfers]
-        if start.iteration == AT_COMMIT:
-            source = min(t.source for t in transfers if t.target == self.rank)
-            age = await self.links.receive(source, ("age",))
-            start = msgspec.structs.replace(start, iteration=age)
-        for target in {t.target for t in transfers if t.source == self.rank}:
-            self.links.send(target, ("age",), start.iteration)
-        for t in transfers:
-            if t.source == self.rank:
-                tag = ("state", start.iteration, t.layer, t.first_chunk)
-                self.links.send(t.target, tag, self.held[t.layer].content)
-        for layer in set(layout.held(self.rank)) - self.held.keys():
-            self.held[layer] = HeldLayer(age=NOT_YET, content=0)
-        return start
-
-    async def _receive_silently(self, start: StartEpoch, iteration: int) -> None:
-        if not start.plan.silent or iteration > start.iteration:
-            return
-        for t in (t for transfers in start.rounds for t in transfers):
-            if t.target == self.rank:
-                tag = ("state", iteration, t.layer, t.first_chunk)
-                content = await self.links.receive(t.source, tag)
-                await self.process.sleep(t.num_bytes / _BYTES_PER_S)
-                if t.end_chunk == NUM_CHUNKS:
-                    self.held[t.layer].content = content
-                    self.held[t.layer].age = iteration
-
-    async def _exchange(self, transfers: Sequence[Transfer], age: int) -> None:
-        """Sends what others lack and takes over what this rank lacks."""
-        for t in transfers:
-            if t.source == self.rank:
-                tag = ("state", age, t.layer, t.first_chunk)
-                self.links.send(t.target, tag, self.held[t.layer].content)
-        arrived: dict[int, list[int]] = {}
-        for t in transfers:
-            if t.target == self.rank:
-                content = await self.links.receive(t.source, ("state", age, t.layer, t.first_chunk))
-                await self.process.sleep(t.num_bytes / _BYTES_PER_S)
-                arrived.setdefault(t.layer, []).append(content)
-                if t.end_chunk == NUM_CHUNKS:
-                    assert len(set(arrived[t.layer])) == 1, f"layer {t.layer} from two states"
-                    self.held[t.layer] = HeldLayer(age=age, content=content)
-
     async def _train(self, start: StartEpoch, layout: Layout) -> None:
         training = self._rules.job.training
         iteration = start.iteration
@@ -348,7 +302,7 @@ class SimulatedWorker:
             self._vector = (iteration, vector)
             own = layout.held(self.rank)
             self.held = {n: held for n, held in self.held.items() if n in own}
-            await self._receive_silently(start, iteration)
+            await receive_silently(self, start, iteration)
             await self.apply(iteration)
             assert all(held.age == iteration + 1 for held in self.held.values())
             ends = vector.is_last(iteration, training)

@@ -1,0 +1,83 @@
+"""How modelled layers come to ranks that lack them: before an epoch begins, or while it trains.
+
+Source: engine/apply.py, whose order of things it keeps.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from planaria.core.messages import AT_COMMIT, StartEpoch
+from planaria.core.plan import NUM_CHUNKS, Transfer
+from planaria.simulator.executor import NOT_YET, HeldLayer
+from planaria.simulator.layout import Layout
+from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.loop import Process
+
+_BYTES_PER_S = 2e8
+
+
+class Holder(Protocol):
+    """A worker, as far as layers come and go."""
+
+    rank: int
+    process: Process
+    links: SimulatedLinks
+    held: dict[int, HeldLayer]
+
+
+async def exchange(holder: Holder, transfers: Iterable[Transfer], age: int) -> None:
+    """Sends what others lack and takes over what this rank lacks."""
+    _send(holder, transfers, age)
+    for layer, content in await _received(holder, transfers, age):
+        holder.held[layer] = HeldLayer(age=age, content=content)
+
+
+async def prepare(holder: Holder, start: StartEpoch, layout: Layout) -> StartEpoch:
+    """Sends what others are to have silently, and makes room for what this rank is to; the order
+    with its iteration."""
+    transfers = [transfer for transfers in start.rounds for transfer in transfers]
+    if start.iteration == AT_COMMIT:
+        source = min(t.source for t in transfers if t.target == holder.rank)
+        age = await holder.links.receive(source, ("age",))
+        start = msgspec.structs.replace(start, iteration=age)
+    for target in sorted({t.target for t in transfers if t.source == holder.rank}):
+        holder.links.send(target, ("age",), start.iteration)
+    _send(holder, transfers, start.iteration)
+    for layer in set(layout.held(holder.rank)) - holder.held.keys():
+        holder.held[layer] = HeldLayer(age=NOT_YET, content=0)
+    return start
+
+
+async def receive_silently(holder: Holder, start: StartEpoch, iteration: int) -> None:
+    """Waits for the layers that this rank is to have silently."""
+    if not start.plan.silent or iteration > start.iteration:
+        return
+    transfers = [transfer for transfers in start.rounds for transfer in transfers]
+    for layer, content in await _received(holder, transfers, iteration):
+        holder.held[layer].content = content
+        holder.held[layer].age = iteration
+
+
+def _send(holder: Holder, transfers: Iterable[Transfer], age: int) -> None:
+    for t in transfers:
+        if t.source == holder.rank:
+            tag = ("state", age, t.layer, t.first_chunk)
+            holder.links.send(t.target, tag, holder.held[t.layer].content)
+
+
+async def _received(
+    holder: Holder, transfers: Iterable[Transfer], age: int
+) -> list[tuple[int, int]]:
+    """Layers and their contents, all of whose chunks are the same."""
+    arrived: dict[int, list[int]] = {}
+    for t in transfers:
+        if t.target == holder.rank:
+            tag = ("state", age, t.layer, t.first_chunk)
+            content = await holder.links.receive(t.source, tag)
+            await holder.process.sleep(t.num_bytes / _BYTES_PER_S)
+            arrived.setdefault(t.layer, []).append(content)
+            if t.end_chunk == NUM_CHUNKS:
+                assert len(set(arrived[t.layer])) == 1, f"layer {t.layer} from two states"
+    return [(layer, contents[0]) for layer, contents in arrived.items()]
