@@ -10,6 +10,7 @@
     preempt=5:1@3        tell node 1 that it will be gone after 5 seconds, and kill it then
     join:2@5             two more nodes come
     slow=2:3@4           from iteration 4 on node 3 takes twice as long; slow=1:3@9 ends that
+    cut=4:2,3@5          the network between nodes 2, 3 and all others is down for 4 seconds
 
 Specs with the same place (and so the same nodes' turn) fire together.
 
@@ -23,9 +24,9 @@ from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
-KINDS = ("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow")
+KINDS = ("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut")
 # Of which a VALUE says for how long, and what it is if there is none; 0: for ever.
-SECONDS = {"hang": 0.0, "preempt": 30.0}
+SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
 RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
 STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
@@ -61,8 +62,8 @@ class Injection:
 
     Attributes:
         nodes: that it strikes; none if the coordinator is struck, or nodes join.
-        value: seconds until a node that hangs goes on, or one that was told to leave is killed; how
-            many times as long one that is slow takes.
+        value: seconds until a node that hangs goes on, the network is whole again, or a node that
+            was told to leave is killed; how many times as long one that is slow takes.
         num_nodes: that join.
     """
 

@@ -21,6 +21,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         trace: whether workers report the spans of every iteration.
         places: at which faults are to be injected on this node, and where the launcher listens
             for whoever gets there.
+        heeds: whether workers keep a line to the launcher, for faults that no step brings about.
     """
 
     job: JobConfig
@@ -34,6 +35,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     trace: bool = False
     places: tuple[Place, ...] = ()
     injector: tuple[str, int] = ("", 0)
+    heeds: bool = False
     device: int = 0
 
     @property

@@ -8,6 +8,8 @@ import torch
 
 from planaria.core.samples import mix
 from planaria.engine.stage import Stage
+from planaria.transport.links import Links
+from planaria.transport.probe import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -69,3 +71,12 @@ def faults_by_kind(
         "flip": lambda iteration, _: flip_bit(stage(), rank=rank, iteration=iteration),
         "slow": slowness.begin,
     }
+
+
+def cutter(links: Links, *, devices_per_node: int) -> Callable[[Cut, float], None]:
+    """What cuts a rank off from all nodes but some, until a moment."""
+
+    def cut_off(cut: Cut, end_s: float) -> None:
+        links.cuts.add(lambda rank: rank // devices_per_node not in cut.nodes, end_s=end_s)
+
+    return cut_off

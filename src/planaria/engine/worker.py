@@ -52,7 +52,7 @@ from planaria.engine.apply import (
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.executor import Executor
-from planaria.engine.faults import Slowness, faults_by_kind
+from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
@@ -115,13 +115,16 @@ class _Worker:
             self._tier, rank=spec.rank, send=control.send, may_write=lambda: pulse.is_member
         )
         self._slowness = Slowness()
-        self._reached = Probe(
+        probe = Probe(
             spec.node,
             places=spec.places,
             address=spec.injector,
             token=spec.token,
             faults=faults_by_kind(self._slowness, lambda: self._stage, rank=spec.rank),
-        ).reached
+        )
+        self._reached = probe.reached
+        if spec.heeds:
+            probe.heed(cutter(links, devices_per_node=spec.job.cluster.devices_per_node))
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
         self._is_recovering = False

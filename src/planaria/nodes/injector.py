@@ -2,11 +2,14 @@
 
 A probe that reaches a step is kept waiting until the faults of that place have happened. Signals
 go from here to a node's whole process group, or to its workers; a bit is flipped by the worker
-that calls, because it is told to in the answer, and so is a node slow.
+that calls, because it is told to in the answer, and so is a node slow. A node is cut off by its own
+workers, who keep a line to here on which they are told, and by a relay between its agent and the
+coordinator.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -17,8 +20,9 @@ import psutil
 
 from planaria.core.inject import AFTER_COMMIT, COORDINATOR_STEPS, Injection, Place
 from planaria.errors import AuthenticationError
+from planaria.nodes.relay import Address, Relay
 from planaria.transport.frames import Role, shake_hands
-from planaria.transport.probe import NO_NODE, Reached
+from planaria.transport.probe import LISTENING, NO_NODE, Cut, Reached
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,9 @@ class Injector:
         leader: the coordinator's process now.
         join: starts so many nodes more.
         fired: is told what has happened, in the order of the signals.
+
+    Attributes:
+        has_cuts: a node may be cut off.
     """
 
     def __init__(
@@ -66,12 +73,19 @@ class Injector:
         self._leader = leader
         self._join = join
         self._fired = fired
+        self._relay = Relay()
+        self._lines: dict[int, list[asyncio.StreamWriter]] = {}
+        self.has_cuts = any(injection.kind == "cut" for injection in injections)
 
     async def listen(self) -> tuple[str, int]:
         """Serves probes from now on; where."""
         self._server = await asyncio.start_server(self._serve, host="127.0.0.1", port=0)
         host, port = self._server.sockets[0].getsockname()[:2]
         return str(host), int(port)
+
+    def front(self, node: int, coordinator: Address) -> Address:
+        """Where the agent of a node is to find the coordinator."""
+        return self._relay.front(node, coordinator) if self.has_cuts else coordinator
 
     def began(self) -> None:
         """Training has started: what is to happen after so many seconds is timed from now."""
@@ -82,6 +96,9 @@ class Injector:
     def close(self) -> tuple[Injection, ...]:
         """Serves no more; the faults whose place never came."""
         self._server.close()
+        self._relay.close()
+        for line in itertools.chain(*self._lines.values()):
+            line.close()
         return tuple(self._waiting)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,6 +107,11 @@ class Injector:
                 reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
             )
             reached = msgspec.json.decode(await reader.readline(), type=Reached)
+            if reached.step == LISTENING:
+                self._lines.setdefault(node, []).append(writer)
+                await reader.read()  # Until the process is gone.
+                self._lines[node].remove(writer)
+                return
             for place in self._places_at(node, reached):
                 self._fire(place)
             writer.write(self._own_fault(node, reached) + b"\n")
@@ -151,6 +173,11 @@ class Injector:
                     loop.call_later(injection.value, _kill_group, pid, signal.SIGCONT)
             case "flip":
                 self._to_flip.add((node, injection.place.iteration))
+            case "cut":
+                self._relay.cut(node, injection.value)
+                for line in self._lines.get(node, ()):
+                    told = Cut(nodes=injection.nodes, seconds=injection.value)
+                    line.write(msgspec.json.encode(told) + b"\n")
             case "preempt":
                 _kill(pid, signal.SIGTERM)
                 asyncio.get_running_loop().call_later(injection.value, self._take, node)

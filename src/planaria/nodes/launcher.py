@@ -214,9 +214,10 @@ class Launcher:
             self._spec,
             node=node,
             machine=self._machines[node],
-            coordinator=self._listener.getsockname()[:2],
+            coordinator=self._injector.front(node, self._listener.getsockname()[:2]),
             places=node_places(self._injections, node),
             injector=self._injector_address,
+            heeds=self._injector.has_cuts,
         )
         pid = self._server.spawn(
             "planaria.nodes.agent:main", msgspec.json.encode(spec), (self._lifeline_fd,)

@@ -96,6 +96,7 @@ class Connection:
         peer: the rank at the other end, -1 until the handshake has proved it.
         deadline_s: when the handshake is given up, by the monotonic clock.
         is_used: an epoch of this rank has counted on it.
+        is_severed: nothing gets through for now (transport/cuts.py).
         lock: held by whoever writes, or closes the socket: a descriptor that is closed under
             another thread's write may be some other file's by then.
     """
@@ -117,6 +118,7 @@ class Connection:
         self.peer = -1
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.is_used = False
+        self.is_severed = False
         self.lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         own_rank, own_port = identity
@@ -150,6 +152,8 @@ class Connection:
             OSError: the connection broke.
         """
         while self._unsent:
+            if self.is_severed:
+                return False
             views = [self._unsent[i] for i in range(min(len(self._unsent), _IOV_MAX))]
             try:
                 sent = self.sock.sendmsg(views)

@@ -49,6 +49,7 @@ class Links:
         sent_bytes, received_bytes: payload, by channel.
         state_bytes: payload of state received, by epoch.
         linked_s: by the monotonic clock, when the last link of the epoch stood; 0.0 before.
+        cuts: what this rank is cut off from.
     """
 
     def __init__(self, rank: int, *, token: bytes, host: str = "127.0.0.1") -> None:
@@ -84,6 +85,7 @@ class Links:
                 end=self._end,
             ),
         )
+        self.cuts = self._server.cuts
         self._server.start()
 
     # -- what the rank calls -----------------------------------------------------------------

@@ -5,10 +5,17 @@ reached, and waits until the launcher has done what the spec says, which may be 
 process. So a fault happens exactly there, not a little later. The answer is a line that names the
 faults which only the process can plant in itself, KIND or KIND=VALUE; the probe was given what does
 that.
+
+A process that is to be cut off from others hears of it at any time: it keeps a line to the launcher
+on which it is told (`heed`).
 """
 
+import contextlib
 import logging
+import math
 import socket
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_TIMEOUT_S = 60.0
 NO_NODE = 1 << 40  # As whom the coordinator calls.
+LISTENING = "listening"  # The step of a process that wants to be told.
 
 
 class Reached(msgspec.Struct, frozen=True):
@@ -28,6 +36,17 @@ class Reached(msgspec.Struct, frozen=True):
 
     step: str
     iteration: int
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """What a process hears on its line: the network between these nodes and all others is down.
+
+    Attributes:
+        seconds: from when this was written; 0: for ever.
+    """
+
+    nodes: tuple[int, ...]
+    seconds: float
 
 
 class Probe:
@@ -63,12 +82,28 @@ class Probe:
             kind, _, value = fault.partition("=")
             self._faults[kind](iteration, float(value or 0.0))
 
+    def heed(self, cut: Callable[[Cut, float], None]) -> None:
+        """Has a thread call `cut` with what is to be cut, and when that ends."""
+        threading.Thread(target=self._heed, args=(cut,), name="probe", daemon=True).start()
+
+    def _heed(self, cut: Callable[[Cut, float], None]) -> None:
+        with contextlib.suppress(OSError), self._line() as sock:
+            sock.sendall(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
+            sock.settimeout(None)  # The line is there for as long as both processes are.
+            for line in sock.makefile("rb"):
+                heard = msgspec.json.decode(line, type=Cut)
+                cut(heard, time.monotonic() + (heard.seconds or math.inf))
+
+    def _line(self) -> socket.socket:
+        sock = socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S)
+        self._shake_hands(sock)
+        return sock
+
     def _answer(self, reached: Reached) -> list[str]:
         """The faults to plant here, once all others have happened."""
         answer = b""
         try:
-            with socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S) as sock:
-                self._shake_hands(sock)
+            with self._line() as sock:
                 sock.sendall(msgspec.json.encode(reached) + b"\n")
                 while not answer.endswith(b"\n"):
                     answer += _read(sock, 1)

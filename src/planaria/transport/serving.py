@@ -18,10 +18,10 @@ from typing import Final
 
 from planaria.errors import AuthenticationError
 from planaria.transport.connection import Connection, Received
+from planaria.transport.cuts import READ_AND_WRITE, Cuts
 
 logger = logging.getLogger(__name__)
 
-_READ_AND_WRITE: Final = selectors.EVENT_READ | selectors.EVENT_WRITE
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
@@ -47,7 +47,11 @@ class Handlers:
 
 
 class Server:
-    """The thread, from its start until `close`."""
+    """The thread, from its start until `close`.
+
+    Attributes:
+        cuts: who is neither read nor written for now.
+    """
 
     def __init__(self, rank: int, listener: socket.socket, handlers: Handlers) -> None:
         self._rank = rank
@@ -63,6 +67,7 @@ class Server:
         self._waking = threading.Lock()  # Against a wake-up of a descriptor that is closed.
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self.cuts = Cuts(self._selector, self._listener, wake=self._wake)
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
 
     def start(self) -> None:
@@ -125,19 +130,19 @@ class Server:
         while self._new:
             connection = self._new.popleft()
             self._unproven.add(connection)
-            self._selector.register(connection.sock, _READ_AND_WRITE, connection)
+            self._selector.register(connection.sock, READ_AND_WRITE, connection)
         while self._retired:
             self._drop(self._retired.popleft(), "an older epoch's")
         while self._blocked:
-            self._watch(self._blocked.pop(), _READ_AND_WRITE)
+            self._watch(self._blocked.pop(), READ_AND_WRITE)
         for connection in [c for c in self._unproven if c.deadline_s <= time.monotonic()]:
             self._drop(connection, "no handshake")
+        self.cuts.apply()
 
     def _patience_s(self) -> float | None:
         """How long to wait at most for anything to happen."""
-        if not self._unproven:
-            return None
-        return max(0.0, min(c.deadline_s for c in self._unproven) - time.monotonic())
+        ends_s = [c.deadline_s for c in self._unproven] + self.cuts.ends_s
+        return max(0.0, min(ends_s) - time.monotonic()) if ends_s else None
 
     def _accept(self) -> None:
         try:
@@ -148,7 +153,7 @@ class Server:
         self._handlers.accept(sock)
 
     def _watch(self, connection: Connection, events: int) -> None:
-        if connection.sock.fileno() >= 0:
+        if connection.sock.fileno() >= 0 and not connection.is_severed:
             self._selector.modify(connection.sock, events, connection)
 
     def _serve(self, connection: Connection, events: int) -> None:
@@ -162,14 +167,14 @@ class Server:
                         self._handlers.deliver(connection, message)
             with connection.lock:
                 is_done = connection.flush()
-                self._watch(connection, selectors.EVENT_READ if is_done else _READ_AND_WRITE)
+                self._watch(connection, selectors.EVENT_READ if is_done else READ_AND_WRITE)
         except (OSError, AuthenticationError) as error:
             self._drop(connection, str(error))
 
     def _drop(self, connection: Connection, reason: str) -> None:
         if connection.sock.fileno() < 0:
             return
-        self._selector.unregister(connection.sock)
+        self.cuts.forget(connection)
         self._unproven.discard(connection)
         self._handlers.lose(connection, reason)
         connection.close()
@@ -178,7 +183,7 @@ class Server:
 
     def _close_all(self) -> None:
         connections = {key.data for key in self._selector.get_map().values() if key.data}
-        for connection in connections | set(self._new):
+        for connection in connections | set(self._new) | self.cuts.severed:
             with contextlib.suppress(OSError), connection.lock:
                 connection.flush()
             connection.close()

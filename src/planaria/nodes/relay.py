@@ -1,0 +1,76 @@
+"""Stands between the agents and the coordinator, so that a node can be cut off from it.
+
+Only where a cut is injected: agents are told the relay's address in place of the coordinator's.
+While a node is cut off, what either end says is kept, also that it is gone.
+"""
+
+import asyncio
+import contextlib
+import socket
+from typing import Final
+
+Address = tuple[str, int]
+
+_READ_BYTES: Final = 1 << 16
+
+
+class Relay:
+    """A listener for every node, from which bytes go on to the coordinator and back."""
+
+    def __init__(self) -> None:
+        self._servers: set[asyncio.Task[None]] = set()
+        self._num_cuts: dict[int, int] = {}
+        self._is_whole: dict[int, asyncio.Event] = {}
+
+    def front(self, node: int, coordinator: Address) -> Address:
+        """Where a node's agent finds the coordinator from now on."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._num_cuts[node] = 0
+        self._is_whole[node] = asyncio.Event()
+        self._is_whole[node].set()
+        self._servers.add(asyncio.create_task(self._listen(node, listener, coordinator)))
+        host, port = listener.getsockname()[:2]
+        return str(host), int(port)
+
+    def cut(self, node: int, seconds: float) -> None:
+        """Nothing gets through for so long, 0: for ever."""
+        self._num_cuts[node] += 1
+        self._is_whole[node].clear()
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, self._join, node)
+
+    def close(self) -> None:
+        """Ends all listeners and connections."""
+        for server in self._servers:
+            server.cancel()
+
+    def _join(self, node: int) -> None:
+        self._num_cuts[node] -= 1
+        if not self._num_cuts[node]:
+            self._is_whole[node].set()
+
+    async def _listen(self, node: int, listener: socket.socket, coordinator: Address) -> None:
+        async with asyncio.TaskGroup() as connections:
+
+            async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await self._is_whole[node].wait()
+                far_reader, far_writer = await asyncio.open_connection(*coordinator)
+                connections.create_task(self._carry(node, reader, far_writer))
+                connections.create_task(self._carry(node, far_reader, writer))
+
+            async with await asyncio.start_server(connect, sock=listener) as server:
+                await server.serve_forever()
+
+    async def _carry(
+        self, node: int, source: asyncio.StreamReader, target: asyncio.StreamWriter
+    ) -> None:
+        """Carries bytes from one end to the other until there are no more."""
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := await source.read(_READ_BYTES):
+                    await self._is_whole[node].wait()
+                    target.write(data)
+                    await target.drain()
+            await self._is_whole[node].wait()
+        finally:
+            target.close()
