@@ -41,6 +41,7 @@ COMMANDS = {
         "--inject",
         "--set",
     },
+    "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
     "drain": {"node", "--job", "--timeout"},
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {

@@ -30,7 +30,20 @@ LEVELS = (
     {"checkpoint"},
     {"engine", "nodes", "simulator"},
     {"show", "simulator.compare", "profiles"},
-    {"planaria", "cli", "config", "config_checks", "library", "planning", "scripts"},
+    {
+        "planaria",
+        "cli",
+        "config",
+        "config_checks",
+        "library",
+        "planning",
+        "scripts",
+        "chaos",
+        "chaos_command",
+        "command_line",
+        "processes",
+        "verdict",
+    },
 )
 WALL = 8  # The levels below it decide, the others act.
 TOP = len(LEVELS) - 1

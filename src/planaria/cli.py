@@ -1,4 +1,4 @@
-"""The command line: `planaria train | profile | plan | drain`.
+"""The command line: `planaria train | profile | plan | drain | chaos`.
 
 Exit codes: 0 done; 1 the user's code raised, or a mistake of ours; 2 the user's mistake; 3 too few
 nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
@@ -6,12 +6,10 @@ nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
 
 import json
 import logging
-import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -21,12 +19,14 @@ import typer
 from rich.console import Console
 
 import planaria
+from planaria.chaos_command import chaos
+from planaria.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.config_checks import NODES_MAX
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind, Plan
 from planaria.core.profile_json import encode_profile
-from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.errors import ConfigError
 from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
 from planaria.observe.metrics import IterationRecord
@@ -51,20 +51,15 @@ app = typer.Typer(
     help="Trains large PyTorch models on nodes that fail.",
 )
 
-JobFile = Annotated[
-    Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override a key of the job file."),
-]
-
 
 class Objective(StrEnum):
     """What `planaria plan` chooses stage partitions by."""
 
     EXACT = "exact"
     PAPER = "paper"
+
+
+app.command()(chaos)
 
 
 def main() -> None:
@@ -77,34 +72,6 @@ def main() -> None:
 def _interrupted(*_: object) -> None:
     """SIGTERM is what a scheduler sends for Ctrl-C."""
     raise KeyboardInterrupt
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turns planaria's errors into a message and an exit code."""
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        yield
-    except ConfigError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 2
-    except TrainingError as error:
-        errors.print(error.traceback.rstrip(), markup=False)
-        where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
-        errors.print(f"planaria: the job's own code raised {where}; see above", markup=False)
-        code = 1
-    except InsufficientError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 3
-    except CheckpointError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 1
-    except KeyboardInterrupt as error:
-        errors.print(f"planaria: {str(error) or 'interrupted before training began'}", markup=False)
-        code = 130
-    else:
-        return
-    raise typer.Exit(code)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -126,7 +93,7 @@ def _commands(
 
 
 @app.command()
-@_exit_codes()
+@exit_codes()
 def train(
     job: JobFile,
     nodes: Annotated[int | None, typer.Option(help="Nodes to train on.")] = None,
@@ -149,7 +116,7 @@ def train(
     if devices_per_node is not None:
         overrides.append(f"cluster.devices_per_node={devices_per_node}")
     for name, path in (("--report", report), ("--timeline", timeline)):
-        _check_writable(name, path)
+        check_writable(name, path)
     injections = tuple(parse_injection(spec) for spec in inject or ())
     trained = named_job(job, overrides)
     check_injections(injections, num_nodes=trained.config.cluster.nodes)
@@ -166,9 +133,9 @@ def train(
     finally:
         shown.stop()
     if report is not None:
-        _write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
+        write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
     if timeline is not None:
-        _write(timeline, json.dumps(_trace(result)).encode())
+        write(timeline, json.dumps(_trace(result)).encode())
     if result.error is not None:
         raise result.error
     console.print(summary(result.report), soft_wrap=True)
@@ -178,21 +145,21 @@ def train(
 
 
 @app.command()
-@_exit_codes()
+@exit_codes()
 def profile(
     job: JobFile,
     output: Annotated[Path, typer.Option("-o", "--output", help="The profile to write.")],
     settings: Settings = None,
 ) -> None:
     """Measures a job's layers and links on this machine."""
-    _check_writable("--output", output)
+    check_writable("--output", output)
     measured = named_job(job, list(settings or ())).profile()
-    _write(output, encode_profile(measured))
+    write(output, encode_profile(measured))
     Console().print(f"{len(measured.layers)} layers -> {output}")
 
 
 @app.command()
-@_exit_codes()
+@exit_codes()
 def plan(
     profile: Annotated[
         Path,
@@ -229,7 +196,7 @@ def plan(
 ) -> None:
     """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
     picture = None if plot is None else picture_format("--plot", plot.name)
-    _check_writable("--plot", plot)
+    check_writable("--plot", plot)
     for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
         if not 1 <= value <= NODES_MAX:
             raise ConfigError(option, value, f"must be between 1 and {NODES_MAX}")
@@ -246,7 +213,7 @@ def plan(
     chosen = every.plans[nodes]
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
-        _write(plot, plan_figure(every, chosen, picture=picture))
+        write(plot, plan_figure(every, chosen, picture=picture))
     if as_json:
         shown = plan_json(every, chosen, templates=templates, planning_s=planning_s)
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
@@ -255,7 +222,7 @@ def plan(
 
 
 @app.command()
-@_exit_codes()
+@exit_codes()
 def drain(
     node: Annotated[int, typer.Argument(help="The node that is to leave.")],
     job: Annotated[
@@ -348,22 +315,6 @@ def _trace(result: TrainingResult) -> dict[str, object]:
         result.measured_timelines(),
         devices_per_node=result.planned.problem.devices_per_node,
     )
-
-
-def _check_writable(option: str, path: Path | None) -> None:
-    """Refuses, before hours of work, an output that cannot be written after them."""
-    if path is None:
-        return
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(option, str(path), "name a file in a directory that can be written to")
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        path.write_bytes(data)
-    except OSError as error:
-        raise ConfigError("output", str(path), f"cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""The processes of a job, seen from outside: who is left over, and where workers stand."""
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+_LEAVE_TIMEOUT_S: Final = 5.0
+_STACKS_TIMEOUT_S: Final = 1.0
+
+
+@contextmanager
+def marked(mark: str) -> Iterator[None]:
+    """Processes that are started meanwhile, and all that they start, have `mark` in their
+    environment; it is NAME=VALUE."""
+    name, _, value = mark.partition("=")
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def left_over(mark: str, *, but: Collection[int]) -> tuple[str, ...]:
+    """What is still there of the marked processes after they had time to leave; it is killed."""
+    deadline_s = time.monotonic() + _LEAVE_TIMEOUT_S
+    while (found := _marked_processes(mark, but)) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    for process in found:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return tuple(f"process {process.pid} is left over" for process in found)
+
+
+def worker_stacks(server_pid: int) -> list[str]:
+    """The Python stacks of all workers that a fork server's agents have forked."""
+    stacks = []
+    for agent in psutil.Process(server_pid).children():
+        with suppress(psutil.NoSuchProcess):
+            stacks += [_stacks(worker) for worker in agent.children()]
+    return stacks
+
+
+def _marked_processes(mark: str, but: Collection[int]) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter() if one.pid not in but and _has_mark(one, mark)]
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        return mark.encode() in environment and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, psutil.NoSuchProcess):
+        return False
+
+
+def _stacks(worker: psutil.Process) -> str:
+    """A worker writes its stacks to a file in memory on SIGUSR1 (engine/worker.py)."""
+    for descriptor in Path(f"/proc/{worker.pid}/fd").iterdir():
+        with suppress(OSError):
+            if descriptor.readlink().name.startswith("memfd:stack"):
+                worker.send_signal(signal.SIGUSR1)
+                time.sleep(_STACKS_TIMEOUT_S / 10)
+                return f"worker {worker.pid}: {descriptor.read_text(errors='replace')}"
+    return f"worker {worker.pid} has no stacks"

@@ -1,0 +1,67 @@
+"""What many runs under faults came to: a table, and the same as JSON."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rich import box
+from rich.table import Table
+
+
+class Run(Protocol):
+    """What is shown of a run; see `Outcome` in chaos.py."""
+
+    @property
+    def fired(self) -> Mapping[str, int]: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def justification(self) -> str: ...
+    @property
+    def is_resumed(self) -> bool: ...
+    @property
+    def wrongs(self) -> tuple[str, ...]: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def score(runs: Sequence[Run]) -> dict[str, Any]:
+    """The numbers."""
+    fired: Counter[str] = Counter()
+    for run in runs:
+        fired.update(run.fired)
+    ended = [run for run in runs if run.reason]
+    survived = [run for run in runs if not run.reason and not run.wrongs]
+    return {
+        "runs": len(runs),
+        "faults": sum(fired.values()),
+        "faults_by_kind": dict(sorted(fired.items())),
+        "survived_identical": len(survived),
+        "ended_early": len(ended),
+        "justified": sum(bool(run.justification) for run in ended),
+        "resumed_identical": sum(run.is_resumed for run in ended),
+        "failures": sum(bool(run.wrongs) for run in runs),
+        "slowest_s": max((run.seconds for run in runs), default=0.0),
+    }
+
+
+def score_table(runs: Sequence[Run]) -> Table:
+    """The numbers as a person reads them."""
+    numbers = score(runs)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in numbers["faults_by_kind"].items())
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    rows = (
+        ("runs", "runs", f"the slowest took {numbers['slowest_s']:.1f} s"),
+        ("faults", "faults", kinds),
+        ("survived", "survived_identical", "with the bits of the run in peace"),
+        ("ended early", "ended_early", "exit 3, too little was left"),
+        ("  with good reason", "justified", "as worked out from what was struck"),
+        ("  resumed", "resumed_identical", "to the bits of the run in peace"),
+        ("failures", "failures", ""),
+    )
+    for name, key, about in rows:
+        table.add_row(name, str(numbers[key]), about)
+    return table

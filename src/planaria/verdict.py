@@ -1,0 +1,125 @@
+"""Judges a run under faults from outside: by its report and its files, against a run in peace.
+
+A run ends well with the bits of the run in peace, or with exit code 3 where it had to: too few
+nodes, or some layer, were left. The latter is worked out from which nodes were struck and from who
+held what in the plans since the last commit, without asking the code that decided it.
+
+Nodes that were struck are counted generously: what strikes a node's workers only, or for less than
+its lease, takes what they hold for a moment. So an end is called justified a little too often;
+that a run ends well, never.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planaria.core.plan import Plan
+from planaria.observe.metrics import EventRecord, Report
+
+# What of a node is gone afterwards, for good or for a while.
+_TAKES_NODE = ("kill", "hang", "preempt", "flip", "cut")
+_TAKES_STATE = (*_TAKES_NODE, "crash", "stall")
+_LEDGER_TOLERANCE_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calm:
+    """The job in peace.
+
+    Attributes:
+        sample_digests: of every iteration.
+        training_s: of all iterations.
+        wall_s: from the start of the run to its end.
+        n0: nodes that are needed to hold the model.
+    """
+
+    parameters_sha256: str
+    optimizer_sha256: str
+    sample_digests: Mapping[int, str]
+    training_s: float
+    wall_s: float
+    n0: int
+
+
+def calm_of(report: Report, *, n0: int) -> Calm:
+    """What the report of a run in peace says."""
+    return Calm(
+        parameters_sha256=report.final.parameters_sha256,
+        optimizer_sha256=report.final.optimizer_sha256,
+        sample_digests={record.iteration: record.sample_digest for record in report.iterations},
+        training_s=sum(record.seconds for record in report.iterations),
+        wall_s=report.ledger["wall"],
+        n0=n0,
+    )
+
+
+def wrongs(report: Report, calm: Calm, *, first: int = 0) -> tuple[str, ...]:
+    """What is wrong with a run that ended well; `first` is the iteration at which it began."""
+    return (*wrongs_until_end(report, calm, first=first), *_wrong_ends(report, calm))
+
+
+def wrongs_until_end(report: Report, calm: Calm, *, first: int = 0) -> tuple[str, ...]:
+    """What is wrong with what was done before a run ended, well or early."""
+    return tuple(_wrong_iterations(report, calm, first)) + tuple(_wrong_sums(report))
+
+
+def _wrong_iterations(report: Report, calm: Calm, first: int) -> Iterator[str]:
+    numbers = [record.iteration for record in report.iterations]
+    if numbers != list(range(first, first + len(numbers))):
+        yield f"iterations are not each committed once: {numbers}"
+    for record in report.iterations:
+        if calm.sample_digests.get(record.iteration) != record.sample_digest:
+            yield f"iteration {record.iteration} used other samples than in peace"
+
+
+def _wrong_ends(report: Report, calm: Calm) -> Iterator[str]:
+    final, end = report.final, len(calm.sample_digests)
+    if final.iteration != end:
+        yield f"{final.iteration} iterations are done in the end, not {end}"
+    for name in ("parameters_sha256", "optimizer_sha256"):
+        ours, theirs = getattr(final, name), getattr(calm, name)
+        if ours != theirs:
+            yield f"{name} is {ours or 'missing'}, in peace it is {theirs}"
+
+
+def _wrong_sums(report: Report) -> Iterator[str]:
+    parts_s = sum(seconds for name, seconds in report.ledger.items() if name != "wall")
+    if abs(parts_s - report.ledger["wall"]) > _LEDGER_TOLERANCE_S:
+        yield f"the ledger's parts are {parts_s} s, its wall is {report.ledger['wall']} s"
+    negative = [name for name, seconds in report.ledger.items() if seconds < 0]
+    if negative:
+        yield f"negative seconds in the ledger: {', '.join(negative)}"
+    for event in report.events:
+        phases_s = event.detect_s + event.decide_s + event.regroup_s + event.transfer_s
+        is_recovery = event.answer and event.redone_samples >= 0 and event.detect_s
+        if is_recovery and abs(phases_s - event.downtime_s) > _LEDGER_TOLERANCE_S:
+            yield f"phases of {phases_s} s, downtime of {event.downtime_s} s: {event.kind}"
+
+
+def justification(report: Report, plans: Sequence[Plan], *, n0: int) -> str:
+    """Why a run had to end early; empty if it need not have.
+
+    Args:
+        plans: all that the run had, the first one included.
+    """
+    fired = [event for event in report.events if event.fired]
+    gone = _struck(fired, _TAKES_NODE)
+    known = {node for plan in plans for node in plan.nodes}
+    if len(known - gone) < n0:
+        return f"{len(known - gone)} of {len(known)} nodes were left, n0 is {n0}"
+    emptied = _struck(fired, _TAKES_STATE)
+    flipped = _struck(fired, ("flip",))
+    since = report.iterations[-1].epoch if report.iterations else 0
+    per_node = plans[0].pipelines[0].template.devices_per_node
+    for plan in plans:
+        for layer in range(plan.num_layers) if plan.epoch >= since else ():
+            holders = {rank // per_node for rank in plan.holders(layer)}
+            if holders <= emptied:
+                return f"all holders of layer {layer} were struck: {sorted(holders)}"
+            voters = holders - (emptied - flipped)
+            if holders & flipped and len(voters) <= 2:
+                return f"of layer {layer} only {sorted(voters)} could be compared"
+    return ""
+
+
+def _struck(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
+    return {node for event in events if event.kind in kinds for node in event.nodes}
