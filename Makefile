@@ -1,6 +1,7 @@
 # planaria: `make demo` and `make test` do everything on a machine with Python 3.11 or newer.
 #
 # PYTHON  the Python that makes the environment.
+# MINUTES how long `make chaos` runs drawn faults; SEED says which ones.
 # TORCH   what pip installs as torch. The plain version takes what the package index has for this
 #         machine; another build is chosen with the options of PyTorch's own installation page.
 #         It is read only when the environment is made; `make clean` first to change it.
@@ -10,6 +11,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SEED ?= 0
 RUNS ?= 1000
+MINUTES ?= 30
 
 BIN := .venv/bin
 READY := .venv/ready
@@ -28,7 +30,7 @@ help:
 	@echo 'make sim      1,000 simulated jobs under faults; SEED=n RUNS=1 replays one'
 	@echo 'make soak     100,000 of them'
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
-	@echo 'make chaos    every loss: each node, each step, twice, with and without a coordinator'
+	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
 	@echo 'make check    formatting, lint and types'
 	@echo 'make docs     write the generated pages and the picture in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
@@ -54,7 +56,10 @@ sweep: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m pytest -m '' tests/coordinator tests/processes/test_survive.py \
 		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py \
-		tests/processes/test_ends.py
+		tests/processes/test_ends.py tests/processes/test_cut.py
+	mkdir -p reports
+	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
+		--report reports/chaos.json
 
 check: $(READY)
 	$(BIN)/ruff format --check --quiet $(SOURCES)

@@ -32,7 +32,7 @@ from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
 from planaria.planning import Planned, fork_server
 from planaria.processes import left_over, marked, worker_stacks
-from planaria.verdict import Calm, calm_of, justification, wrongs, wrongs_until_end
+from planaria.verdict import Calm, calm_of, justification, undecidable, wrongs, wrongs_until_end
 
 TRAINING_S: Final = 3.0  # A run in peace trains for about as long, if it has so many iterations.
 ITERATIONS_MIN: Final = 6
@@ -53,6 +53,7 @@ class Outcome:
         fired: how many faults of each kind.
         reason: why it ended early.
         justification: why it had to, as worked out from outside.
+        undecidable: why nobody could tell that a bit had flipped, so that other bits are right.
         wrongs: what was not as it must be; none if all is well.
         log: what was told while it ran, and what its processes printed, if anything is wrong.
     """
@@ -64,6 +65,7 @@ class Outcome:
     fired: Mapping[str, int]
     reason: str = ""
     justification: str = ""
+    undecidable: str = ""
     is_resumed: bool = False
     wrongs: tuple[str, ...] = ()
     log: tuple[str, ...] = ()
@@ -87,7 +89,7 @@ class Chaos:
         self._doing = doing
 
     def outcomes(self, *, minutes: float) -> Iterator[Outcome]:
-        """Runs until the time is over; what became of each."""
+        """Runs, one at least, until the time is over; what became of each."""
         end_s = time.monotonic() + 60.0 * minutes
         mark = f"PLANARIA_CHAOS={secrets.token_hex(8)}"
         lines: deque[str] = deque(maxlen=_LINES_KEPT)
@@ -99,7 +101,7 @@ class Chaos:
             stand = _Stand(Path(directory), server, mark, lines)
             calm, world, config = self._calm(stand)
             number = 0
-            while time.monotonic() < end_s:
+            while not number or time.monotonic() < end_s:
                 draw = drawn(world, Random(f"{self._seed}:{number}"))
                 self._doing(f"run {number}: {' '.join(draw.specs)}")
                 with tempfile.TemporaryDirectory(dir=directory) as saves:
@@ -218,12 +220,13 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
     bound = _Bound(_BOUND_S + seconds, stand)
     result = _run(config, bound, found, watch, specs=draw.specs)
     report = result.report if result else None
-    why, is_resumed = "", False
+    why, hidden, is_resumed = "", "", False
     if result is not None and report is not None:
         if result.stopped and not bound.is_expired:
             raise KeyboardInterrupt("stopped")
         if result.error is None and not result.stopped:
-            found += wrongs(report, calm)
+            hidden = undecidable(report, watch.plans)
+            found += wrongs_until_end(report, calm) if hidden else wrongs(report, calm)
         elif isinstance(result.error, InsufficientError):
             found += wrongs_until_end(report, calm)
             why = justification(report, watch.plans, n0=calm.n0)
@@ -242,6 +245,7 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
         fired=Counter(event.kind for event in events if event.kind in KINDS and event.fired),
         reason=str(result.error or "") if result else "",
         justification=why,
+        undecidable=hidden,
         is_resumed=is_resumed,
         wrongs=tuple(found),
         log=(*watch.log, *stand.lines, *bound.stacks) if found else (),

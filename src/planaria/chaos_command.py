@@ -33,7 +33,8 @@ def chaos(
     Nodes are killed, stopped, cut off, taken away and joined, workers crash, bits flip: several at
     once, also during recoveries. First the job trains in peace. It trains fewer iterations than
     its file says where these would take longer than about three seconds (six at least), and saves
-    to a temporary directory. A run that had to end early is resumed.
+    to a temporary directory. A run that had to end early is resumed. What is known of a run that is
+    not as it must be is written to chaos-SEED-RUN.json, beside the report.
     """
     if not 0 < minutes <= _MINUTES_MAX:
         raise ConfigError("--minutes", minutes, f"must be above 0 and at most {_MINUTES_MAX:.0f}")
@@ -46,7 +47,13 @@ def chaos(
         for outcome in runs.outcomes(minutes=minutes):
             outcomes.append(outcome)
             if outcome.wrongs:
-                _tell_failure(console, outcome, seed=seed, job=job, overrides=overrides)
+                directory = Path() if report is None else report.parent
+                path = directory / f"chaos-{seed}-{outcome.number}.json"
+                write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
+                console.print(f"run {outcome.number} of seed {seed}: {path}", markup=False)
+                for wrong in outcome.wrongs:
+                    console.print(f"  {wrong}", markup=False)
+                console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
     finally:
         console.print(score_table(outcomes))
         console.print(f"seed {seed}")
@@ -77,15 +84,3 @@ def command_text(outcome: Outcome, *, job: Path, overrides: list[str]) -> str:
     for spec in outcome.specs:
         words += ["--inject", spec]
     return shlex.join(words)
-
-
-def _tell_failure(
-    console: Console, outcome: Outcome, *, seed: int, job: Path, overrides: list[str]
-) -> None:
-    """What is wrong with a run, how to repeat it, and all that is known of it in a file."""
-    path = Path(f"chaos-{seed}-{outcome.number}.json")
-    write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-    console.print(f"run {outcome.number} of seed {seed}, see {path}:", style="red", markup=False)
-    for wrong in outcome.wrongs:
-        console.print(f"  {wrong}", markup=False)
-    console.print(f"  {command_text(outcome, job=job, overrides=overrides)}", markup=False)

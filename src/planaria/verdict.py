@@ -109,16 +109,37 @@ def justification(report: Report, plans: Sequence[Plan], *, n0: int) -> str:
     emptied = _struck(fired, _TAKES_STATE)
     flipped = _struck(fired, ("flip",))
     since = report.iterations[-1].epoch if report.iterations else 0
-    per_node = plans[0].pipelines[0].template.devices_per_node
     for plan in plans:
-        for layer in range(plan.num_layers) if plan.epoch >= since else ():
-            holders = {rank // per_node for rank in plan.holders(layer)}
+        for layer, holders in _holders(plan).items() if plan.epoch >= since else ():
             if holders <= emptied:
                 return f"all holders of layer {layer} were struck: {sorted(holders)}"
             voters = holders - (emptied - flipped)
             if holders & flipped and len(voters) <= 2:
                 return f"of layer {layer} only {sorted(voters)} could be compared"
     return ""
+
+
+def undecidable(report: Report, plans: Sequence[Plan]) -> str:
+    """Why nobody could tell that a bit had flipped; empty if somebody could, or none had.
+
+    Where all other holders of a layer are struck, nothing is left to compare it with.
+    """
+    fired = [event for event in report.events if event.fired]
+    flipped, emptied = _struck(fired, ("flip",)), _struck(fired, _TAKES_STATE)
+    for plan in plans:
+        for layer, holders in _holders(plan).items():
+            if holders & flipped and len(holders - (emptied - flipped)) == 1:
+                return f"of layer {layer} only {sorted(holders & flipped)} was left"
+    return ""
+
+
+def _holders(plan: Plan) -> dict[int, set[int]]:
+    """The nodes that hold each layer."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    return {
+        layer: {rank // per_node for rank in plan.holders(layer)}
+        for layer in range(plan.num_layers)
+    }
 
 
 def _struck(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:

@@ -7,7 +7,7 @@ of five draws that would leave too few nodes are drawn again.
 Source: DESIGN 7 (SPEC); TigerBeetle draws its faults from one seed likewise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -59,10 +59,15 @@ def drawn(world: World, rng: Random) -> Draw:
     """The faults of a run."""
     draw = _drawn(world, rng)
     for _ in range(_DRAWS_MAX):
-        if _num_lost(draw) <= world.num_nodes - world.n0 or rng.random() < _HOPELESS_KEPT:
+        num_left = world.num_nodes - _num_lost(draw)
+        if num_left >= world.n0 or rng.random() < _HOPELESS_KEPT:
             break
         draw = _drawn(world, rng)
-    return draw
+    if world.num_nodes - _num_lost(draw) >= 2 * world.n0:
+        return draw
+    # Nothing would be left to compare a flipped bit with.
+    specs = tuple(spec for spec in draw.specs if not spec.startswith("flip"))
+    return replace(draw, specs=specs or ("kill:0@0",))
 
 
 def _drawn(world: World, rng: Random) -> Draw:

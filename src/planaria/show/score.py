@@ -18,6 +18,8 @@ class Run(Protocol):
     @property
     def justification(self) -> str: ...
     @property
+    def undecidable(self) -> str: ...
+    @property
     def is_resumed(self) -> bool: ...
     @property
     def wrongs(self) -> tuple[str, ...]: ...
@@ -31,7 +33,7 @@ def score(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         fired.update(run.fired)
     ended = [run for run in runs if run.reason]
-    survived = [run for run in runs if not run.reason and not run.wrongs]
+    survived = [run for run in runs if not (run.reason or run.wrongs or run.undecidable)]
     return {
         "runs": len(runs),
         "faults": sum(fired.values()),
@@ -40,6 +42,7 @@ def score(runs: Sequence[Run]) -> dict[str, Any]:
         "ended_early": len(ended),
         "justified": sum(bool(run.justification) for run in ended),
         "resumed_identical": sum(run.is_resumed for run in ended),
+        "undecidable": sum(bool(run.undecidable) for run in runs),
         "failures": sum(bool(run.wrongs) for run in runs),
         "slowest_s": max((run.seconds for run in runs), default=0.0),
     }
@@ -60,6 +63,7 @@ def score_table(runs: Sequence[Run]) -> Table:
         ("ended early", "ended_early", "exit 3, too little was left"),
         ("  with good reason", "justified", "as worked out from what was struck"),
         ("  resumed", "resumed_identical", "to the bits of the run in peace"),
+        ("not judged", "undecidable", "a bit flipped in the only holder that was left"),
         ("failures", "failures", ""),
     )
     for name, key, about in rows:

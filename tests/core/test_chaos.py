@@ -1,0 +1,71 @@
+"""Faults drawn from a seed: all kinds and places, the same again for the same seed."""
+
+from collections import Counter
+from random import Random
+
+from planaria.core.chaos import FAULTS_MAX, Draw, World, drawn
+from planaria.core.inject import (
+    AFTER_COMMIT,
+    ITERATION_STEPS,
+    KINDS,
+    RECOVERY_STEPS,
+    check_injections,
+    parse_injection,
+)
+
+WORLD = World(num_nodes=6, n0=2, iterations=20, training_s=3.0, lease_s=3.0)
+DRAWS = [drawn(WORLD, Random(f"7:{number}")) for number in range(600)]
+
+
+def test_a_seed_draws_the_same_again() -> None:
+    """A run that failed can be repeated, as far as seconds can."""
+    assert [drawn(WORLD, Random(f"7:{number}")) for number in range(600)] == DRAWS
+    assert [drawn(WORLD, Random(f"8:{number}")) for number in range(600)] != DRAWS
+
+
+def test_every_draw_can_be_injected() -> None:
+    """It names only nodes that there may be, and at most one flip; who joins has plans."""
+    for draw in DRAWS:
+        injections = [parse_injection(spec) for spec in draw.specs]
+        check_injections(injections, num_nodes=WORLD.num_nodes)
+        assert 1 <= len(injections) <= FAULTS_MAX
+        assert sum(injection.num_nodes for injection in injections) == draw.num_joins
+        assert sum(injection.kind == "flip" for injection in injections) <= 1
+
+
+def test_all_kinds_and_steps_are_drawn_and_half_of_the_places_are_seconds() -> None:
+    """But for flips, whose place is a commit."""
+    injections = [parse_injection(spec) for draw in DRAWS for spec in draw.specs]
+    steps = Counter(i.place.step for i in injections if i.place.at_s < 0)
+    timed = [i for i in injections if i.place.at_s >= 0]
+    placed = [i for i in injections if i.place.at_s < 0 and i.kind != "flip"]
+
+    assert {injection.kind for injection in injections} == set(KINDS)
+    assert steps.keys() == {*ITERATION_STEPS, *RECOVERY_STEPS, AFTER_COMMIT}
+    assert 0.8 < len(timed) / len(placed) < 1.25
+    assert all(i.place.at_s <= 1.2 * WORLD.training_s for i in timed)
+
+
+def test_some_strike_together_and_most_leave_enough_nodes() -> None:
+    """Else most runs would end early, and tell little."""
+
+    def num_lost(draw: Draw) -> int:
+        lasting = ("kill", "hang", "preempt", "cut", "flip")
+        injections = [parse_injection(spec) for spec in draw.specs]
+        return len({n for i in injections if i.kind in lasting for n in i.nodes})
+
+    together = [d for d in DRAWS if len({s.split("@")[1] for s in d.specs}) < len(d.specs)]
+    hopeless = [d for d in DRAWS if num_lost(d) > WORLD.num_nodes - WORLD.n0]
+
+    assert len(together) > len(DRAWS) / 5
+    assert 0 < len(hopeless) < len(DRAWS) / 5
+
+
+def test_only_kinds_that_are_asked_for_are_drawn() -> None:
+    """A job on other nodes may not be able to have all."""
+    world = World(
+        num_nodes=2, n0=1, iterations=1, training_s=0.1, lease_s=1.0, kinds=("kill", "leader")
+    )
+    specs = [spec for number in range(50) for spec in drawn(world, Random(number)).specs]
+
+    assert {parse_injection(spec).kind for spec in specs} == {"kill", "leader"}

@@ -1,0 +1,87 @@
+"""Many faults, at any moment: each run ends with the bits of the run in peace, or resumes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from chaos import small_job
+from command import command
+from planaria.chaos import Chaos, Outcome
+from planaria.chaos_command import command_text
+from planaria.config import load_job
+from planaria.library import Job
+
+SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
+SEED = 20_261_121
+MINUTES = 1.6
+KINDS_MIN = 5
+
+
+def _note(text: str) -> None:
+    """What begins; pytest shows it if the test fails."""
+    print(text)
+
+
+@pytest.mark.timeout(300)
+def test_every_run_of_some_minutes_ends_with_the_same_bits_or_resumes_to_them() -> None:
+    """`make chaos` goes on for half an hour, with any seed."""
+    outcomes: list[Outcome] = []
+    for outcome in Chaos(Job.from_file(SMALL), seed=SEED, doing=_note).outcomes(minutes=MINUTES):
+        print(command_text(outcome, job=SMALL, overrides=[]), *outcome.wrongs, sep="\n  ")
+        outcomes.append(outcome)
+    fired = Counter[str]()
+    for outcome in outcomes:
+        fired.update(outcome.fired)
+
+    assert [outcome.number for outcome in outcomes if outcome.wrongs] == [], f"seed {SEED}"
+    assert len(fired) >= KINDS_MIN, fired
+
+
+def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward depends on the process; nothing that planaria does can make up for that."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(
+        "import os, torch, planaria\n"
+        "from torch import nn\n"
+        "from user_models import points, sequential\n"
+        "class Drifting(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) + os.getpid() * 1e-3\n"
+        "def model():\n"
+        "    return nn.Sequential(Drifting(8, 8), *sequential())\n"
+        "model_config = planaria.ModelConfig(kind='python', target='job:model')\n"
+        "data = planaria.DataConfig(kind='python', target='job:points')\n"
+        "job = planaria.Job(planaria.JobConfig(model=model_config, data=data))\n"
+    )
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    settings = (
+        "cluster.nodes=2",
+        "training.iterations=6",
+        "training.global_batch_size=8",
+        "training.microbatch_size=2",
+    )
+    result = command(
+        *("chaos", "job.py", "--minutes", "0.01", "--seed", "3", "--report", "score.json"),
+        *(word for setting in settings for word in ("--set", setting)),
+    )
+
+    assert result.exit_code == 1, result.output
+    assert "parameters_sha256" in result.output
+    assert "planaria train job.py --set cluster.nodes=2" in result.output
+    found = json.loads(Path("score.json").read_text())
+    assert found["score"]["failures"] == found["score"]["runs"] == 1
+    assert json.loads(Path("chaos-3-0.json").read_text())["report"]["version"] == 1
+    assert not Path("checkpoints").exists()
+
+
+def test_the_example_is_as_small_as_the_jobs_of_these_tests(tmp_path: Path) -> None:
+    """So that what is known of one is known of the other."""
+    small, tested = load_job(SMALL), small_job("gpt2", tmp_path)
+
+    for name in ("n_embd", "n_head", "n_layer"):
+        assert small.model.config[name] == tested.model.config[name]
+    assert small.data == tested.data

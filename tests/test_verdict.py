@@ -1,0 +1,168 @@
+"""The judge of runs under faults: what it must object to, and when an early end had to be."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jobs import shaped_plan
+from planaria.observe.metrics import EventRecord, FinalRecord, IterationRecord, Report
+from planaria.verdict import Calm, calm_of, justification, undecidable, wrongs, wrongs_until_end
+
+NUM_ITERATIONS = 4
+
+
+def iteration(number: int, *, epoch: int = 0, digest: str = "") -> IterationRecord:
+    return IterationRecord(
+        iteration=number,
+        loss=1.0,
+        samples=8,
+        sample_digest=digest or f"samples of {number}",
+        seconds=0.5,
+        epoch=epoch,
+        predicted_s=0.5,
+        peak_bytes=0,
+        predicted_peak_bytes=0,
+    )
+
+
+def report(*, numbers: tuple[int, ...] = (0, 1, 2, 3), **fields: Any) -> Report:
+    """Of a run that ended as the run in peace did."""
+    final = FinalRecord(
+        iteration=NUM_ITERATIONS,
+        loss=1.0,
+        parameters_sha256="parameters",
+        optimizer_sha256="optimizer",
+        nodes=(0, 1, 2, 3),
+        epoch=0,
+        checkpoint="4-0",
+    )
+    given: dict[str, Any] = {
+        "job": {},
+        "seed": 7,
+        "versions": {},
+        "workers": (),
+        "iterations": tuple(iteration(number) for number in numbers),
+        "events": (),
+        "checkpoints": {},
+        "ledger": {"useful": 2.0, "startup": 1.0, "wall": 3.0},
+        "final": final,
+    }
+    return Report(**(given | fields))
+
+
+def calm() -> Calm:
+    return calm_of(report(), n0=2)
+
+
+def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:
+    return EventRecord(kind=kind, nodes=nodes, iteration=1, **fields)
+
+
+def test_nothing_is_wrong_with_a_run_that_ends_as_in_peace() -> None:
+    """Of which the judge knows hashes, samples and seconds."""
+    assert wrongs(report(), calm()) == ()
+    assert (calm().training_s, calm().wall_s) == (2.0, 3.0)
+    assert wrongs(report(numbers=(2, 3)), calm(), first=2) == ()
+
+
+MISTAKES = {
+    "iterations are not each committed once": report(numbers=(0, 1, 1, 2, 3)),
+    "iterations are not each": report(numbers=(0, 2, 3)),
+    "iteration 2 used other samples": report(
+        iterations=(iteration(0), iteration(1), iteration(2, digest="others"), iteration(3))
+    ),
+    "the ledger's parts are 2.5 s": report(ledger={"useful": 2.5, "wall": 3.0}),
+    "negative seconds in the ledger: redo": report(ledger={"useful": 4.0, "redo": -1.0, "wall": 3}),
+    "phases of 0.5 s, downtime of 1.0 s": report(
+        events=(event("kill", 1, answer="simple", detect_s=0.5, downtime_s=1.0),)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_each_mistake_before_the_end_is_found(what: str) -> None:
+    """Also in a run that ended early."""
+    (found,) = wrongs_until_end(MISTAKES[what], calm())
+
+    assert found.startswith(what)
+
+
+@pytest.mark.parametrize("name", ["parameters_sha256", "optimizer_sha256"])
+def test_other_bits_in_the_end_are_found_and_none_at_all(name: str) -> None:
+    """Of the parameters and of the optimizer's state."""
+    final = report().final
+    wrong: Any = {name: "wrong"}
+    missing: Any = {name: ""}
+
+    (other,) = wrongs(report(final=replace(final, **wrong)), calm())
+    (none,) = wrongs(report(final=replace(final, **missing)), calm())
+
+    assert other == f"{name} is wrong, in peace it is {getattr(final, name)}"
+    assert none.startswith(f"{name} is missing")
+
+
+def test_an_end_before_the_last_iteration_is_found() -> None:
+    """Even with the right bits, which cannot be."""
+    final = replace(report().final, iteration=3)
+
+    assert wrongs(report(numbers=(0, 1, 2), final=final), calm()) == (
+        "3 iterations are done in the end, not 4",
+    )
+
+
+FIRST = shaped_plan((2, 2), 10)  # Nodes 0 and 2 hold the first half, 1 and 3 the second.
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ((event("kill", 0, 1, 2),), "1 of 4 nodes were left"),
+        ((event("preempt", 0), event("hang", 1), event("cut", 3)), "1 of 4 nodes were left"),
+        ((event("kill", 0, 2),), "all holders of layer 0 were struck: [0, 2]"),
+        ((event("kill", 1), event("crash", 3)), "all holders of layer 5 were struck: [1, 3]"),
+        ((event("flip", 1),), "of layer 5 only [1, 3] could be compared"),
+        ((), ""),
+        ((event("kill", 0, 1),), ""),
+        ((event("kill", 0), event("crash", 1)), ""),
+        ((event("kill", 0, 2, fired=False),), ""),
+        ((event("lost", 0), event("lost", 2)), ""),
+        ((event("leader"), event("join")), ""),
+    ],
+)
+def test_an_early_end_is_justified_by_what_was_struck(
+    events: tuple[EventRecord, ...], why: str
+) -> None:
+    """Not by what the job itself says of it: a node that was lost but not struck does not count."""
+    assert justification(report(events=events), [FIRST], n0=2).startswith(why)
+    assert bool(justification(report(events=events), [FIRST], n0=2)) == bool(why)
+
+
+def test_only_plans_since_the_last_commit_count() -> None:
+    """Layers that were lost in part before that have been moved since."""
+    iterations = (iteration(0), iteration(1, epoch=1))
+    events = (event("kill", 3), event("crash", 1))
+    moved = report(iterations=iterations, events=events)
+
+    assert not justification(moved, [replace(FIRST, epoch=0), SHAPED], n0=2)
+    assert justification(replace(moved, iterations=iterations[:1]), [FIRST, SHAPED], n0=2)
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ((event("flip", 1), event("kill", 3)), "of layer 5 only [1] was left"),
+        ((event("flip", 1), event("crash", 3)), "of layer 5 only [1] was left"),
+        ((event("flip", 1),), ""),
+        ((event("flip", 1), event("kill", 0)), ""),
+        ((event("kill", 1, 3),), ""),
+    ],
+)
+def test_a_flipped_bit_in_the_last_holder_cannot_be_found(
+    events: tuple[EventRecord, ...], why: str
+) -> None:
+    """Two that differ can: the job ends then."""
+    assert undecidable(report(events=events), [FIRST]) == why
+
+
+SHAPED = replace(shaped_plan((1, 2), 10), epoch=1)  # Node 0 holds all layers.
