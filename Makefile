@@ -1,11 +1,11 @@
 # planaria: `make demo` and `make test` do everything on a machine with Python 3.11 or newer.
 #
 # PYTHON  the Python that makes the environment.
-# MINUTES how long `make chaos` runs drawn faults; SEED says which ones.
 # TORCH   what pip installs as torch. The plain version takes what the package index has for this
 #         machine; another build is chosen with the options of PyTorch's own installation page.
 #         It is read only when the environment is made; `make clean` first to change it.
-# SEED, RUNS  of make sim: the first seed, and how many.
+# SEED, RUNS     of make sim: the first seed, and how many.
+# SEED, MINUTES  of make chaos: which faults are drawn, and for how long.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

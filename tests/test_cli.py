@@ -34,6 +34,13 @@ def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_fra
     assert re.findall(r'File "(.*?)", line', result.stderr) == ["raises.py", "raises.py"]
 
 
+def test_chaos_needs_time_and_bits_that_can_be_compared() -> None:
+    """Both are told before anything runs."""
+    assert_mistake(command("chaos", str(PACED), "--minutes", "0"), "--minutes = 0")
+    fast = ("--set", "training.deterministic=false")
+    assert_mistake(command("chaos", str(PACED), *fast), "training.deterministic", "set it to true")
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

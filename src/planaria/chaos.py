@@ -53,7 +53,7 @@ class Outcome:
         fired: how many faults of each kind.
         reason: why it ended early.
         justification: why it had to, as worked out from outside.
-        undecidable: why nobody could tell that a bit had flipped, so that other bits are right.
+        undecidable: why nobody could tell that a bit had flipped; its hashes are not judged then.
         wrongs: what was not as it must be; none if all is well.
         log: what was told while it ran, and what its processes printed, if anything is wrong.
     """
@@ -190,8 +190,8 @@ class _Bound:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         thread = threading.Thread(target=self._watch, name="bound", daemon=True)
-        thread.start()
         try:
+            thread.start()
             yield
         except KeyboardInterrupt:
             if not self.is_expired:

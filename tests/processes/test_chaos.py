@@ -78,6 +78,20 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     assert not Path("checkpoints").exists()
 
 
+def test_a_run_that_takes_too_long_is_ended_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fault makes a job wait for ever, so the bound is set to no time at all."""
+    monkeypatch.setattr("planaria.chaos._BOUND_S", -1e6)
+    overrides = [f"checkpoint.directory={tmp_path}", "training.iterations=2"]
+    job = Job.from_file(SMALL, overrides=overrides)
+
+    (outcome,) = Chaos(job, seed=1, doing=_note).outcomes(minutes=1e-6)
+
+    assert any(wrong.startswith("not over after") for wrong in outcome.wrongs)
+    assert not any(wrong.endswith("left over") for wrong in outcome.wrongs)
+
+
 def test_the_example_is_as_small_as_the_jobs_of_these_tests(tmp_path: Path) -> None:
     """So that what is known of one is known of the other."""
     small, tested = load_job(SMALL), small_job("gpt2", tmp_path)

@@ -106,7 +106,7 @@ class Injector:
             node = await shake_hands(
                 reader, writer, token=self._token, role=Role.ACCEPT, identity=NO_NODE
             )
-            reached = msgspec.json.decode(await reader.readline(), type=Reached)
+            reached = msgspec.json.decode(await reader.readuntil(), type=Reached)
             if reached.step == LISTENING:
                 self._lines.setdefault(node, []).append(writer)
                 await reader.read()  # Until the process is gone.
