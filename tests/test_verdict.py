@@ -52,7 +52,7 @@ def report(*, numbers: tuple[int, ...] = (0, 1, 2, 3), **fields: Any) -> Report:
 
 
 def calm() -> Calm:
-    return calm_of(report(), n0=2)
+    return calm_of(report(), num_needed=2)
 
 
 def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:
@@ -134,8 +134,8 @@ def test_an_early_end_is_justified_by_what_was_struck(
     events: tuple[EventRecord, ...], why: str
 ) -> None:
     """Not by what the job itself says of it: a node that was lost but not struck does not count."""
-    assert justification(report(events=events), [FIRST], n0=2).startswith(why)
-    assert bool(justification(report(events=events), [FIRST], n0=2)) == bool(why)
+    assert justification(report(events=events), [FIRST], num_needed=2).startswith(why)
+    assert bool(justification(report(events=events), [FIRST], num_needed=2)) == bool(why)
 
 
 def test_only_plans_since_the_last_commit_count() -> None:
@@ -144,8 +144,8 @@ def test_only_plans_since_the_last_commit_count() -> None:
     events = (event("kill", 3), event("crash", 1))
     moved = report(iterations=iterations, events=events)
 
-    assert not justification(moved, [replace(FIRST, epoch=0), SHAPED], n0=2)
-    assert justification(replace(moved, iterations=iterations[:1]), [FIRST, SHAPED], n0=2)
+    assert not justification(moved, [replace(FIRST, epoch=0), SHAPED], num_needed=2)
+    assert justification(replace(moved, iterations=iterations[:1]), [FIRST, SHAPED], num_needed=2)
 
 
 @pytest.mark.parametrize(

@@ -128,10 +128,13 @@ class Chaos:
         if iterations != config.training.iterations:
             config = _shortened(config, iterations)
             result = _in_peace(config, stand, "calm")
-        calm = calm_of(result.report, n0=smallest_num_nodes(result.planned.problem))
+        num_needed = smallest_num_nodes(result.planned.problem)
+        if config.resilience.when_below == "stop":
+            num_needed *= config.resilience.failures_tolerated + 1
+        calm = calm_of(result.report, num_needed=num_needed)
         world = World(
             num_nodes=config.cluster.nodes,
-            n0=calm.n0,
+            num_needed=num_needed,
             iterations=len(calm.sample_digests),
             training_s=calm.training_s,
             lease_s=config.cluster.lease_s,
@@ -229,7 +232,7 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
             found += wrongs_until_end(report, calm) if hidden else wrongs(report, calm)
         elif isinstance(result.error, InsufficientError):
             found += wrongs_until_end(report, calm)
-            why = justification(report, watch.plans, n0=calm.n0)
+            why = justification(report, watch.plans, num_needed=calm.num_needed)
             if not why:
                 found.append(f"exit 3 without need: {result.error}")
             is_resumed = _resume(config, stand, calm, found, watch)

@@ -13,7 +13,7 @@ from planaria.chaos import Chaos, Outcome
 from planaria.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.errors import ConfigError
 from planaria.scripts import named_job
-from planaria.show.score import score, score_table
+from planaria.show.score import run_text, score, score_table
 
 _MINUTES_MAX: Final = 60.0 * 24 * 30
 
@@ -45,21 +45,24 @@ def chaos(
     runs = Chaos(named_job(job, overrides), seed=seed, doing=_Doing(console).tell)
     try:
         for outcome in runs.outcomes(minutes=minutes):
-            outcomes.append(outcome)
+            outcomes.append(replace(outcome, report=None, log=()))
+            console.print(run_text(outcome), markup=False)
             if outcome.wrongs:
                 directory = Path() if report is None else report.parent
                 path = directory / f"chaos-{seed}-{outcome.number}.json"
                 write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-                console.print(f"run {outcome.number} of seed {seed}: {path}", markup=False)
+                console.print(f"  seed {seed}, all that is known: {path}", markup=False)
                 for wrong in outcome.wrongs:
                     console.print(f"  {wrong}", markup=False)
-                console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
+                console.print(
+                    f"  {command_text(outcome, job=job, overrides=overrides)}", markup=False
+                )
     finally:
-        console.print(score_table(outcomes))
-        console.print(f"seed {seed}")
-        if report is not None:
-            brief = [replace(one, report=None, log=()) for one in outcomes]
-            data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": brief})
+        if outcomes:
+            console.print(score_table(outcomes))
+            console.print(f"seed {seed}")
+        if outcomes and report is not None:
+            data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": outcomes})
             write(report, msgspec.json.format(data, indent=2))
     if any(outcome.wrongs for outcome in outcomes):
         raise typer.Exit(1)

@@ -29,7 +29,7 @@ class Calm:
         sample_digests: of every iteration.
         training_s: of all iterations.
         wall_s: from the start of the run to its end.
-        n0: nodes that are needed to hold the model.
+        num_needed: nodes without which the job ends.
     """
 
     parameters_sha256: str
@@ -37,10 +37,10 @@ class Calm:
     sample_digests: Mapping[int, str]
     training_s: float
     wall_s: float
-    n0: int
+    num_needed: int
 
 
-def calm_of(report: Report, *, n0: int) -> Calm:
+def calm_of(report: Report, *, num_needed: int) -> Calm:
     """What the report of a run in peace says."""
     return Calm(
         parameters_sha256=report.final.parameters_sha256,
@@ -48,7 +48,7 @@ def calm_of(report: Report, *, n0: int) -> Calm:
         sample_digests={record.iteration: record.sample_digest for record in report.iterations},
         training_s=sum(record.seconds for record in report.iterations),
         wall_s=report.ledger["wall"],
-        n0=n0,
+        num_needed=num_needed,
     )
 
 
@@ -95,7 +95,7 @@ def _wrong_sums(report: Report) -> Iterator[str]:
             yield f"phases of {phases_s} s, downtime of {event.downtime_s} s: {event.kind}"
 
 
-def justification(report: Report, plans: Sequence[Plan], *, n0: int) -> str:
+def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> str:
     """Why a run had to end early; empty if it need not have.
 
     Args:
@@ -104,8 +104,8 @@ def justification(report: Report, plans: Sequence[Plan], *, n0: int) -> str:
     fired = [event for event in report.events if event.fired]
     gone = _struck(fired, _TAKES_NODE)
     known = {node for plan in plans for node in plan.nodes}
-    if len(known - gone) < n0:
-        return f"{len(known - gone)} of {len(known)} nodes were left, n0 is {n0}"
+    if len(known - gone) < num_needed:
+        return f"{len(known - gone)} of {len(known)} nodes were left, {num_needed} are needed"
     emptied = _struck(fired, _TAKES_STATE)
     flipped = _struck(fired, ("flip",))
     since = report.iterations[-1].epoch if report.iterations else 0

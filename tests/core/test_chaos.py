@@ -13,7 +13,7 @@ from planaria.core.inject import (
     parse_injection,
 )
 
-WORLD = World(num_nodes=6, n0=2, iterations=20, training_s=3.0, lease_s=3.0)
+WORLD = World(num_nodes=6, num_needed=2, iterations=20, training_s=3.0, lease_s=3.0)
 DRAWS = [drawn(WORLD, Random(f"7:{number}")) for number in range(600)]
 
 
@@ -55,7 +55,7 @@ def test_some_strike_together_and_most_leave_enough_nodes() -> None:
         return len({n for i in injections if i.kind in lasting for n in i.nodes})
 
     together = [d for d in DRAWS if len({s.split("@")[1] for s in d.specs}) < len(d.specs)]
-    hopeless = [d for d in DRAWS if num_lost(d) > WORLD.num_nodes - WORLD.n0]
+    hopeless = [d for d in DRAWS if num_lost(d) > WORLD.num_nodes - WORLD.num_needed]
 
     assert len(together) > len(DRAWS) / 5
     assert 0 < len(hopeless) < len(DRAWS) / 5
@@ -64,7 +64,12 @@ def test_some_strike_together_and_most_leave_enough_nodes() -> None:
 def test_only_kinds_that_are_asked_for_are_drawn() -> None:
     """A job on other nodes may not be able to have all."""
     world = World(
-        num_nodes=2, n0=1, iterations=1, training_s=0.1, lease_s=1.0, kinds=("kill", "leader")
+        num_nodes=2,
+        num_needed=1,
+        iterations=1,
+        training_s=0.1,
+        lease_s=1.0,
+        kinds=("kill", "leader"),
     )
     specs = [spec for number in range(50) for spec in drawn(world, Random(number)).specs]
 

@@ -28,13 +28,13 @@ class World:
     """What the faults are drawn for.
 
     Attributes:
-        n0: nodes that are needed to hold the model.
+        num_needed: nodes without which the job ends.
         training_s: how long the job trains in peace.
         kinds: that may be drawn.
     """
 
     num_nodes: int
-    n0: int
+    num_needed: int
     iterations: int
     training_s: float
     lease_s: float
@@ -60,10 +60,10 @@ def drawn(world: World, rng: Random) -> Draw:
     draw = _drawn(world, rng)
     for _ in range(_DRAWS_MAX):
         num_left = world.num_nodes - _num_lost(draw)
-        if num_left >= world.n0 or rng.random() < _HOPELESS_KEPT:
+        if num_left >= world.num_needed or rng.random() < _HOPELESS_KEPT:
             break
         draw = _drawn(world, rng)
-    if world.num_nodes - _num_lost(draw) >= 2 * world.n0:
+    if world.num_nodes - _num_lost(draw) >= 2 * world.num_needed:
         return draw
     # Nothing would be left to compare a flipped bit with.
     specs = tuple(spec for spec in draw.specs if not spec.startswith("flip"))

@@ -12,6 +12,10 @@ class Run(Protocol):
     """What is shown of a run; see `Outcome` in chaos.py."""
 
     @property
+    def number(self) -> int: ...
+    @property
+    def specs(self) -> tuple[str, ...]: ...
+    @property
     def fired(self) -> Mapping[str, int]: ...
     @property
     def reason(self) -> str: ...
@@ -25,6 +29,18 @@ class Run(Protocol):
     def wrongs(self) -> tuple[str, ...]: ...
     @property
     def seconds(self) -> float: ...
+
+
+def run_text(run: Run) -> str:
+    """A line: what struck a run, and what came of it."""
+    came = "survived, the same bits"
+    if run.wrongs:
+        came = "NOT AS IT MUST BE"
+    elif run.reason:
+        came = f"ended early: {run.justification}; resumed to the same bits"
+    elif run.undecidable:
+        came = f"not judged: {run.undecidable}"
+    return f"run {run.number}, {run.seconds:.1f} s: {' '.join(run.specs)}: {came}"
 
 
 def score(runs: Sequence[Run]) -> dict[str, Any]:
