@@ -138,14 +138,16 @@ def test_an_early_end_is_justified_by_what_was_struck(
     assert bool(justification(report(events=events), [FIRST], num_needed=2)) == bool(why)
 
 
-def test_only_plans_since_the_last_commit_count() -> None:
+def test_only_plans_since_the_last_that_ran_count() -> None:
     """Layers that were lost in part before that have been moved since."""
-    iterations = (iteration(0), iteration(1, epoch=1))
+    iterations = (iteration(0), iteration(1, epoch=1), iteration(2, epoch=1))
     events = (event("kill", 3), event("crash", 1))
     moved = report(iterations=iterations, events=events)
 
     assert not justification(moved, [replace(FIRST, epoch=0), SHAPED], num_needed=2)
     assert justification(replace(moved, iterations=iterations[:1]), [FIRST, SHAPED], num_needed=2)
+    # Of an iteration in flight at the loss all gradients were there: nothing had been moved yet.
+    assert justification(replace(moved, iterations=iterations[:2]), [FIRST, SHAPED], num_needed=2)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 A run ends well with the bits of the run in peace, or with exit code 3 where it had to: too few
 nodes, or some layer, were left. The latter is worked out from which nodes were struck and from who
-held what in the plans since the last commit, without asking the code that decided it.
+held what in the plans since the last that ran, without asking the code that decided it.
 
 Nodes that were struck are counted generously: what strikes a node's workers only, or for less than
 its lease, takes what they hold for a moment. So an end is called justified a little too often;
 that a run ends well, never.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,7 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
         return f"{len(known - gone)} of {len(known)} nodes were left, {num_needed} are needed"
     emptied = _struck(fired, _TAKES_STATE)
     flipped = _struck(fired, ("flip",))
-    since = report.iterations[-1].epoch if report.iterations else 0
+    since = _last_epoch_that_ran(report)
     for plan in plans:
         for layer, holders in _holders(plan).items() if plan.epoch >= since else ():
             if holders <= emptied:
@@ -117,6 +118,13 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
             if holders & flipped and len(voters) <= 2:
                 return f"of layer {layer} only {sorted(voters)} could be compared"
     return ""
+
+
+def _last_epoch_that_ran(report: Report) -> int:
+    """The last one that is known to have computed. An iteration that was in flight at a loss may be
+    committed in the next epoch before that begins, so one alone proves nothing."""
+    counts = Counter(record.epoch for record in report.iterations)
+    return max((epoch for epoch, count in counts.items() if count > 1), default=0)
 
 
 def undecidable(report: Report, plans: Sequence[Plan]) -> str:
