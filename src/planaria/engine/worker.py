@@ -134,11 +134,9 @@ class _Worker:
 
     def run(self) -> None:
         """Serves one epoch after the other until the job shuts down."""
-        cache_directory = Path(self._spec.cache_directory)
-        model = load_model(self._job, cache_directory=cache_directory, profile=self._spec.profile)
-        self._dataset = load_data(
-            self._job, objective=model.objective, cache_directory=cache_directory
-        )
+        cache = Path(self._spec.cache_directory)
+        model = load_model(self._job, cache_directory=cache, profile=self._spec.profile)
+        self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
         self._stage = Stage(model, training=self._job.training)
         self._layout = vector_layout(self._job, model.num_layers)
         self._base_bytes = psutil.Process().memory_info().rss
@@ -240,7 +238,7 @@ class _Worker:
             return
         if self._is_recovering:
             self._reached("resume", start.iteration)
-            self._is_recovering = False
+        self._is_recovering = False
         self._control.send(
             EpochReady(
                 rank=rank,
