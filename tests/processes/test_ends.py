@@ -195,7 +195,11 @@ def test_the_example_script_trains_as_a_command(tmp_path: Path) -> None:
     assert "saved iteration 3" in command.output
 
 
-def dying_job(target: str, directory: Path) -> Job:
+# More passes in the first iteration than go well, so that none is ever committed.
+MANY_MICROBATCHES = ("training.global_batch_size=200", "training.microbatch_size=1")
+
+
+def dying_job(target: str, directory: Path, *more: str) -> Job:
     """A job of two nodes whose model ends its own process, or its node."""
     overrides = [
         "model.kind=python",
@@ -204,6 +208,7 @@ def dying_job(target: str, directory: Path) -> Job:
         "data.target=user_models:points",
         "cluster.nodes=2",
         f"checkpoint.directory={directory / 'checkpoints'}",
+        *more,
     ]
     return Job.from_file(empty_job(directory), overrides=overrides)
 
@@ -213,12 +218,21 @@ def test_a_worker_that_dies_again_and_again_ends_the_job(
 ) -> None:
     """It is forked anew twice; what kills it a third time will do so for ever."""
     children = set(psutil.Process(server.pid).children())
+    job = dying_job("killed", tmp_path, *MANY_MICROBATCHES)
 
     with pytest.raises(TrainingError, match="was killed by signal 9, the 3rd time in a row"):
-        dying_job("killed", tmp_path).train(server=server)
+        job.train(server=server)
 
     assert set(psutil.Process(server.pid).children()) <= children
     assert not caplog.records  # The launcher warns of a process that is left.
+
+
+def test_a_job_all_of_whose_workers_die_does_not_begin_again(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Their nodes live, but what they had trained is gone."""
+    with pytest.raises(InsufficientError, match=r"holds layer 0: .* was killed by signal 9"):
+        dying_job("killed", tmp_path).train(server=server)
 
 
 def test_a_job_that_loses_all_its_nodes_says_how_they_ended(

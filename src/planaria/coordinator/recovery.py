@@ -150,7 +150,7 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     missing = cluster.lost_layers(rules.num_layers)
     is_saved = ends and state.published >= outcome.iteration
     if missing and not is_saved:
-        return _end(state, f"no live node holds layer {missing[0]}")
+        return _end(state, f"no live node holds layer {missing[0]}{_after_crash(state)}")
     if ends:
         return _save(rules, state, outcome, held, ending="", reason="")
     if num_nodes < rules.n0:
@@ -367,6 +367,12 @@ def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
         ranks = [rank for rank, layers in held.items() if layer in layers]
         writers[min(ranks, key=lambda rank: (len(writers[rank]), rank))].append(layer)
     return {rank: tuple(layers) for rank, layers in writers.items() if layers}
+
+
+def _after_crash(state: JobState) -> str:
+    """What took a layer whose nodes live."""
+    assert state.loss is not None
+    return f": {state.loss.reason}" if state.loss.kind == "crash" else ""
 
 
 def left_text(num_nodes: int) -> str:
