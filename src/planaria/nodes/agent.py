@@ -107,8 +107,6 @@ class _Worker:
 
     def __init__(self, spec: NodeSpec, lifeline_fd: int) -> None:
         self.rank = spec.rank
-        self.is_stalled = False
-        self.writer: asyncio.StreamWriter | None = None
         self._spec = spec
         self._lifeline_fd = lifeline_fd
         self.fork()
@@ -116,6 +114,8 @@ class _Worker:
     def fork(self) -> None:
         """Forks a worker, with a pulse and a socket of its own."""
         self.is_stalled = False
+        self.writer: asyncio.StreamWriter | None = None
+        self._untold: list[bytes] = []  # Orders that came before the new one could be written to.
         self.pulse = Pulse()
         self.sock, theirs = socket.socketpair()
         agent_pid = os.getpid()
@@ -127,6 +127,19 @@ class _Worker:
             _close_others(kept)
             _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
         theirs.close()
+
+    async def connect(self) -> asyncio.StreamReader:
+        """What the worker says from now on; it is told first what it was to hear since its fork."""
+        reader, self.writer = await asyncio.open_connection(sock=self.sock)
+        self.writer.write(b"".join(self._untold))
+        return reader
+
+    def tell(self, data: bytes) -> None:
+        """Passes an order on to the worker, which may still be starting."""
+        if self.writer is None:
+            self._untold.append(data)
+        else:
+            self.writer.write(data)
 
     def write_stacks(self, *, timeout_s: float) -> None:
         """Has a worker, which may be stopped, write where its threads stand, if it can."""
@@ -209,8 +222,7 @@ class _Agent:
             self._hold(renewed(self._lease, message.sent_s))
         if result.forwards:
             for worker in self._workers:
-                if worker.writer is not None:
-                    worker.writer.write(frame(message))
+                worker.tell(frame(message))
         if isinstance(message, Shutdown):
             self._is_shut_down = True
 
@@ -272,7 +284,7 @@ class _Agent:
         """Carries the messages of a worker, and of those that replace it, to the coordinator."""
         while True:
             decoder = FrameDecoder()
-            reader, worker.writer = await asyncio.open_connection(sock=worker.sock)
+            reader = await worker.connect()
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(_READ_BYTES):
                     for body in decoder.feed(data):
@@ -286,7 +298,8 @@ class _Agent:
                 stalled=worker.is_stalled,
                 stack=worker.pulse.read_stack(),
             )
-            worker.writer.close()
+            if worker.writer is not None:
+                worker.writer.close()
             worker.pulse.close()
             if self._is_shut_down:
                 return
