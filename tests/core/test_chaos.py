@@ -34,16 +34,16 @@ def test_every_draw_can_be_injected() -> None:
 
 
 def test_all_kinds_and_steps_are_drawn_and_half_of_the_places_are_seconds() -> None:
-    """But for flips, whose place is a commit."""
+    """But for flips and slow nodes, whose place is an iteration."""
     injections = [parse_injection(spec) for draw in DRAWS for spec in draw.specs]
     steps = Counter(i.place.step for i in injections if i.place.at_s < 0)
     timed = [i for i in injections if i.place.at_s >= 0]
-    placed = [i for i in injections if i.place.at_s < 0 and i.kind != "flip"]
+    placed = [i for i in injections if i.place.at_s < 0 and i.kind not in ("flip", "slow")]
 
     assert {injection.kind for injection in injections} == set(KINDS)
     assert steps.keys() == {*ITERATION_STEPS, *RECOVERY_STEPS, AFTER_COMMIT}
     assert 0.8 < len(timed) / len(placed) < 1.25
-    assert all(i.place.at_s <= 1.2 * WORLD.training_s for i in timed)
+    assert all(i.place.at_s <= 1.2 * WORLD.training_s + 0.01 for i in timed)
 
 
 def test_some_strike_together_and_most_leave_enough_nodes() -> None:

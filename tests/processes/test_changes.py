@@ -52,11 +52,12 @@ def test_nodes_join_and_one_is_taken_away_with_notice(
     config = job(tmp_path / "run", server, nodes=4)
     result = struck(config, server, "join:2@1", "preempt:0@8")
 
-    joined, left = check(result, calm)
-    assert (joined.kind, joined.nodes, joined.redone_samples) == ("join", (4, 5), 0)
+    *joins, left = check(result, calm)  # In one change or in two, as they come.
+    assert {event.kind for event in joins} == {"join"}
+    assert sorted(node for event in joins for node in event.nodes) == [4, 5]
+    assert all(event.redone_samples == 0 and event.transfer_bytes > 0 for event in joins)
     assert (left.kind, left.nodes, left.redone_samples) == ("preempt", (0,), 0)
     assert result.report.final.nodes == (1, 2, 3, 4, 5)
-    assert joined.transfer_bytes > 0
     workers = {worker.node for worker in result.report.workers}
     assert workers == set(range(6))
 

@@ -13,7 +13,6 @@ from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
 from planaria.coordinator.store import ABSENT, Guard
-from planaria.core.commit import CommitVector
 from planaria.core.messages import Abort, Fact, PeerUnreachable, ToNode, Welcome
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
@@ -280,13 +279,3 @@ def a_new_coordinator_trusts_a_change(patch: pytest.MonkeyPatch) -> None:
         return real(*arguments, members=members, **keys)
 
     patch.setattr(leadership, "restored_step", restored_step)
-
-
-def one_vote_switches(patch: pytest.MonkeyPatch) -> None:
-    """The next epoch begins as soon as one rank knows of it; the others begin it when they do."""
-
-    def switches(self: CommitVector, plan: Plan) -> bool:
-        del plan
-        return self.switch_votes > 0
-
-    patch.setattr(CommitVector, "switches", switches)

@@ -2,32 +2,34 @@
 
 import pytest
 
-from planaria.simulator.faults import drawn_faults, witness_lost
+from planaria.simulator.faults import change_struck, drawn_faults, witness_lost
 from planaria.simulator.simulation import Draw, run
 from simulator import planted
 from simulator.planted import Plant
 
-# Where to look, and from which seed on: from 0 on the longest search takes 1,677 seeds.
+# Where to look, and from which seed on: from 0 on the longest search takes 1,875 seeds.
 WITHIN = 25
 FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.members_are_not_recorded, drawn_faults, 0),
     (planted.outcomes_are_told_before_they_are_recorded, drawn_faults, 0),
-    (planted.outcomes_do_not_outlive_their_epoch, witness_lost, 40),
+    (planted.outcomes_do_not_outlive_their_epoch, witness_lost, 0),
     (planted.a_new_coordinator_ignores_outcomes, witness_lost, 860),
-    (planted.outcomes_are_written_over, drawn_faults, 20),
-    (planted.older_leaders_may_write, drawn_faults, 0),
-    (planted.ranks_answer_before_they_leave, drawn_faults, 150),
+    (planted.outcomes_are_written_over, drawn_faults, 100),
+    (planted.older_leaders_may_write, drawn_faults, 120),
+    (planted.ranks_answer_before_they_leave, drawn_faults, 0),
     (planted.the_vector_needs_no_gradients, drawn_faults, 0),
     (planted.steps_are_taken_twice, drawn_faults, 0),
-    (planted.layers_of_other_ages_are_kept, drawn_faults, 1060),
-    (planted.epochs_do_not_fence_links, drawn_faults, 110),
+    (planted.layers_of_other_ages_are_kept, drawn_faults, 1870),
+    (planted.epochs_do_not_fence_links, drawn_faults, 300),
     (planted.one_report_commits, drawn_faults, 0),
     (planted.evicted_nodes_are_admitted, drawn_faults, 0),
-    (planted.leases_do_not_end, drawn_faults, 10),
+    (planted.leases_do_not_end, drawn_faults, 30),
     (planted.agents_forget, drawn_faults, 0),
     (planted.recoveries_keep_the_plan, drawn_faults, 0),
-    (planted.jobs_begin_again, drawn_faults, 530),
-    (planted.broken_links_are_forgotten, drawn_faults, 1660),
+    (planted.jobs_begin_again, drawn_faults, 740),
+    (planted.broken_links_are_forgotten, drawn_faults, 540),
+    (planted.silent_members_are_left_out, change_struck, 0),
+    (planted.a_new_coordinator_trusts_a_change, change_struck, 10),
 )
 
 
@@ -44,7 +46,7 @@ def test_the_simulation_finds_a_planted_bug(
     assert any(run(seed, keeps_log=False, draw=draw).violations for seed in seeds), seeds
 
 
-@pytest.mark.parametrize("draw", [drawn_faults, witness_lost])
+@pytest.mark.parametrize("draw", [drawn_faults, witness_lost, change_struck])
 def test_without_a_bug_there_is_nothing_to_find(draw: Draw) -> None:
     """The same seeds, as they are."""
     found = [run(seed, keeps_log=False, draw=draw) for seed in range(WITHIN)]

@@ -88,7 +88,7 @@ def _drawn(world: World, rng: Random) -> Draw:
             place = _place(world, rng, is_first=not specs)
         value = _value(kind, world, rng)
         nodes = str(num_joining) if num_joining else _nodes(kind, num_nodes, rng)
-        where = str(rng.randrange(world.iterations)) if kind == "flip" else place
+        where = str(rng.randrange(world.iterations)) if kind in ("flip", "slow") else place
         specs.append(f"{kind}{value}:{nodes}@{where}")
     persist_every = rng.choice((0, 0, 1, max(1, world.iterations // 3)))
     return Draw(specs=tuple(specs), num_joins=sum(joins), persist_every=persist_every)

@@ -60,7 +60,12 @@ THERE: Final = -1  # Whoever is at the place.
 BEFORE: Final = -2  # Whoever was at the place of the fault before.
 FAULTS_S_MAX: Final = 12.0
 _NUM_FAULTS_MAX: Final = 6
+_CHANGING: Final = (
+    *("recorded members", "recorded members", "regroup", "transfer", "resume", "start"),
+    *("commit", "vector", "optimizer", "recorded plan"),
+)
 _WITNESS_SHARE: Final = 0.2
+_CHANGE_SHARE: Final = 0.2
 _CONNECTED_S: Final = 0.5
 _REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
 
@@ -107,8 +112,11 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     for _ in range(rng.randint(1, _NUM_FAULTS_MAX)):
         kinds = losses if rng.random() < 0.65 or not others else others
         faults.append(_drawn(rng, rng.choice(kinds), num_nodes))
-    if rng.random() < _WITNESS_SHARE:
+    share = rng.random()
+    if share < _WITNESS_SHARE:
         return (*witness_lost(rng, num_nodes), *faults[4:])
+    if share < _WITNESS_SHARE + _CHANGE_SHARE:
+        return (*change_struck(rng, num_nodes), *faults[2:])
     return tuple(faults)
 
 
@@ -138,6 +146,30 @@ def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     witness = replace(_in_recovery(rng, rng.choice(ends), num_nodes), node=BEFORE)
     then = _in_recovery(rng, rng.choice((*ends, *(FaultKind.LEADER,) * 3)), num_nodes)
     return alone, lost, witness, then
+
+
+def change_struck(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """A node comes or is asked to leave, and something strikes while the change is being made."""
+    asked = rng.choice((FaultKind.JOIN, FaultKind.JOIN, FaultKind.DRAIN, FaultKind.NOTICE))
+    first = replace(
+        _drawn(rng, asked, num_nodes),
+        place="",
+        at_s=_CONNECTED_S + rng.random(),
+        lasts_s=rng.choice((0.5, 2.0, 10.0)),
+        node=rng.randrange(num_nodes),
+        follows=False,
+    )
+    kind = rng.choice((*_LOSSES, *(FaultKind.LEADER,) * 3))
+    then = replace(
+        _drawn(rng, kind, num_nodes),
+        at_s=-1.0,
+        place=rng.choice(_CHANGING),
+        count=rng.randint(1, 4),
+        delay_s=rng.choice((0.0, 0.001, 0.005, 0.05)),
+        follows=True,
+        node=rng.choice((THERE, rng.randrange(num_nodes))),
+    )
+    return first, then
 
 
 def _in_recovery(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
