@@ -116,7 +116,8 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
     assert digests(result) == digests(calm.run(server=server))
     for worker in (one for one in report.workers if one.node in (0, 1)):
         looks = watching.used[worker.pid][6 * SETTLED :]
-        first, last = least(looks[:NUM_LOOKS]), least(looks[-NUM_LOOKS:])
+        # Many, for short iterations are looked at late, when the save at the end has begun.
+        first, last = least(looks[: 10 * NUM_LOOKS]), least(looks[-10 * NUM_LOOKS :])
         assert last.threads <= first.threads + 1
         assert last.descriptors <= first.descriptors
         assert last.resident_bytes < first.resident_bytes + 16 * 2**20
