@@ -11,13 +11,14 @@ from coordinated import (
     Survivors,
     gone,
     of_type,
+    saved,
     small_rules,
     worker,
 )
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.candidates import rejoin_delay_s
-from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell, Tick
+from planaria.coordinator.state import End, Ending, Evict, Phase, RecordMembers, Rules, Tell, Tick
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.messages import (
     AT_COMMIT,
@@ -30,7 +31,7 @@ from planaria.core.messages import (
     WorkerFailed,
 )
 from planaria.core.plan import Link, Plan, Transition
-from planaria.core.records import Changed, Committed, Recovering, Warned
+from planaria.core.records import Changed, Committed, Progress, Recovering, Warned
 from planaria.policies.policy import Prices
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 
@@ -171,6 +172,20 @@ def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_take
 
     assert any(isinstance(c, Tell) and c.message == StopRequested() for c in cluster.commands)
     assert "fewer than n0 = 2" in cluster.state.stop_reason
+
+
+def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
+    """It awaits the last save, and does not call that the job's end: the exit code says so."""
+    cluster = training(replace(rules(), n0=2))
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    reason = cluster.state.stop_reason
+    number = FIRST + 2
+    cluster.progress = Progress(num_committed=number, ends=True, stop_reason=reason)
+    cluster.restart()
+    cluster.hear(saved(0, number, epoch=0, layers=range(NUM_LAYERS)))
+
+    (end,) = of_type(cluster.commands, End)
+    assert (end.ending, end.reason) == (Ending.LOST, reason)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

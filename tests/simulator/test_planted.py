@@ -7,7 +7,7 @@ from planaria.simulator.simulation import Draw, run
 from simulator import planted
 from simulator.planted import Plant
 
-# Where to look, and from which seed on: from 0 on the longest search takes 1,875 seeds.
+# Where to look, and from which seed on: from 0 on the longest search takes 2,354 seeds.
 WITHIN = 25
 FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.members_are_not_recorded, drawn_faults, 0),
@@ -19,7 +19,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.ranks_answer_before_they_leave, drawn_faults, 0),
     (planted.the_vector_needs_no_gradients, drawn_faults, 0),
     (planted.steps_are_taken_twice, drawn_faults, 0),
-    (planted.layers_of_other_ages_are_kept, drawn_faults, 1870),
+    (planted.layers_of_other_ages_are_kept, drawn_faults, 2340),
     (planted.epochs_do_not_fence_links, drawn_faults, 300),
     (planted.one_report_commits, drawn_faults, 0),
     (planted.evicted_nodes_are_admitted, drawn_faults, 0),

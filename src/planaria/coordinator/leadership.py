@@ -209,7 +209,11 @@ class Leadership(Generic[Agent]):
                     self._hands.notify(message)
                     if isinstance(message, Committed):
                         number = message.iteration + 1
-                        self._progress = Progress(num_committed=number, ends=message.ends)
+                        self._progress = Progress(
+                            num_committed=number,
+                            ends=message.ends,
+                            stop_reason=self.state.stop_reason,
+                        )
                 case Publish() | Discard():
                     self._hands.keep(command)
                 case End():

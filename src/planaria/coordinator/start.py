@@ -72,6 +72,7 @@ def restored_step(
         saves_since=members.epoch,
         next_iteration=progress.num_committed if progress else rules.first_iteration,
         ends=progress is not None and progress.ends,
+        stop_reason=progress.stop_reason if progress else "",
         outcome=outcome,
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         speeds=plan.slow_nodes(),

@@ -77,10 +77,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the job has come; `ends` if the last of these iterations was the job's last."""
+    """How far the job has come; `ends` if the last of these iterations was the job's last.
+
+    `stop_reason` says why it had to stop before its end, "" if it had not.
+    """
 
     num_committed: int
     ends: bool
+    stop_reason: str = ""
 
 
 Record = Members | Outcome | Decision | Progress
