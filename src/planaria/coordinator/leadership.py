@@ -148,10 +148,12 @@ class Leadership(Generic[Agent]):
         One whose node is no member any more is told so, and False is returned.
         """
         line.tell(Welcome(term=self.term))
-        if node in self.state.gone:
+        if node not in self.state.gone:
+            await self._logbook.grant(node)
+        if node in self.state.gone:  # Maybe only now: the connection that it had before is closed.
+            await self._logbook.revoke(node)
             line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
             return False
-        await self._logbook.grant(node)
         if self.state.stop_requested:
             line.tell(StopRequested())
         if self._order is not None and node in (self._order.nodes or self.state.nodes):
