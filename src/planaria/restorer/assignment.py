@@ -11,14 +11,15 @@ Differs: Odyssey counts layers between two given groups, here it is bytes over a
 change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planaria.core.cluster import Node
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan
+from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan
 
 # Solved in floating point, which holds whole numbers up to here exactly.
 _EXACT_MAX = 2**53
@@ -43,7 +44,9 @@ def assigned(
     before: Plan,
     layer_bytes: Sequence[int],
 ) -> tuple[Pipeline, ...]:
-    """The pipelines bound to nodes such that the nodes lack the fewest bytes. O(nodes^3).
+    """The pipelines bound to nodes such that the nodes lack the fewest bytes.
+
+    O(m^3) for the m places whose node does not stay.
 
     Args:
         nodes: that are free to take a place; as many as there are places, or more.
@@ -52,18 +55,16 @@ def assigned(
     if not openings:
         return ()
     nodes = sorted(nodes, key=lambda node: node.node)
-    missing_bytes = _missing_bytes(openings, nodes, layer_bytes)
-    assert len(nodes) >= missing_bytes.shape[1]
-    # All nodes together move fewer steps than one byte weighs.
-    costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(openings, nodes, before)
-    assert costs.max() < _EXACT_MAX
-    weights = np.where(_is_of_kind(openings, nodes), costs.astype(np.float64), np.inf)
-    # It takes half a second to import; the job's processes have it from their fork server.
-    from scipy.optimize import linear_sum_assignment
-
-    rows, places = linear_sum_assignment(weights)
-    node_at = {int(place): nodes[row].node for row, place in zip(rows, places, strict=True)}
-    in_order = (node_at[place] for place in sorted(node_at))
+    places = _places(openings, before)
+    assert len(nodes) >= len(places)
+    node_at = _staying(places, nodes)
+    taken = set(node_at.values())
+    free = [node for node in nodes if node.node not in taken]
+    vacant = [index for index in range(len(places)) if index not in node_at]
+    if vacant:
+        found = _cheapest([places[index] for index in vacant], free, before, layer_bytes)
+        node_at.update(zip(vacant, found, strict=True))
+    in_order = (node_at[index] for index in range(len(places)))
     return tuple(
         Pipeline(
             opening.template,
@@ -73,34 +74,40 @@ def assigned(
     )
 
 
-def _is_of_kind(openings: Sequence[Opening], nodes: Sequence[Node]) -> NDArray[np.bool_]:
-    """Whether a node is what a place was made for; shape [nodes, places]."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in a pipeline that is to be.
+
+    Attributes:
+        home: the index of the pipeline that this one replaces, and the position in it.
+        node: who was there, -1 if nobody.
+        needs: by device, its layers.
+        kind: that the node must be of, None if of any.
+    """
+
+    home: tuple[int, int]
+    node: int
+    needs: tuple[frozenset[int], ...]
+    kind: NodeKind | None
+
+
+def _places(openings: Sequence[Opening], before: Plan) -> list[_Place]:
+    """The places of all openings, in order."""
     is_for_kinds = any(opening.template.kinds for opening in openings)
-    places = [kind for opening in openings for kind in opening.template.node_kinds]
-    return np.array([[not is_for_kinds or node.kind == kind for kind in places] for node in nodes])
+    places = []
+    for opening in openings:
+        template = opening.template
+        replaced = before.pipelines[opening.replaces].nodes if opening.replaces >= 0 else ()
+        kinds = template.node_kinds
+        for position, needs in enumerate(_needs(template)):
+            node = replaced[position] if position < len(replaced) else -1
+            kind = kinds[position] if is_for_kinds else None
+            places.append(_Place((opening.replaces, position), node, needs, kind))
+    return places
 
 
-def _missing_bytes(
-    openings: Sequence[Opening], nodes: Sequence[Node], layer_bytes: Sequence[int]
-) -> NDArray[np.int64]:
-    """What a node would lack at a place; shape [nodes, places]."""
-    needs = np.array(
-        [_flags(place, layer_bytes) for opening in openings for place in _places(opening.template)]
-    )
-    lacks = 1 - np.array([_flags(node.held, layer_bytes) for node in nodes])
-    state_bytes = np.tile(np.array(layer_bytes, dtype=np.int64), len(nodes[0].held))
-    missing: NDArray[np.int64] = (lacks * state_bytes) @ needs.T
-    return missing
-
-
-def _flags(layers_by_device: Sequence[frozenset[int]], layer_bytes: Sequence[int]) -> list[int]:
-    """1 where a device has a layer, device after device."""
-    return [
-        int(layer in layers) for layers in layers_by_device for layer in range(len(layer_bytes))
-    ]
-
-
-def _places(template: PipelineTemplate) -> list[tuple[frozenset[int], ...]]:
+@cache
+def _needs(template: PipelineTemplate) -> tuple[tuple[frozenset[int], ...], ...]:
     """For every node of the template the layers of its devices."""
     devices = [
         frozenset(range(stage.first_layer, stage.end_layer))
@@ -108,25 +115,78 @@ def _places(template: PipelineTemplate) -> list[tuple[frozenset[int], ...]]:
         for _ in range(stage.num_devices)
     ]
     per_node = template.devices_per_node
-    return [tuple(devices[i : i + per_node]) for i in range(0, len(devices), per_node)]
+    return tuple(tuple(devices[i : i + per_node]) for i in range(0, len(devices), per_node))
 
 
-def _steps_away(
-    openings: Sequence[Opening], nodes: Sequence[Node], before: Plan
-) -> NDArray[np.int64]:
+def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
+    """Nodes that keep their place, by its index: those that hold exactly what it needs.
+
+    Some best assignment has them there. Let a be such a node at place p, and take an assignment
+    with a at q and b at p: after an exchange b lacks at q at most what b lacked at p, which is what
+    a holds, and what a lacked at q. So no more bytes move, and a and b are no more than two steps
+    away where they were at least one each.
+    """
+    by_number = {node.node: node for node in nodes}
+    return {
+        index: place.node
+        for index, place in enumerate(places)
+        if (node := by_number.get(place.node)) is not None
+        and node.held == place.needs
+        and place.kind in (None, node.kind)
+    }
+
+
+def _cheapest(
+    places: Sequence[_Place], nodes: Sequence[Node], before: Plan, layer_bytes: Sequence[int]
+) -> list[int]:
+    """For every place its node, such that the fewest bytes move."""
+    missing_bytes = _missing_bytes(places, nodes, layer_bytes)
+    # All nodes together move fewer steps than one byte weighs.
+    costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
+    assert costs.max() < _EXACT_MAX
+    if any(place.kind is not None for place in places):
+        kinds = [node.kind for node in nodes]
+        is_of_kind = np.array([[place.kind in (None, kind) for place in places] for kind in kinds])
+        costs = np.where(is_of_kind, costs, np.inf)
+    # It takes half a second to import; the job's processes have it from their fork server.
+    from scipy.optimize import linear_sum_assignment
+
+    columns, rows = linear_sum_assignment(costs.T)
+    assert len(columns) == len(places)
+    return [nodes[int(row)].node for row in rows]
+
+
+def _missing_bytes(
+    places: Sequence[_Place], nodes: Sequence[Node], layer_bytes: Sequence[int]
+) -> NDArray[np.float64]:
+    """What a node would lack at a place; shape [nodes, places], whole numbers."""
+    needs = np.array([_flags(place.needs, layer_bytes) for place in places])
+    lacks = 1.0 - np.array([_flags(node.held, layer_bytes) for node in nodes])
+    state_bytes = np.tile(np.array(layer_bytes, dtype=np.float64), len(nodes[0].held))
+    missing: NDArray[np.float64] = (lacks * state_bytes) @ needs.T
+    return missing
+
+
+def _flags(
+    layers_by_device: Sequence[frozenset[int]], layer_bytes: Sequence[int]
+) -> NDArray[np.float64]:
+    """1 where a device has a layer, device after device."""
+    flags = np.zeros((len(layers_by_device), len(layer_bytes)))
+    for device, layers in enumerate(layers_by_device):
+        flags[device, list(layers)] = 1.0
+    return flags.reshape(-1)
+
+
+def _steps_away(places: Sequence[_Place], nodes: Sequence[Node], before: Plan) -> NDArray[np.int64]:
     """0 where a node stays at its place, 1 in its pipeline, 2 elsewhere; shape [nodes, places]."""
-    home: Mapping[int, tuple[int, int]] = {
+    homes = {
         node: (index, position)
         for index, pipeline in enumerate(before.pipelines)
         for position, node in enumerate(pipeline.nodes)
     }
-    places = [
-        (opening.replaces, position)
-        for opening in openings
-        for position in range(opening.template.num_nodes)
-    ]
-    homes = [home.get(node.node, (-2, 0)) for node in nodes]
-    return np.array(
-        [[0 if p == h else 1 if p[0] == h[0] else 2 for p in places] for h in homes],
-        dtype=np.int64,
-    )
+    home = np.array([homes.get(node.node, (-2, 0)) for node in nodes])[:, None, :]
+    there = np.array([place.home for place in places])[None, :, :]
+    is_pipeline = home[..., 0] == there[..., 0]
+    is_place = is_pipeline & (home[..., 1] == there[..., 1])
+    steps: NDArray[np.int64] = 2 - is_pipeline.astype(np.int64) - is_place
+    return steps
