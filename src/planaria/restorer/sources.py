@@ -12,7 +12,8 @@ needs more. The next try is what that set needs, until all bytes find a way. Lay
 holders are one to the flow.
 
 Exact but for the size of a chunk, of which a node may send one more for each set of layers that it
-helps with, and for what is too little to be worth a connection (tests/restorer/test_sources.py).
+helps with, for what is too little to be worth a connection (tests/restorer/test_sources.py), and
+for layers with more than SENDERS_MIN holders, of which not all are looked at.
 
 What a node holds already is in none of the transfers: it is not touched. The ranks of a stage of
 several devices each count as holders of its whole layers, as they do in a plan.
@@ -20,6 +21,7 @@ several devices each count as holders of its whole layers, as they do in a plan.
 Source: none; Oobleck (SOSP '23), section 5, and Odyssey, section IV-B, copy a layer from one peer.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,6 +33,7 @@ from planaria.core.cluster import ClusterState
 from planaria.core.plan import NUM_CHUNKS, Plan, Transfer
 
 WORTH_BYTES: Final = 1 << 20  # Less from one node is left to the others.
+SENDERS_MIN: Final = 16  # Of a set of layers, so many nodes at least are looked at.
 _UNITS: Final = 1 << 29  # All bytes, as the flow counts them: it has 32 bits.
 
 
@@ -68,11 +71,29 @@ def balanced_transfers(
             else:
                 need = _Need(layer, rank, layer_bytes[layer])
                 groups.setdefault(tuple(sorted(holders[layer])), []).append(need)
-    nodes = sorted(groups)
-    sizes = [sum(need.num_bytes for need in groups[candidates]) for candidates in nodes]
-    for candidates, budgets in zip(nodes, least_sending(nodes, sizes)[1], strict=True):
-        found += _shared_out(groups[candidates], candidates, budgets, holders)
+    wants = [groups[nodes] for nodes in sorted(groups)]
+    senders = _enough(sorted(groups), wants)
+    sizes = [sum(need.num_bytes for need in needs) for needs in wants]
+    for needs, nodes, budgets in zip(wants, senders, least_sending(senders, sizes)[1], strict=True):
+        found += _shared_out(needs, nodes, budgets, holders)
     return tuple(sorted(found))
+
+
+def _enough(
+    groups: Sequence[tuple[int, ...]], wants: Sequence[Sequence[_Need]]
+) -> list[tuple[int, ...]]:
+    """For each set of layers as many of their holders as help, taken in turn.
+
+    With twice as many senders as there are nodes that lack something a node sends half of what one
+    receives: more senders make nothing faster, and cost a connection each.
+    """
+    chosen = []
+    first = 0
+    for nodes, needs in zip(groups, wants, strict=True):
+        number = min(len(nodes), max(SENDERS_MIN, 2 * len({need.target for need in needs})))
+        chosen.append(tuple(sorted(nodes[(first + i) % len(nodes)] for i in range(number))))
+        first += number
+    return chosen
 
 
 def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
@@ -81,15 +102,18 @@ def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...]
     In a round every rank sends at most one and receives at most one. They are fewer than twice the
     most that one rank sends or receives.
     """
-    rounds: list[dict[tuple[str, int], Transfer]] = []
+    rounds: list[list[Transfer]] = []
+    sending: dict[int, int] = {}  # By rank a bit for each round in which it sends.
+    receiving: dict[int, int] = {}
     for transfer in sorted(transfers, key=lambda t: (-t.num_bytes, t)):
-        ends = (("source", transfer.source), ("target", transfer.target))
-        free = next((taken for taken in rounds if not taken.keys() & set(ends)), None)
-        if free is None:
-            free = {}
-            rounds.append(free)
-        free.update(dict.fromkeys(ends, transfer))
-    return tuple(tuple(sorted(set(taken.values()))) for taken in rounds)
+        busy = sending.get(transfer.source, 0) | receiving.get(transfer.target, 0)
+        free = ~busy & (busy + 1)  # The lowest bit that is not set.
+        if free.bit_length() > len(rounds):
+            rounds.append([])
+        rounds[free.bit_length() - 1].append(transfer)
+        sending[transfer.source] = sending.get(transfer.source, 0) | free
+        receiving[transfer.target] = receiving.get(transfer.target, 0) | free
+    return tuple(tuple(sorted(together)) for together in rounds)
 
 
 def least_sending(
@@ -131,10 +155,11 @@ def least_sending(
         in_set = sum(there in reached for there in place.values())
         needed = sum(unit for g, unit in enumerate(units) if 1 + g in reached)
         level = max(level + 1, -(-needed // in_set))
-    flow = result.flow.tocsr()
+    flow = result.flow.todok()
     scale = total / sum(units)
     budgets = [
-        [float(flow[1 + g, place[n]]) * scale for n in nodes] for g, nodes in enumerate(groups)
+        [float(flow.get((1 + g, place[n]), 0)) * scale for n in nodes]
+        for g, nodes in enumerate(groups)
     ]
     return level * scale, budgets
 
@@ -155,14 +180,12 @@ def _shared_out(
     found = []
     offset = 0
     for need in needs:
-        # In chunks of this layer, where each candidate's share of all bytes ends.
-        cuts = [
-            min(NUM_CHUNKS, max(0, round((end - offset) * NUM_CHUNKS / need.num_bytes)))
-            if need.num_bytes
-            else NUM_CHUNKS
-            for end in ends[:-1]
-        ]
-        for node, first, end in zip(candidates, (0, *cuts), (*cuts, NUM_CHUNKS), strict=True):
+        # In chunks of this layer, where the share of all bytes of each candidate but the last ends.
+        low = bisect_right(ends, offset, hi=len(ends) - 1)
+        high = bisect_left(ends, offset + need.num_bytes, lo=low, hi=len(ends) - 1)
+        cuts = [round((end - offset) * NUM_CHUNKS / need.num_bytes) for end in ends[low:high]]
+        nodes = candidates[low : high + 1]
+        for node, first, end in zip(nodes, (0, *cuts), (*cuts, NUM_CHUNKS), strict=True):
             if first < end:
                 source = holders[need.layer][node]
                 num_bytes = (
