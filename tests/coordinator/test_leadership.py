@@ -1,8 +1,10 @@
-"""Who is admitted, while the coordinator waits for its records."""
+"""Who leads, and who is admitted, while the coordinator waits for its records."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+
+import pytest
 
 from coordinated import LEASE_S, NOW_S, gone, small_rules
 from jobs import shaped_plan
@@ -12,7 +14,8 @@ from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Discard, Publish
 from planaria.coordinator.store import Change, StoreState
 from planaria.core.messages import Abort, ToNode
-from planaria.core.records import ToLauncher
+from planaria.core.records import Progress, ToLauncher
+from planaria.errors import ConflictError
 from planaria.nodes.journal import MemoryStore
 from tasks import TIMEOUT_S, settle
 
@@ -51,13 +54,10 @@ class FakeHands:
         pass
 
 
-def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
-    """Its old connection closes while the lease for the new one is written down.
+def gated(run: Callable[[MemoryStore, asyncio.Event], Awaitable[None]]) -> None:
+    """Runs with a store whose writes are durable only while the gate is open."""
 
-    It had been renewing that lease for good, member of nothing.
-    """
-
-    async def run() -> None:
+    async def main() -> None:
         gate = asyncio.Event()
         gate.set()
 
@@ -65,6 +65,39 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
             await gate.wait()
 
         store = MemoryStore(now_s=lambda: NOW_S, make_durable=make_durable)
+        await asyncio.wait_for(run(store, gate), TIMEOUT_S)
+
+    asyncio.run(main())
+
+
+def test_of_two_that_become_leaders_at_once_the_second_is_one_and_the_first_writes_no_more() -> (
+    None
+):
+    """The second had given up, and with it the job, though it is the one who is to lead."""
+
+    async def run(store: MemoryStore, gate: asyncio.Event) -> None:
+        gate.clear()
+        opened = [
+            asyncio.create_task(opened_logbook(store, "job", lease_s=LEASE_S)) for _ in range(2)
+        ]
+        await settle()
+        gate.set()
+        first, second = [await task for task in opened]
+        assert (first.term, second.term) == (0, 1)
+        await second.record_progress(Progress(num_committed=1, ends=False))
+        with pytest.raises(ConflictError):
+            await first.record_progress(Progress(num_committed=2, ends=False))
+
+    gated(run)
+
+
+def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
+    """Its old connection closes while the lease for the new one is written down.
+
+    It had been renewing that lease for good, member of nothing.
+    """
+
+    async def run(store: MemoryStore, gate: asyncio.Event) -> None:
         logbook = await opened_logbook(store, "job", lease_s=LEASE_S)
         leadership = Leadership[FakeLine](small_rules(), logbook, FakeHands())
         await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)
@@ -85,4 +118,4 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
         assert NODE not in new.told[-1].nodes
         assert not await logbook.renew(NODE)
 
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    gated(run)

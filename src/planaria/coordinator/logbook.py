@@ -22,7 +22,7 @@ from planaria.core.records import (
     decode_record,
     encode_record,
 )
-from planaria.errors import LeaseLostError
+from planaria.errors import ConflictError, LeaseLostError
 
 _Kind = TypeVar("_Kind", Members, Outcome, Decision)
 
@@ -42,15 +42,18 @@ class Found:
 async def opened_logbook(store: Store, job: str, *, lease_s: float) -> "Logbook":
     """The records of a job, for a new leader; the one before can write no more.
 
-    Raises:
-        ConflictError: somebody else has become the leader at the same time.
+    Of two that open them at the same time the second to write is the leader.
     """
     keys = Keys(job)
-    entry = await store.get(keys.leader)
-    term = int(entry.value) + 1 if entry else 0
-    guard = Guard(keys.leader, entry.revision if entry else ABSENT)
-    revision = await store.put(keys.leader, str(term).encode(), guards=(guard,))
-    return Logbook(store, keys, term=term, fence=Guard(keys.leader, revision), lease_s=lease_s)
+    while True:
+        entry = await store.get(keys.leader)
+        term = int(entry.value) + 1 if entry else 0
+        guard = Guard(keys.leader, entry.revision if entry else ABSENT)
+        try:
+            revision = await store.put(keys.leader, str(term).encode(), guards=(guard,))
+        except ConflictError:  # Another became the leader meanwhile, so this one comes after it.
+            continue
+        return Logbook(store, keys, term=term, fence=Guard(keys.leader, revision), lease_s=lease_s)
 
 
 class Logbook:
