@@ -268,7 +268,7 @@ def _measure_reductions(server: ForkServer, case: Case, lost: tuple[int, ...]) -
     found = answer(case, lost, LEAST_BYTES)
     assert found is not None
     sizes = [layer.parameter_bytes for layer in every.problem.profile.layers]
-    held = [sum(sizes[n] for n in layers) for layers in found.after.layers_by_rank().values()]
+    held = [sum(sizes[n] for n in layers) for layers in found.after.layers_by_rank.values()]
     scale = BOUND_S * BYTES_PER_S / 4 / max(held)
     gradients = [round(scale * size / 256) * 256 for size in sizes]
     runs_s: dict[ReductionOrder, list[float]] = {order: [] for order in ReductionOrder}

@@ -100,7 +100,7 @@ class FakeNode:
         self.epoch = self.started = order.epoch
         self.next_order = None
         self.age = iteration
-        self.layers = tuple(sorted(order.plan.held_by_rank().get(node, ())))
+        self.layers = tuple(sorted(order.plan.held_by_rank.get(node, ())))
         self.takes_part = node in order.plan.all_ranks
         return self.say(ready(node, order.epoch)) if self.takes_part else []
 

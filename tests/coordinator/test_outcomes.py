@@ -40,6 +40,7 @@ from planaria.coordinator.state import (
     Rules,
     Tick,
 )
+from planaria.core.growing import Growing
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Transfer
 from planaria.core.records import Committed, Decided, Outcome, Warned
@@ -340,7 +341,7 @@ def test_an_epoch_begins_only_once_those_who_send_layers_have_addresses() -> Non
     rules = small_rules(n0=1, policy=Survivors(num_idle=1, rounds=moves))
     events: list[Event] = [*(waits(rank) for rank in (0, 1, 2)), DecisionRecorded(1)]
     state, _ = after(training(rules), [gone(3), MembersRecorded(1)], rules)
-    state = replace(state, workers={rank: worker(rank) for rank in (0, 1)})
+    state = replace(state, workers=Growing({rank: worker(rank) for rank in (0, 1)}))
     state, early = after(state, events, rules)
     state, commands = after(state, [worker(2)], rules)
 

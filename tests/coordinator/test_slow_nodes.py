@@ -104,14 +104,14 @@ def test_a_slow_node_gets_less_work_and_all_of_it_back() -> None:
     assert slow.predicted_s == min(prices.values()) == prices[slow.answer]
     assert slow.predicted_s < 0.85 * prices["stay"]
     assert layers_of(cluster, 1) < before
-    assert cluster.state.plan.slow_nodes() == {1: 0.5}
+    assert cluster.state.plan.slow_nodes == {1: 0.5}
     assert cluster.state.nodes == (0, 1, 2, 3)
     train(cluster, WINDOW + 6, slowness={})
     (_, fast) = of_type(cluster.commands, Changed)
     assert fast.kinds == {1: "slow"}
     assert "node 1 takes 1.00 times as long" in fast.reason
     assert layers_of(cluster, 1) == before
-    assert cluster.state.speeds == cluster.state.plan.slow_nodes() == {}
+    assert cluster.state.speeds == cluster.state.plan.slow_nodes == {}
     assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
     assert of_type(cluster.commands, Recovering) == []
     number = len(cluster.commands)
@@ -154,7 +154,7 @@ def test_a_loss_at_any_moment_leaves_a_plan_for_the_speeds(node: int, later: int
 
     left = {0, 1, 2, 3, 4} - {node}
     assert set(cluster.state.plan.nodes) == left
-    assert cluster.state.plan.slow_nodes() == ({1: 0.5} if node != 1 else {})
+    assert cluster.state.plan.slow_nodes == ({1: 0.5} if node != 1 else {})
     assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
 
 
@@ -169,7 +169,7 @@ def test_nodes_join_and_leave_a_job_with_a_slow_node() -> None:
     train(cluster, 6, slowness={1: 2.0})
 
     assert [*cluster.state.plan.nodes] == [1, 2, 3, 4, 5]
-    assert cluster.state.plan.slow_nodes() == {1: 0.5}
+    assert cluster.state.plan.slow_nodes == {1: 0.5}
     kinds = [set(notice.kinds.values()) for notice in of_type(cluster.commands, Changed)]
     assert kinds[:3] == [{"slow"}, {"drain"}, {"join"}]
 

@@ -43,7 +43,7 @@ def test_holders_are_the_ranks_of_all_pipelines_ascending() -> None:
         (1, 2),
         (1, 2),
     ]
-    assert plan().layers_by_rank()[7] == range(1, 3)
+    assert plan().layers_by_rank[7] == range(1, 3)
     assert (plan().nodes, plan().ranks, plan().num_layers) == ((0, 1, 2, 4, 7),) * 2 + (5,)
 
 
@@ -51,7 +51,7 @@ def test_a_stage_of_several_devices_is_held_by_each() -> None:
     """Every rank of the stage has its part of the same layers."""
     wide = plain_plan(0, (Pipeline(WIDE, (0, 1)),), (1,))
 
-    assert wide.layers_by_rank() == {0: range(2), 1: range(2), 2: range(2, 4), 3: range(4, 5)}
+    assert wide.layers_by_rank == {0: range(2), 1: range(2), 2: range(2, 4), 3: range(4, 5)}
     assert wide.holders(1) == (0, 1)
 
 
@@ -72,7 +72,7 @@ def test_every_route_covers_the_model_once_on_holders(
         layers = [layer for hop in route for layer in range(hop.first_layer, hop.end_layer)]
         assert layers == list(range(made.num_layers))
         for hop in route:
-            held = made.layers_by_rank()[hop.rank]
+            held = made.layers_by_rank[hop.rank]
             assert (held.start, held.stop) == (hop.first_layer, hop.end_layer)
 
 

@@ -89,7 +89,7 @@ def check_transfers(
         for chunk in range(transfer.first_chunk, transfer.end_chunk)
     ) == sorted(
         (layer, rank, chunk)
-        for rank, layers in transition.after.layers_by_rank().items()
+        for rank, layers in transition.after.layers_by_rank.items()
         for layer in layers
         if layer not in held[rank]
         for chunk in range(NUM_CHUNKS)

@@ -123,7 +123,7 @@ def fewest_bytes(
     """Over all ways to give nodes to the places of the answer's templates, by trying all."""
     after = transition.after
     per_node = after.pipelines[0].template.devices_per_node
-    held, needed = cluster.held_by_rank(), after.layers_by_rank()
+    held, needed = cluster.held_by_rank(), after.layers_by_rank
     order = [node for pipeline in after.pipelines for node in pipeline.nodes]
 
     def lacked_bytes(node: int, place: int) -> int:

@@ -85,7 +85,7 @@ def test_every_sequence_of_losses_and_speeds_is_answered_whole(
         assert bool(found) != bool(cluster.lost_layers(NUM_LAYERS))
         if not found:
             return
-        assert lost or STAY in found or not (event_speeds or plan.slow_nodes())
+        assert lost or STAY in found or not (event_speeds or plan.slow_nodes)
         plan = data.draw(st.sampled_from(sorted(found.items())))[1].after
 
 

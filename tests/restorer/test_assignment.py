@@ -72,7 +72,7 @@ def missing_bytes(plan: Plan, cluster: ClusterState, layer_bytes: tuple[int, ...
     held = cluster.held_by_rank()
     return sum(
         layer_bytes[layer]
-        for rank, layers in plan.layers_by_rank().items()
+        for rank, layers in plan.layers_by_rank.items()
         for layer in layers
         if layer not in held[rank]
     )

@@ -65,7 +65,7 @@ def lacked(plan: Plan, cluster: ClusterState) -> list[tuple[int, int]]:
     held = cluster.held_by_rank()
     return sorted(
         (layer, rank)
-        for rank, layers in plan.layers_by_rank().items()
+        for rank, layers in plan.layers_by_rank.items()
         for layer in layers
         if layer not in held[rank]
     )

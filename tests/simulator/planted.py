@@ -13,6 +13,7 @@ from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
 from planaria.coordinator.store import ABSENT, Guard
+from planaria.core.growing import Growing
 from planaria.core.messages import Abort, Fact, PeerUnreachable, ToNode, Welcome
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
@@ -165,10 +166,10 @@ def one_report_commits(patch: pytest.MonkeyPatch) -> None:
     real = coordinator._committed
 
     def committed(rules: Rules, state: JobState, now_s: float) -> Step:
-        reports = state.reports.get(state.next_iteration, {})
+        reports = state.reports_of(state.next_iteration)
         if reports:
             one = reports[min(reports)]
-            everyone = dict.fromkeys(state.plan.all_ranks, one)
+            everyone = Growing(dict.fromkeys(state.plan.all_ranks, one))
             state = replace(state, reports={**state.reports, state.next_iteration: everyone})
         return real(rules, state, now_s)
 

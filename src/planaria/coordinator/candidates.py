@@ -11,6 +11,7 @@ from typing import Final
 
 from planaria.coordinator.recovery import FORGIVEN_S
 from planaria.coordinator.state import Candidate, Evict, JobState, Leave, Notify, Rules, Step
+from planaria.core.growing import Growing
 from planaria.core.messages import (
     DrainRequested,
     NodeArrived,
@@ -31,8 +32,8 @@ def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> 
     node = event.node
     if node in state.gone or node in state.candidates:
         return state, ()
-    state = replace(state, machines={**state.machines, node: event.machine})
-    if node in state.all_nodes:
+    state = replace(state, machines=state.machines.plus(node, event.machine))
+    if state.is_member(node):
         return state, ()
     count, last_s = state.failures.get(event.machine, (0, 0.0))
     if now_s - last_s > FORGIVEN_S:
@@ -52,7 +53,7 @@ def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExite
     """What happens to a candidate is its own misfortune: training goes on."""
     node = event.node
     left = {r: worker for r, worker in state.workers.items() if worker.node != node}
-    state = replace(state, workers=left)
+    state = replace(state, workers=Growing(left))
     match event:
         case WorkerExited():  # Its agent forks another.
             return state, ()
@@ -75,7 +76,7 @@ def leaves(
         leave = Leave("preempt", now_s + event.after_s * _KEPT_SHARE)
     if node in state.leaving and leave.kind in ("drain", state.leaving[node].kind):
         return state, ()  # Said again.
-    if node in state.all_nodes:
+    if state.is_member(node):
         return replace(state, leaving={**state.leaving, node: leave}), ()
     if node in state.candidates:
         candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}

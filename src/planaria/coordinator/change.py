@@ -35,6 +35,7 @@ from planaria.coordinator.state import (
     Tell,
 )
 from planaria.core.cluster import ClusterState, Node, NodesChanged
+from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Changed, Decision, Members, Outcome, Warned
@@ -50,9 +51,11 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     """The change that brings members and work nearest to what is asked for, if there is any."""
     if state.change is not None or state.ends or state.stop_requested:
         return state, ()
-    leaving = tuple(node for node in state.nodes if node in state.leaving)
+    known, speeds = state.plan.slow_nodes, state.speeds
+    if not (state.leaving or state.candidates or known or speeds or state.idle):
+        return state, ()  # As after nearly every report.
+    leaving = tuple(sorted(set(state.leaving).intersection(state.nodes)))
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
-    known, speeds = state.plan.slow_nodes(), state.speeds
     tried = tuple(
         n for n in state.idle if n in state.nodes and n not in {*speeds, *state.plan.nodes}
     )
@@ -115,7 +118,7 @@ def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> t
     able = [
         node
         for node, candidate in state.candidates.items()
-        if candidate.not_before_s <= now_s and set(state.ranks_of((node,))) <= set(state.workers)
+        if candidate.not_before_s <= now_s and state.has_workers(node)
     ]
     return tuple(sorted(able[: max(0, room)]))
 
@@ -126,7 +129,7 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
     if num_left >= (rules.job.resilience.failures_tolerated + 1) * rules.n0:
         return False
     is_coming = any(
-        waits.not_before_s <= now_s and not set(state.ranks_of((node,))) <= set(state.workers)
+        waits.not_before_s <= now_s and not state.has_workers(node)
         for node, waits in state.candidates.items()
     )
     return is_coming and all(now_s < leave.until_s for leave in state.leaving.values())
@@ -161,7 +164,7 @@ def _proposed(
 ) -> tuple[Transition, ...]:
     """What the policy would do; the layers move while training goes on, so switches are all that
     it costs."""
-    held = state.plan.held_by_rank()
+    held = state.plan.held_by_rank
     cluster = ClusterState(
         state.epoch + 1,
         tuple(_node(state, node, held) for node in sorted((*staying, *event.joined))),
@@ -185,7 +188,7 @@ def _waves(
     per_node = plan.pipelines[0].template.devices_per_node
     stay = Counter(
         layer
-        for rank, layers in plan.held_by_rank().items()
+        for rank, layers in plan.held_by_rank.items()
         if rank // per_node not in leaving
         for layer in layers
     )
@@ -265,7 +268,7 @@ def entering(state: JobState, ready: EpochReady) -> JobState:
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
-    switch = replace(switch, ready={**switch.ready, ready.rank: ready})
+    switch = replace(switch, ready=switch.ready.plus(ready.rank, ready))
     return replace(state, change=replace(change, switch=switch))
 
 
@@ -293,7 +296,7 @@ def switched(state: JobState) -> Step:
         gone=tuple(sorted({*state.gone, *left})),
         candidates={n: c for n, c in state.candidates.items() if n not in switch.nodes},
         leaving={node: kind for node, kind in state.leaving.items() if node in switch.nodes},
-        workers={r: worker for r, worker in state.workers.items() if worker.node not in left},
+        workers=Growing({r: w for r, w in state.workers.items() if w.node not in left}),
     )
     record = RecordDecision(outcome, decision)
     return state, (record, *((Tell(Shutdown(), left),) if left else ()))

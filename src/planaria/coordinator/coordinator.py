@@ -46,6 +46,7 @@ from planaria.coordinator.state import (
     Tick,
 )
 from planaria.core.commit import decode_vector
+from planaria.core.growing import has_all
 from planaria.core.messages import (
     Abort,
     Corrupted,
@@ -94,19 +95,19 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return arrived(rules, state, event, now_s)
         case NoticeTaken() | DrainRequested():
             return leaves(rules, state, event, now_s)
-        case WorkerReady() if event.node in state.all_nodes or event.node in state.candidates:
-            return replace(state, workers={**state.workers, event.rank: event}), ()
-        case Stopped() if event.epoch == state.epoch and event.rank in state.ranks:
-            return replace(state, answers={**state.answers, event.rank: event}), ()
+        case WorkerReady() if state.is_member(event.node) or event.node in state.candidates:
+            return replace(state, workers=state.workers.plus(event.rank, event)), ()
+        case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
+            return replace(state, answers=state.answers.plus(event.rank, event)), ()
         case EpochReady() if event.epoch == state.epoch:
-            return replace(state, ready={**state.ready, event.rank: event}), ()
+            return replace(state, ready=state.ready.plus(event.rank, event)), ()
         case EpochReady() if event.epoch in state.epochs:
             return entering(state, event), ()
         case IterationDone() if _is_open(state, event):
-            reports = {**state.reports.get(event.iteration, {}), event.rank: event}
+            reports = state.reports_of(event.iteration).plus(event.rank, event)
             return replace(state, reports={**state.reports, event.iteration: reports}), ()
         case Corrupted() if event.epoch in state.epochs:
-            return replace(state, corrupted={**state.corrupted, event.rank: event}), ()
+            return replace(state, corrupted=state.corrupted.plus(event.rank, event)), ()
         case LayersSaved():
             return layers_saved(state, event)
         case Published():
@@ -119,9 +120,9 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return candidate_lost(state, event)
         case WorkerFailed():
             return ended(state, End(Ending.FAILED, "the code in a worker raised", event))
-        case WorkerExited() if event.node in state.all_nodes:
+        case WorkerExited() if state.is_member(event.node):
             return worker_exited(rules, state, event, now_s)
-        case NodeLost() if event.node in state.all_nodes:
+        case NodeLost() if state.is_member(event.node):
             return lost(rules, state, "lost", (event.node,), reason=event.reason, now_s=now_s)
         case NodeLost() if event.node in state.candidates:
             return candidate_lost(state, event)
@@ -157,11 +158,11 @@ def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
     """One phase further, if nothing is missing."""
     match state.phase:
-        case Phase.STOPPING if set(state.answers) >= set(state.ranks):
+        case Phase.STOPPING if state.is_told_by_all(state.answers):
             return decided(rules, state, now_s)
         case Phase.JOINING:
             return _joined(rules, state, now_s)
-        case Phase.STARTING if set(state.ready) >= set(state.plan.all_ranks):
+        case Phase.STARTING if has_all(state.ready, state.plan.all_ranks):
             began_s = state.began_s or now_s
             state = replace(state, phase=Phase.TRAINING, began_s=began_s, is_entered=True)
             return state, (_running(state, now_s),)
@@ -176,15 +177,15 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _is_refuted(state: JobState) -> bool:
     """Whether every rank has left this epoch, for holders of a layer differ."""
-    told = {rank for rank, fact in state.corrupted.items() if fact.epoch == state.epoch}
-    return told >= set(state.plan.all_ranks)
+    told = {r: fact for r, fact in state.corrupted.items() if fact.epoch == state.epoch}
+    return has_all(told, state.plan.all_ranks)
 
 
 def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells the order of this epoch once all whom it needs are there."""
     assert state.decision is not None
     order = state.decision.order
-    if not set(state.workers) >= set(state.ranks):
+    if not state.is_told_by_all(state.workers):
         return state, ()
     state, settled = _settled(rules, state, now_s)
     if isinstance(order, SaveLayers):
@@ -237,7 +238,7 @@ def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _entered(rules: Rules, state: JobState, now_s: float) -> Step:
     """After a switch: every rank has begun the new epoch."""
-    if state.is_entered or not set(state.ready) >= set(state.plan.all_ranks):
+    if state.is_entered or not has_all(state.ready, state.plan.all_ranks):
         return state, ()
     notice = _running(state, now_s)
     state, commands = entered(rules, replace(state, is_entered=True), now_s)
@@ -261,7 +262,7 @@ def _is_open(state: JobState, event: IterationDone) -> bool:
     if event.iteration < state.outcome.iteration:
         return True
     plans = (state.plan, state.switch.plan) if state.switch else (state.plan,)
-    return any(event.epoch == p.epoch and event.rank in p.all_ranks for p in plans)
+    return any(event.epoch == p.epoch and event.rank in p.held_by_rank for p in plans)
 
 
 def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -270,7 +271,7 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
     commands: list[Command] = []
     while state.next_iteration < state.outcome.iteration:
         iteration = state.next_iteration
-        reports = state.reports.get(iteration, {})
+        reports = state.reports_of(iteration)
         if iteration == state.outcome.iteration - 1 and state.outcome.vector:
             vector = decode_vector(state.outcome.vector, rules.layout)
             ends = vector.is_last(iteration, rules.job.training)
@@ -292,8 +293,8 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
     """Commits what every rank has reported, in the order of iterations."""
     commands: list[Command] = []
     while not state.ends:
-        reports = state.reports.get(state.next_iteration, {})
-        if not set(reports) >= set(state.plan.all_ranks):
+        reports = state.reports_of(state.next_iteration)
+        if not has_all(reports, state.plan.all_ranks):
             return state, tuple(commands)
         first = reports[min(reports)]
         values = (first.loss, first.num_samples, first.sample_digest)
@@ -331,7 +332,7 @@ def _commit_notice(
 
 def _after_commit(state: JobState, *, ends: bool) -> JobState:
     if state.change is not None:
-        came = sum(r.received_bytes for r in state.reports.get(state.next_iteration, {}).values())
+        came = sum(r.received_bytes for r in state.reports_of(state.next_iteration).values())
         change = replace(state.change, received_bytes=state.change.received_bytes + came)
         state = replace(state, change=change)
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
@@ -367,4 +368,4 @@ def _saved(rules: Rules, state: JobState) -> Step:
 
 
 def _only_candidates(state: JobState) -> set[int]:
-    return set(state.candidates) - set(state.all_nodes)
+    return {node for node in state.candidates if not state.is_member(node)}

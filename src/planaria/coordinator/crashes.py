@@ -10,6 +10,7 @@ from typing import Final
 
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import End, Ending, JobState, Phase, Rules, Step
+from planaria.core.growing import Growing
 from planaria.core.messages import WorkerExited, WorkerFailed
 
 CRASHES_MAX: Final = 3  # Of one rank, with the same status.
@@ -44,7 +45,7 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
         failure = WorkerFailed(node=event.node, rank=event.rank, traceback=text)
         return ended(state, End(Ending.FAILED, reason, failure))
     workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
-    state = replace(state, crashes=crashes, workers=workers)
+    state = replace(state, crashes=crashes, workers=Growing(workers))
     kind, reason = "crash", told
     if event.stalled:
         kind, reason = "stall", f"rank {event.rank} made no progress:\n{event.stack.rstrip()}"

@@ -226,8 +226,9 @@ class Leadership(Generic[Agent]):
             self._hands.reached(place, iteration)
 
     def _tell(self, message: ToNode, nodes: Collection[int]) -> None:
+        told = set(nodes)
         for node, line in self._lines.items():
-            if node in nodes:
+            if node in told:
                 line.tell(message)
 
     async def _evict(self, nodes: tuple[int, ...]) -> None:

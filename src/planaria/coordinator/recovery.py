@@ -36,6 +36,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.cluster import ClusterState, Node, NodesLost
 from planaria.core.commit import decode_vector
+from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Decided, Decision, Members, Outcome, Recovering
@@ -84,10 +85,10 @@ def lost(
         asked=(),
         saves_since=epoch,
         phase=Phase.RECORDING,
-        workers={r: w for r, w in state.workers.items() if w.node not in nodes},
-        answers={},
-        ready={},
-        corrupted={},
+        workers=Growing({r: w for r, w in state.workers.items() if w.node not in nodes}),
+        answers=Growing(),
+        ready=Growing(),
+        corrupted=Growing(),
         decision=None,
         saves={},
         loss=loss,
@@ -115,7 +116,7 @@ def _members(state: JobState) -> Members:
 def _needed_candidates(rules: Rules, state: JobState, num_left: int) -> tuple[int, ...]:
     """Nodes that wait to join and are needed now, if the others tolerate no more failures."""
     f = rules.job.resilience.failures_tolerated
-    able = [n for n in state.candidates if set(state.ranks_of((n,))) <= set(state.workers)]
+    able = [n for n in state.candidates if state.has_workers(n)]
     return tuple(able[: max(0, (f + 1) * rules.n0 - num_left)])
 
 

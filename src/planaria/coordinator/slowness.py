@@ -19,6 +19,7 @@ RETRY_S, doubled each time: if it is, it gets work and keeps it, else it is foun
 Source: DESIGN 3 (node kinds); thresholds from the runs in docs/LOG.md.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
     state = _retried(state, now_s)
     if state.next_iteration <= outcome.iteration:
         return replace(state, ratios={})
-    reports = state.reports.get(state.next_iteration, {})
+    reports = state.reports_of(state.next_iteration)
     computing_s = {rank: report.computing_s for rank, report in reports.items()}
     found = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
     ratios = {node: (*state.ratios.get(node, ()), ratio)[-WINDOW:] for node, ratio in found.items()}
@@ -95,9 +96,14 @@ def slowness_by_node(
     usual = median_low(known.values())
     took_s: defaultdict[int, float] = defaultdict(float)
     usual_s: defaultdict[int, float] = defaultdict(float)
-    layers_of = plan.layers_by_rank()
+    layers_of = plan.layers_by_rank
+    of_holders: list[list[float]] = [[] for _ in layer_s]
+    for rank, ratio in sorted(known.items(), key=lambda item: item[1]):
+        for layer in layers_of[rank]:
+            of_holders[layer].append(ratio)
     for rank in ratios:
-        peers = _usual_of_peers(rank, known, layers_of, layer_s, usual=usual)
+        in_seconds = {layer: layer_s[layer] for layer in layers_of[rank]}
+        peers = _usual_of_peers(known[rank], in_seconds, of_holders, usual=usual)
         took_s[rank // per_node] += computing_s[rank]
         usual_s[rank // per_node] += max(usual, peers) * work_s[rank]
     return {node: took / usual_s[node] for node, took in took_s.items() if usual_s[node] > 0.0}
@@ -130,17 +136,26 @@ def _without_slowness(ratios: Mapping[int, float], speeds: Mapping[int, float]) 
 
 
 def _usual_of_peers(
-    rank: int,
-    ratios: Mapping[int, float],
-    layers_of: Mapping[int, range],
-    layer_s: Sequence[float],
+    ratio: float,
+    seconds: Mapping[int, float],
+    of_holders: Sequence[Sequence[float]],
     *,
     usual: float,
 ) -> float:
-    """The ratio that other holders of the rank's layers have, each layer by its seconds."""
-    total_s = weighted_s = 0.0
-    for layer in layers_of[rank]:
-        others = [ratios[peer] for peer in ratios if peer != rank and layer in layers_of[peer]]
-        weighted_s += layer_s[layer] * (median_low(others) if others else usual)
-        total_s += layer_s[layer]
-    return weighted_s / total_s if total_s else usual
+    """The ratio that other holders of a rank's layers have, each layer by its seconds.
+
+    Args:
+        ratio: of the rank itself.
+        seconds: of its layers.
+        of_holders: by layer the ratios of all holders, ascending.
+    """
+    total_s = sum(seconds.values())
+    if not total_s:
+        return usual
+    weighted_s = 0.0
+    for layer, layer_s in seconds.items():
+        ratios = of_holders[layer]
+        middle = (len(ratios) - 2) // 2  # The low median of those that are left without this one.
+        middle += middle >= bisect_left(ratios, ratio)
+        weighted_s += layer_s * (ratios[middle] if len(ratios) > 1 else usual)
+    return weighted_s / total_s

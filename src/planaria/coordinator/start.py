@@ -75,7 +75,7 @@ def restored_step(
         stop_reason=progress.stop_reason if progress else "",
         outcome=outcome,
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
-        speeds=plan.slow_nodes(),
+        speeds=plan.slow_nodes,
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         losses=1,
     )

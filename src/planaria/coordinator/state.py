@@ -6,6 +6,7 @@ from enum import Enum
 
 from planaria.core import records
 from planaria.core.commit import VectorLayout
+from planaria.core.growing import Growing, is_among
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
     Corrupted,
@@ -224,7 +225,7 @@ class Switch:
     plan: Plan
     rounds: tuple[tuple[Transfer, ...], ...]
     is_told: bool = False
-    ready: Mapping[int, EpochReady] = field(default_factory=dict)
+    ready: Growing[int, EpochReady] = field(default_factory=Growing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,13 +304,13 @@ class JobState:
     plan: Plan
     next_iteration: int
     phase: Phase = Phase.RECORDING
-    workers: Mapping[int, WorkerReady] = field(default_factory=dict)
-    answers: Mapping[int, Stopped] = field(default_factory=dict)
+    workers: Growing[int, WorkerReady] = field(default_factory=Growing)
+    answers: Growing[int, Stopped] = field(default_factory=Growing)
     outcome: Outcome | None = None
     decision: Decision | None = None
-    ready: Mapping[int, EpochReady] = field(default_factory=dict)
-    corrupted: Mapping[int, Corrupted] = field(default_factory=dict)
-    reports: Mapping[int, Mapping[int, IterationDone]] = field(default_factory=dict)
+    ready: Growing[int, EpochReady] = field(default_factory=Growing)
+    corrupted: Growing[int, Corrupted] = field(default_factory=Growing)
+    reports: Mapping[int, Growing[int, IterationDone]] = field(default_factory=dict)
     saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
     published: int = -1
     unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
@@ -319,7 +320,7 @@ class JobState:
     losses: int = 0
     is_degraded: bool = False
     gone: tuple[int, ...] = ()
-    machines: Mapping[int, str] = field(default_factory=dict)
+    machines: Growing[int, str] = field(default_factory=Growing)
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     candidates: Mapping[int, Candidate] = field(default_factory=dict)
     leaving: Mapping[int, Leave] = field(default_factory=dict)
@@ -354,12 +355,34 @@ class JobState:
 
     @property
     def all_nodes(self) -> tuple[int, ...]:
-        """The members, and those of the next epoch."""
+        """The members, and those of the next epoch, ascending."""
         return tuple(sorted({*self.nodes, *(self.switch.nodes if self.switch else ())}))
+
+    def is_member(self, node: int) -> bool:
+        """Whether the node is among `all_nodes`."""
+        groups = (self.nodes, self.switch.nodes) if self.switch else (self.nodes,)
+        return any(is_among(node, nodes) for nodes in groups)
+
+    def has_rank(self, rank: int) -> bool:
+        """Whether the rank is among `ranks`."""
+        return is_among(rank // self.devices_per_node, self.nodes)
+
+    def has_workers(self, node: int) -> bool:
+        """Whether every rank of the node has a worker."""
+        return all(rank in self.workers for rank in self.ranks_of((node,)))
+
+    def reports_of(self, iteration: int) -> Growing[int, IterationDone]:
+        """By rank, of an iteration that is not committed."""
+        return self.reports.get(iteration, Growing())
+
+    def is_told_by_all(self, facts: Mapping[int, object]) -> bool:
+        """Whether every rank of the members has its entry; see `has_all`."""
+        num_ranks = len(self.nodes) * self.devices_per_node
+        return len(facts) >= num_ranks and all(rank in facts for rank in self.ranks)
 
     def ranks_of(self, nodes: Iterable[int]) -> tuple[int, ...]:
         """All ranks of these nodes."""
-        per_node = self.plan.pipelines[0].template.devices_per_node
+        per_node = self.devices_per_node
         return tuple(node * per_node + device for node in nodes for device in range(per_node))
 
     def kind_of(self, node: int) -> NodeKind:

@@ -98,7 +98,7 @@ ClusterEvent = NodesLost | NodesChanged
 def survivors(plan: Plan, lost: Collection[int], *, epoch: int) -> ClusterState:
     """The nodes of the plan but the lost ones, each with all that the plan gave it."""
     per_node = plan.pipelines[0].template.devices_per_node
-    layers = {rank: frozenset(layers) for rank, layers in plan.layers_by_rank().items()}
+    layers = {rank: frozenset(layers) for rank, layers in plan.layers_by_rank.items()}
     nodes = tuple(
         Node(node, tuple(layers[node * per_node + device] for device in range(per_node)))
         for node in plan.nodes

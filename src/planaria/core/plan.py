@@ -10,6 +10,7 @@ epoch, so a rank means one device for the life of a job.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
@@ -181,7 +182,7 @@ class Hop:
 Route = tuple[Hop, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Who computes what: pipelines, and the route of every microbatch of an iteration.
 
@@ -197,25 +198,26 @@ class Plan:
     routes: tuple[Route, ...]
     silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[int, ...]:
         return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that compute, ascending."""
-        return tuple(sorted(self.layers_by_rank()))
+        return tuple(sorted(self.layers_by_rank))
 
-    @property
+    @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """The ranks that compute or are silent, ascending: whoever takes part in a commit."""
-        return tuple(sorted({*self.layers_by_rank(), *self.silent}))
+        return tuple(sorted({*self.layers_by_rank, *self.silent}))
 
     @property
     def num_layers(self) -> int:
         return self.pipelines[0].template.stages[-1].end_layer
 
-    def layers_by_rank(self) -> dict[int, range]:
+    @cached_property
+    def layers_by_rank(self) -> Mapping[int, range]:
         """For every rank that computes the layers whose parameters it holds for that."""
         return {
             rank: range(stage.first_layer, stage.end_layer)
@@ -226,7 +228,8 @@ class Plan:
             for rank in ranks
         }
 
-    def slow_nodes(self) -> dict[int, float]:
+    @cached_property
+    def slow_nodes(self) -> Mapping[int, float]:
         """The speeds of nodes that differ from those that the profile was measured on."""
         return {
             node: kind.speed
@@ -235,9 +238,10 @@ class Plan:
             if kind.speed != 1.0
         }
 
-    def held_by_rank(self) -> dict[int, frozenset[int]]:
+    @cached_property
+    def held_by_rank(self) -> Mapping[int, frozenset[int]]:
         """As `layers_by_rank`, of all ranks, with what they have silently."""
-        computed = self.layers_by_rank()
+        computed = self.layers_by_rank
         return {
             rank: frozenset((*computed.get(rank, ()), *self.silent.get(rank, ())))
             for rank in self.all_ranks
@@ -245,7 +249,7 @@ class Plan:
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The ranks that hold the layer to compute it, ascending; the first is its owner."""
-        return tuple(sorted(r for r, layers in self.layers_by_rank().items() if layer in layers))
+        return tuple(sorted(r for r, layers in self.layers_by_rank.items() if layer in layers))
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -89,7 +89,7 @@ class Executor:
         self._worked = worked
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
-        held = plan.held_by_rank()
+        held = plan.held_by_rank
         self._own = held[self._rank]
         num_holders = Counter(layer for layers in held.values() for layer in layers)
         self._shared = [layer for layer in sorted(self._own) if num_holders[layer] > 1]

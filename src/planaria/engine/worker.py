@@ -290,7 +290,7 @@ class _Worker:
             size = exchange_layers(links, stage, rounds, age=age, timeout_s=LINK_TIMEOUT_S)
             if not self._takes_part:
                 return start, size
-            own = start.plan.layers_by_rank()[self._spec.rank]
+            own = start.plan.layers_by_rank[self._spec.rank]
             if not start.vector:  # Nothing has been trained yet in this run.
                 missing = missing_layers(own, stage)
                 states = loaded_layers(self._tier, start.source, missing)
@@ -301,7 +301,7 @@ class _Worker:
             age = received_age(links, rounds, timeout_s=LINK_TIMEOUT_S)
             start = msgspec.structs.replace(start, iteration=age)
         send_silently(links, stage, rounds, age=start.iteration)
-        stage.prepare(missing_layers(start.plan.held_by_rank()[self._spec.rank], stage))
+        stage.prepare(missing_layers(start.plan.held_by_rank[self._spec.rank], stage))
         return start, 0
 
     def _train(self, start: StartEpoch, executor: Executor) -> None:
@@ -366,7 +366,7 @@ class _Worker:
         )
         self._vector = (iteration, vector)
         # All ranks have their layers, so nobody needs what this one has too many.
-        self._stage.keep_only(start.plan.held_by_rank()[self._spec.rank])
+        self._stage.keep_only(start.plan.held_by_rank[self._spec.rank])
         refuse_divergence(iteration, vector, self._job.training)
         return vector, spans
 

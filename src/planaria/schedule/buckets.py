@@ -53,7 +53,7 @@ def buckets_of(
 def _buckets(plan: Plan, tied: Sequence[TiedParameters]) -> tuple[list[Bucket], list[Bucket]]:
     """The buckets of the layers' own parameters and those of tied ones, in layer order."""
     holders: list[list[int]] = [[] for _ in range(plan.num_layers)]
-    for rank, layers in plan.held_by_rank().items():
+    for rank, layers in plan.held_by_rank.items():
         for layer in layers:
             holders[layer].append(rank)
     own = [

@@ -147,7 +147,7 @@ class _Costs:
 
     def __init__(self, plan: Plan) -> None:
         scale = lcm(*(len(pipeline.template.stages) for pipeline in plan.pipelines))
-        self._layers = plan.layers_by_rank()
+        self._layers = plan.layers_by_rank
         self._stage_cost = {
             rank: plan.num_layers * scale // len(pipeline.template.stages)
             for pipeline in plan.pipelines

@@ -86,7 +86,7 @@ def _layout(
     silent: tuple[tuple[int, tuple[int, ...]], ...],
 ) -> Layout:
     plan = Plan(epoch, pipelines, routes, dict(silent))
-    own = plan.layers_by_rank()
+    own = plan.layers_by_rank
     neighbours, microbatches = {}, {}
     for pipeline in plan.pipelines:
         route = pipeline.route()
