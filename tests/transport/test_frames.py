@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import zlib
 from collections.abc import Generator
 from itertools import pairwise
 
@@ -212,3 +213,42 @@ def test_a_frame_too_long_to_be_ours_is_refused_at_its_length() -> None:
     assert FrameDecoder().feed(struct.pack("!I", FRAME_BYTES_MAX)) == []
     with pytest.raises(AuthenticationError, match=str(FRAME_BYTES_MAX + 1)):
         FrameDecoder().feed(struct.pack("!I", FRAME_BYTES_MAX + 1))
+
+
+def long_message() -> WorkerExited:
+    return WorkerExited(node=1, rank=1, pid=71, status=-9, stack="a line of a stack\n" * 10_000)
+
+
+def test_a_long_message_travels_deflated_and_comes_back_as_it_went() -> None:
+    """The plan of thousands of nodes goes to each of them."""
+    data = frame(long_message())
+
+    assert len(data) < 10_000
+    (body,) = FrameDecoder().feed(data)
+    assert from_node_decoder.decode(body) == long_message()
+
+
+@pytest.mark.parametrize("num_bytes", [10, -1])
+def test_what_cannot_be_inflated_is_refused(num_bytes: int) -> None:
+    """Damaged, and cut short."""
+    data = bytearray(frame(long_message()))
+    if num_bytes > 0:
+        data[4 : 4 + num_bytes] = bytes(num_bytes)
+    else:
+        data[:4] = struct.pack("!I", struct.unpack_from("!I", data)[0] - 1)
+        data = data[:-1]
+    with pytest.raises(AuthenticationError, match="not one of ours"):
+        FrameDecoder().feed(bytes(data))
+
+
+def test_a_small_frame_that_inflates_without_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frames, "FRAME_BYTES_MAX", 100_000)
+    with pytest.raises(AuthenticationError, match="does not end"):
+        FrameDecoder().feed(deflated(200_000))
+
+
+def deflated(num_bytes: int) -> bytes:
+    body = zlib.compress(bytes(num_bytes))
+    return struct.pack("!I", 1 << 31 | len(body)) + body

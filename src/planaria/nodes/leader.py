@@ -69,6 +69,7 @@ class _Leader:
             notify=self.notify,
         )
         self._agents: set[_Agent] = set()
+        self._frames = _Frames()
         self._has_progressed = asyncio.Event()
 
     async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
@@ -170,7 +171,7 @@ class _Leader:
             logger.warning("refused a connection: %s", error)
             writer.close()
             return
-        agent = _Agent(writer)
+        agent = _Agent(writer, self._frames)
         self._agents.add(agent)
         try:
             if await self._leadership.admit(node, agent):
@@ -237,20 +238,35 @@ class _Leader:
         """The launcher knows before anybody may leave, so that none is taken for lost."""
         self.notify(ended)
         await self._launcher.drain()
+        shutdown = Shutdown()
         for agent in self._agents:
-            agent.tell(Shutdown())
+            agent.tell(shutdown)
+
+
+class _Frames:
+    """Makes frames; what goes to many agents one after the other is encoded once."""
+
+    def __init__(self) -> None:
+        self._message: ToNode | None = None
+        self._frame = b""
+
+    def of(self, message: ToNode) -> bytes:
+        if message is not self._message:
+            self._message, self._frame = message, frame(message)
+        return self._frame
 
 
 class _Agent:
     """A connection to an agent."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, frames: _Frames) -> None:
         self._writer = writer
+        self._frames = frames
 
     def tell(self, message: ToNode) -> None:
         """See Line."""
         if not self._writer.is_closing():
-            self._writer.write(frame(message))
+            self._writer.write(self._frames.of(message))
 
     def close(self) -> None:
         """See Line."""
