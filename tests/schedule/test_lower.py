@@ -17,6 +17,7 @@ from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.lower import (
     execution_order,
     lowered,
+    lowered_for,
     place_reductions,
     validate,
 )
@@ -51,6 +52,20 @@ def test_figure_9_of_oobleck_lowered_letter_for_letter() -> None:
         Bucket((4, 5), (2, 4), round_index=1),
         Bucket((0, 5), (0, 2, 3, 4), tied=0, round_index=2),
     ) == schedule.buckets
+
+
+@given(rerouted_plans() | plain_plans())
+@settings(max_examples=60, deadline=None)
+def test_each_rank_by_itself_gets_what_it_has_in_the_schedule_of_all(plan: Plan) -> None:
+    """Also a rank without work, and the buckets by the same numbers."""
+    tied = [TiedParameters((0, plan.num_layers - 1), 8)]
+    whole = lowered(plan, tied=tied)
+
+    for rank in plan.all_ranks:
+        own = lowered_for(plan, rank, tied=tied)
+        assert own.actions[rank] == whole.actions[rank]
+        assert (own.routes, own.buckets) == (whole.routes, whole.buckets)
+    assert lowered_for(plan, max(plan.all_ranks) + 1).actions == {max(plan.all_ranks) + 1: ()}
 
 
 @given(rerouted_plans())

@@ -64,7 +64,7 @@ from planaria.engine.stage import Stage
 from planaria.engine.tracebacks import user_traceback
 from planaria.errors import AbortedError, ConfigError, CorruptedError, PeerLostError
 from planaria.schedule.buckets import ReductionOrder
-from planaria.schedule.lower import lowered
+from planaria.schedule.lower import lowered_for
 from planaria.transport.links import Links
 from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
@@ -225,7 +225,7 @@ class _Worker:
             self._reached("regroup", start.iteration)
         peers = transfer_peers(start.rounds, rank)
         order = ReductionOrder(self._job.resilience.reductions)
-        schedule = lowered(plan, tied=tied_parameters(self._stage.model), order=order)
+        schedule = lowered_for(plan, rank, tied=tied_parameters(self._stage.model), order=order)
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
         self._links.enter(start.epoch, addresses=start.addresses, peers=peers)

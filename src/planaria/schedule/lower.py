@@ -50,6 +50,61 @@ def lowered(
     return schedule
 
 
+def lowered_for(
+    plan: Plan,
+    rank: int,
+    *,
+    tied: Sequence[TiedParameters] = (),
+    order: ReductionOrder = ReductionOrder.COLOURED,
+) -> Schedule:
+    """As `lowered`, with the actions of one rank only, at the cost of those that it meets.
+
+    A pipeline that no route joins with the rank's own decides nothing for it but its buckets. The
+    actions are valid where all ranks get theirs so: forwards and backwards are checked for all
+    that meet, and reductions cannot block each other, for every rank runs them in one order.
+    """
+    part, microbatches = _met(plan, rank)
+    schedule = place_transfers(routed_1f1b(part))
+    validate(schedule, plan.num_layers)
+    actions = tuple(
+        action._replace(microbatch=microbatches[action.microbatch])
+        for action in schedule.actions.get(rank, ())
+    )
+    buckets = buckets_of(plan, tied=tied, order=order)
+    indices = [index for index, bucket in enumerate(buckets) if rank in bucket.ranks]
+    own = _with_reductions(actions, plan.routes, indices, buckets)
+    return Schedule(plan.routes, {rank: own}, buckets)
+
+
+def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
+    """The plan with the pipelines that routes join with the rank's own, and its microbatches."""
+    pipeline_of = {
+        member: index
+        for index, pipeline in enumerate(plan.pipelines)
+        for ranks in pipeline.ranks_by_stage()
+        for member in ranks
+    }
+    joined: dict[int, set[int]] = {}
+    for route in set(plan.routes):
+        visited = {pipeline_of[hop.rank] for hop in route}
+        for index in visited:
+            joined.setdefault(index, set()).update(visited)
+    met: set[int] = set()
+    waiting = {pipeline_of[rank]} if rank in pipeline_of else set()
+    while waiting:
+        index = waiting.pop()
+        met.add(index)
+        waiting |= joined.get(index, set()) - met
+    microbatches = [m for m, route in enumerate(plan.routes) if pipeline_of[route[0].rank] in met]
+    part = replace(
+        plan,
+        pipelines=tuple(plan.pipelines[index] for index in sorted(met)),
+        routes=tuple(plan.routes[microbatch] for microbatch in microbatches),
+        silent={},
+    )
+    return part, microbatches
+
+
 def place_transfers(schedule: Schedule) -> Schedule:
     """The schedule with a receive before and a send after each action whose peer is elsewhere."""
     crossings = crossings_of(schedule.routes)
