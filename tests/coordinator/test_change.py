@@ -278,6 +278,20 @@ def test_a_machine_that_fails_often_is_taken_back_later_each_time() -> None:
     assert cluster.state.change is None
 
 
+def test_a_new_coordinator_knows_which_machines_failed_before_a_change() -> None:
+    """The record of the members of a change is the newest, and has to say it too."""
+    cluster = training(rules(), shaped_plan((1, 1, 1), 6))
+    cluster.hear(NodeArrived(node=2, rank=2, machine="flaky"))
+    cluster.lose(2)
+    cluster.join(3)
+    cluster.train(FIRST + 1)
+    cluster.train(FIRST + 2)
+    assert cluster.state.nodes == (0, 1, 3)
+    cluster.restart()
+
+    assert cluster.state.failures == {"flaky": (1, NOW_S)}
+
+
 def test_a_stop_goes_before_a_change() -> None:
     """A job that ends needs no more nodes."""
     cluster = training(rules())

@@ -238,7 +238,14 @@ def _with_switch(state: JobState) -> Step:
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.gone, *set(state.nodes).difference(nodes)}))
-    members = Members(epoch=epoch, term=state.term, nodes=nodes, gone=gone, is_planned=True)
+    members = Members(
+        epoch=epoch,
+        term=state.term,
+        nodes=nodes,
+        gone=gone,
+        is_planned=True,
+        failures=dict(state.failures),
+    )
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
 
