@@ -1,13 +1,14 @@
 """Who takes which place."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, survivors
-from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.restorer.assignment import Opening, assigned
 
 
@@ -98,13 +99,6 @@ def test_no_other_assignment_moves_fewer_bytes_or_as_many_and_nodes_less_far(
     layer_bytes, plan, cluster, openings = drawn
     num_places = sum(opening.template.num_nodes for opening in openings)
 
-    def bound(nodes: tuple[int, ...]) -> tuple[Pipeline, ...]:
-        rest = iter(nodes)
-        return tuple(
-            Pipeline(o.template, tuple(next(rest) for _ in range(o.template.num_nodes)))
-            for o in openings
-        )
-
     def cost(pipelines: tuple[Pipeline, ...]) -> tuple[int, int]:
         lacking = missing_bytes(plan_of(*pipelines), cluster, layer_bytes)
         return lacking, num_steps(plan, pipelines, openings)
@@ -112,7 +106,107 @@ def test_no_other_assignment_moves_fewer_bytes_or_as_many_and_nodes_less_far(
     pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
 
     everything = permutations(range(len(cluster.nodes)), num_places)
-    assert cost(pipelines) == min(cost(bound(nodes)) for nodes in everything)
+    assert cost(pipelines) == min(cost(bound(openings, nodes).pipelines) for nodes in everything)
+
+
+def bound(openings: list[Opening], nodes: tuple[int, ...]) -> Plan:
+    """The openings on these nodes, in order."""
+    rest = iter(nodes)
+    return plan_of(
+        *(
+            Pipeline(o.template, tuple(next(rest) for _ in range(o.template.num_nodes)))
+            for o in openings
+        )
+    )
+
+
+def exposed(plan: Plan, cluster: ClusterState, covered: frozenset[int]) -> int:
+    """How many layers distrusted nodes alone hold."""
+    per_node = len(cluster.nodes[0].held)
+    trusted = {node.node for node in cluster.nodes if node.is_trusted}
+    safe = set(covered)
+    for rank, layers in plan.layers_by_rank.items():
+        if rank // per_node in trusted:
+            safe.update(layers)
+    return plan.num_layers - len(safe)
+
+
+@settings(max_examples=200, deadline=None)
+@given(clusters(), st.data())
+def test_no_other_assignment_leaves_fewer_layers_to_distrusted_nodes_alone(
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]], data: st.DataObject
+) -> None:
+    """Against every way; and none that fills an opening with trusted nodes moves fewer bytes.
+
+    Other pipelines that stay may hold some of the layers on trusted nodes.
+    """
+    layer_bytes, plan, cluster, openings = drawn
+    distrusted = data.draw(st.sets(st.sampled_from([node.node for node in cluster.nodes])))
+    nodes = (replace(node, is_trusted=node.node not in distrusted) for node in cluster.nodes)
+    cluster = ClusterState(1, tuple(nodes))
+    covered = data.draw(st.frozensets(st.integers(0, 11), max_size=8))
+
+    pipelines = assigned(
+        openings, cluster.nodes, before=plan, layer_bytes=layer_bytes, covered=covered
+    )
+
+    made = plan_of(*pipelines)
+    num_places = sum(opening.template.num_nodes for opening in openings)
+    ways = [bound(openings, way) for way in permutations(range(len(cluster.nodes)), num_places)]
+    fewest = min(exposed(way, cluster, covered) for way in ways)
+    assert exposed(made, cluster, covered) == fewest
+    filled = [
+        way for way in ways if any(not distrusted.intersection(p.nodes) for p in way.pipelines)
+    ]
+    if filled:
+        fewest_bytes = min(missing_bytes(way, cluster, layer_bytes) for way in filled)
+        assert missing_bytes(made, cluster, layer_bytes) <= fewest_bytes
+
+
+def test_two_trusted_nodes_cover_the_model_from_two_pipelines() -> None:
+    """Each pipeline has three places, so that no two nodes fill one; the largest of both do it."""
+    first, second = template_of(4, 5, 6), template_of(1, 2, 6)
+    plan = plan_of(Pipeline(first, (0, 1, 2)), Pipeline(second, (3, 4, 5)))
+    nodes = tuple(
+        replace(node, is_trusted=node.node in (1, 2)) for node in survivors(plan, (), epoch=1).nodes
+    )
+    openings = [Opening(first, 0), Opening(second, 1)]
+
+    one, two = assigned(openings, nodes, before=plan, layer_bytes=(1,) * 6)
+
+    assert {one.nodes[0], two.nodes[2]} == {1, 2}
+
+
+def test_a_trusted_node_takes_the_place_for_its_kind() -> None:
+    """A slow node that is trusted covers what a template has for slow nodes, and nothing else."""
+    slow = NodeKind(0.5)
+    template = replace(template_of(1, 6), kinds=(slow, NodeKind()))
+    plain = template_of(6)
+    plan = plan_of(Pipeline(template, (0, 1)), Pipeline(plain, (2,)))
+    held = (frozenset(range(6)),)
+    nodes = tuple(
+        Node(node, held, kind, is_trusted=node in (0, 3))
+        for node, kind in enumerate((slow, NodeKind(), NodeKind(), NodeKind(), slow))
+    )
+    openings = [Opening(template, 0), Opening(plain, 1)]
+
+    one, two = assigned(openings, nodes, before=plan, layer_bytes=(1,) * 6)
+
+    assert one.nodes[0] in (0, 4)
+    assert 3 in (one.nodes[1], *two.nodes)
+    assert exposed(plan_of(one, two), ClusterState(1, nodes), frozenset()) == 0
+
+
+def test_nothing_moves_where_it_would_not_help() -> None:
+    """One pipeline with a distrusted node leaves it something, wherever it is; it stays there."""
+    template = template_of(2, 4, 6)
+    plan = plan_of(Pipeline(template, (0, 1, 2)))
+    cluster = survivors(plan, (), epoch=1)
+    nodes = tuple(replace(node, is_trusted=node.node != 1) for node in cluster.nodes)
+
+    (one,) = assigned([Opening(template, 0)], nodes, before=plan, layer_bytes=(1,) * 6)
+
+    assert one.nodes == (0, 1, 2)
 
 
 def test_nodes_stay_at_their_place_where_bytes_allow() -> None:

@@ -22,11 +22,13 @@ class Node:
         held: by device, the layers whose state is there whole, parameters and optimizer state, and
             of the age at which the job goes on. Empty where the worker is new.
         kind: as it has been seen to be.
+        is_trusted: its machine has not failed often of late.
     """
 
     node: int
     held: tuple[frozenset[int], ...]
     kind: NodeKind = _USUAL
+    is_trusted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,12 @@ class ClusterState:
         numbers = [node.node for node in self.nodes]
         assert numbers == sorted(set(numbers))
         assert not {node.node for node in self.leaving}.intersection(numbers)
+
+    @property
+    def distrusted(self) -> frozenset[int]:
+        """The nodes that should hold nothing alone."""
+        nodes = (*self.nodes, *self.leaving)
+        return frozenset(node.node for node in nodes if not node.is_trusted)
 
     def held_by_rank(self) -> dict[int, frozenset[int]]:
         """For every live rank the layers that it holds."""

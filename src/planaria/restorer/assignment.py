@@ -6,12 +6,19 @@ exactly. Of equals the one that leaves most nodes at their place, or failing tha
 Nodes may be more than places, and may hold anything, or nothing. Where templates are made for nodes
 of different kinds a node takes a place of its own kind.
 
+If that leaves more layers to distrusted nodes alone than need be, trusted nodes have to take places
+that cover the model: some that do with few nodes (cover.py), or all of one opening, whichever of
+these moves the fewest bytes. The number of such layers is the least that there is; among all ways
+to reach it, others than those tried may move fewer bytes. Of many openings those are tried that
+have the fewest distrusted nodes as it is.
+
 Source: Odyssey, section IV-B, figure 3.
 Differs: Odyssey counts layers between two given groups, here it is bytes over all pipelines that
-change.
+change; it knows no distrust.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,9 +27,11 @@ from numpy.typing import NDArray
 
 from planaria.core.cluster import Node
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan
+from planaria.restorer.cover import widest_cover
 
 # Solved in floating point, which holds whole numbers up to here exactly.
 _EXACT_MAX = 2**53
+_WHOLE_MAX = 8  # For 1,000 nodes one takes up to 0.05 s.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +52,17 @@ def assigned(
     *,
     before: Plan,
     layer_bytes: Sequence[int],
+    covered: Collection[int] = (),
 ) -> tuple[Pipeline, ...]:
     """The pipelines bound to nodes such that the nodes lack the fewest bytes.
 
-    O(m^3) for the m places whose node does not stay.
+    O(m^3) for the m places whose node does not stay; up to ten times O(nodes^3) where distrusted
+    nodes would hold a layer alone.
 
     Args:
         nodes: that are free to take a place; as many as there are places, or more.
         layer_bytes: of each layer's state.
+        covered: layers that trusted nodes hold in pipelines that stay.
     """
     if not openings:
         return ()
@@ -62,9 +74,17 @@ def assigned(
     free = [node for node in nodes if node.node not in taken]
     vacant = [index for index in range(len(places)) if index not in node_at]
     if vacant:
-        found = _cheapest([places[index] for index in vacant], free, before, layer_bytes)
-        node_at.update(zip(vacant, found, strict=True))
-    in_order = (node_at[index] for index in range(len(places)))
+        costs = _costs([places[index] for index in vacant], free, before, layer_bytes)
+        rows = _cheapest(costs)
+        node_at.update((index, free[row].node) for index, row in zip(vacant, rows, strict=True))
+    bound = [node_at[index] for index in range(len(places))]
+    if not all(node.is_trusted for node in nodes):
+        bare = frozenset(range(len(layer_bytes))).difference(covered)
+        covers = _covers(bound, openings, places=places, nodes=nodes, bare=bare)
+        if covers:
+            costs = _costs(places, nodes, before, layer_bytes)
+            bound = _cheapest_covered(costs, nodes, covers)
+    in_order = iter(bound)
     return tuple(
         Pipeline(
             opening.template,
@@ -136,10 +156,10 @@ def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
     }
 
 
-def _cheapest(
+def _costs(
     places: Sequence[_Place], nodes: Sequence[Node], before: Plan, layer_bytes: Sequence[int]
-) -> list[int]:
-    """For every place its node, such that the fewest bytes move."""
+) -> NDArray[np.float64]:
+    """What a place costs a node, infinite where it is of another kind; shape [nodes, places]."""
     missing_bytes = _missing_bytes(places, nodes, layer_bytes)
     # All nodes together move fewer steps than one byte weighs.
     costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
@@ -148,12 +168,83 @@ def _cheapest(
         kinds = [node.kind for node in nodes]
         is_of_kind = np.array([[place.kind in (None, kind) for place in places] for kind in kinds])
         costs = np.where(is_of_kind, costs, np.inf)
+    return costs
+
+
+def _cheapest(costs: NDArray[np.float64]) -> list[int]:
+    """For every place the row of its node, such that the sum is least."""
     # It takes half a second to import; the job's processes have it from their fork server.
     from scipy.optimize import linear_sum_assignment
 
     columns, rows = linear_sum_assignment(costs.T)
-    assert len(columns) == len(places)
-    return [nodes[int(row)].node for row in rows]
+    assert len(columns) == costs.shape[1]
+    return [int(row) for row in rows]
+
+
+def _covers(
+    bound: Sequence[int],
+    openings: Sequence[Opening],
+    *,
+    places: Sequence[_Place],
+    nodes: Sequence[Node],
+    bare: frozenset[int],
+) -> list[tuple[int, ...]]:
+    """Places that trusted nodes may take, so that distrusted ones hold the fewest bare layers
+    alone; none if they do already."""
+    distrusted = {node.node for node in nodes if not node.is_trusted}
+    holds = [bare & _union(place.needs) for place in places]
+    safe = _union(holds[i] for i, node in enumerate(bound) if node not in distrusted)
+    if safe == bare:
+        return []
+    is_for_kinds = any(place.kind is not None for place in places)
+    kinds = [place.kind or NodeKind() for place in places]
+    num_trusted = Counter(
+        node.kind if is_for_kinds else NodeKind() for node in nodes if node.is_trusted
+    )
+    cover = widest_cover(holds, kinds, num_trusted)
+    if len(_union(holds[place] for place in cover)) == len(safe):
+        return []
+    whole = sorted(
+        _whole_openings(openings, holds, kinds=kinds, num_trusted=num_trusted),
+        key=lambda chosen: sum(bound[place] in distrusted for place in chosen),
+    )
+    return [cover, *whole[:_WHOLE_MAX]]
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*sets)
+
+
+def _whole_openings(
+    openings: Sequence[Opening],
+    holds: Sequence[frozenset[int]],
+    *,
+    kinds: Sequence[NodeKind],
+    num_trusted: Mapping[NodeKind, int],
+) -> Iterator[tuple[int, ...]]:
+    """For each opening that trusted nodes can fill, its places that have something to cover."""
+    first = 0
+    for opening in openings:
+        end = first + opening.template.num_nodes
+        chosen = tuple(place for place in range(first, end) if holds[place])
+        needed = Counter(kinds[place] for place in chosen)
+        if all(num_trusted.get(kind, 0) >= number for kind, number in needed.items()):
+            yield chosen
+        first = end
+
+
+def _cheapest_covered(
+    costs: NDArray[np.float64], nodes: Sequence[Node], covers: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """For every place its node, trusted ones at all places of one cover."""
+    is_distrusted = np.array([not node.is_trusted for node in nodes])
+    found = []
+    for cover in covers:
+        forced = costs.copy()
+        forced[np.ix_(is_distrusted, np.array(cover))] = np.inf
+        found.append(_cheapest(forced))
+    rows = min(found, key=lambda rows: costs[rows, np.arange(len(rows))].sum())
+    return [nodes[row].node for row in rows]
 
 
 def _missing_bytes(

@@ -3,7 +3,7 @@
 Source: Odyssey, figure 10, for the comparison.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.plan import Pipeline, Plan, Transfer
@@ -16,9 +16,13 @@ def assigned_in_order(
     *,
     before: Plan,
     layer_bytes: Sequence[int],
+    covered: Collection[int] = (),
 ) -> tuple[Pipeline, ...]:
-    """The pipelines bound to the nodes by number, place after place; as `assigned` else."""
-    del before, layer_bytes  # Whatever a node holds, it takes the place that is next.
+    """The pipelines bound to the nodes by number, place after place; as `assigned` else.
+
+    Distrusted nodes may hold layers alone.
+    """
+    del before, layer_bytes, covered  # Whatever a node holds, it takes the place that is next.
     numbers = iter(sorted(node.node for node in nodes))
     return tuple(
         Pipeline(opening.template, tuple(next(numbers) for _ in range(opening.template.num_nodes)))

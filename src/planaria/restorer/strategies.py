@@ -1,6 +1,6 @@
 """The ways to restore a job: how nodes get their places, and ranks the layers that they lack."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -21,6 +21,7 @@ class Assignment(Protocol):
         *,
         before: Plan,
         layer_bytes: Sequence[int],
+        covered: Collection[int] = (),
     ) -> tuple[Pipeline, ...]: ...
 
 
