@@ -177,6 +177,24 @@ def test_two_trusted_nodes_cover_the_model_from_two_pipelines() -> None:
     assert {one.nodes[0], two.nodes[2]} == {1, 2}
 
 
+def test_a_pipeline_is_filled_with_trusted_nodes_where_that_moves_less() -> None:
+    """Nodes 1 and 5 hold layer 4. To give 1's place to node 4 moves two layers; for 5's, five."""
+    first, second = template_of(4, 5, 6), template_of(1, 2, 6)
+    plan = plan_of(Pipeline(first, (0, 1, 2)), Pipeline(second, (3, 4, 5)))
+    nodes = tuple(
+        replace(node, is_trusted=node.node not in (1, 5))
+        for node in survivors(plan, (), epoch=1).nodes
+    )
+    openings = [Opening(first, 0), Opening(second, 1)]
+
+    pipelines = assigned(openings, nodes, before=plan, layer_bytes=(1,) * 6)
+
+    cluster = ClusterState(1, nodes)
+    assert exposed(plan, cluster, frozenset()) == 1
+    assert exposed(plan_of(*pipelines), cluster, frozenset()) == 0
+    assert missing_bytes(plan_of(*pipelines), cluster, (1,) * 6) == 2
+
+
 def test_a_trusted_node_takes_the_place_for_its_kind() -> None:
     """A slow node that is trusted covers what a template has for slow nodes, and nothing else."""
     slow = NodeKind(0.5)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Link, ModelProfile, Plan, Transfer, Transition
+from planaria.restorer.cover import trusted_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,23 @@ def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
             bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
     busiest_s = (prices.links[kind].seconds(size) for (kind, _, _), size in bytes_on.items())
     return prices.regroup_s + max(busiest_s, default=0.0)
+
+
+def num_exposed(plan: Plan, cluster: ClusterState) -> int:
+    """How many layers distrusted nodes alone would hold."""
+    distrusted = cluster.distrusted
+    if not distrusted:
+        return 0
+    return plan.num_layers - len(trusted_layers(plan.pipelines, distrusted))
+
+
+def least_exposed(
+    transitions: Sequence[Transition], cluster: ClusterState
+) -> tuple[Transition, ...]:
+    """Those that leave the fewest layers to distrusted nodes alone."""
+    exposed = [num_exposed(transition.after, cluster) for transition in transitions]
+    fewest = min(exposed, default=0)
+    return tuple(one for one, number in zip(transitions, exposed, strict=True) if number == fewest)
 
 
 def expected_samples_per_s(

@@ -19,24 +19,31 @@ work lend first. The global answer is not in the paper; where it has f + 1 pipel
 the local one if neither has, a local answer that falls short is refused. With fewer than
 (f + 1) * n0 nodes Oobleck stops; here both answers go on with what fits. A local answer that leaves
 nodes without work, new ones say, is refused where the global one does not.
+
+Of these answers those are refused that leave more layers to distrusted nodes alone than another
+one. Where all do, though trusted nodes could hold the whole model, there is a third: a pipeline of
+trusted nodes, and for the others the plan for their number.
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from operator import itemgetter
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Prices, downtime_s
+from planaria.policies.policy import Prices, downtime_s, least_exposed, num_exposed
 from planaria.restorer.assignment import Opening
+from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY = "reinstantiate"
 GLOBAL = "global"
+TRUSTED = "trusted"
 
 _OUT_OF_REACH = 1 << 62
 
@@ -75,7 +82,7 @@ class Reinstantiate:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The local answer, then the global one, where there are.
+        """The local answer, then the global one, where there are; if need be the third.
 
         There is none with fewer than n0 nodes, and none if `ClusterState.lost_layers` names a
         layer: then only a checkpoint helps.
@@ -90,10 +97,13 @@ class Reinstantiate:
                 local = None
             elif local[0] == overall[0]:
                 overall = None
-        return tuple(
+        found = tuple(
             self.transition(pipelines, answer, plan, cluster, event, prices)
             for pipelines, answer in filter(None, (local, overall))
         )
+        if all(num_exposed(transition.after, cluster) for transition in found):
+            found += self._with_trusted_pipeline(plan, cluster, event, prices)
+        return least_exposed(found, cluster)
 
     def transition(
         self,
@@ -148,8 +158,13 @@ class Reinstantiate:
         ]
         busy = {node for pipeline in kept.values() for node in pipeline.nodes}
         free = [node for node in cluster.nodes if node.node not in busy]
-        layer_bytes = prices.layer_bytes
-        bound = self.restoring.assignment(openings, free, before=plan, layer_bytes=layer_bytes)
+        bound = self.restoring.assignment(
+            openings,
+            free,
+            before=plan,
+            layer_bytes=prices.layer_bytes,
+            covered=trusted_layers(kept.values(), cluster.distrusted),
+        )
         made = iter(bound)
         pipelines = tuple(
             kept[part.index] if part.index in kept else next(made) for part in reformed.parts
@@ -164,11 +179,48 @@ class Reinstantiate:
         if planned is None:
             return None
         templates = [pipeline.template for pipeline in planned.pipelines]
+        return self._bound(templates, plan, cluster, prices=prices), GLOBAL
+
+    def _bound(
+        self,
+        templates: Sequence[PipelineTemplate],
+        plan: Plan,
+        cluster: ClusterState,
+        *,
+        prices: Prices,
+    ) -> tuple[Pipeline, ...]:
+        """These templates on all nodes, whatever pipelines there were."""
         openings = openings_of(templates, plan, frozenset(node.node for node in cluster.nodes))
-        pipelines = self.restoring.assignment(
+        return self.restoring.assignment(
             openings, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
         )
-        return pipelines, GLOBAL
+
+    def _with_trusted_pipeline(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The fastest answer with a pipeline that trusted nodes can fill and the plan for the rest;
+        none that has fewer pipelines than are wanted, or fewer nodes at work, than the global one.
+        """
+        every, num_nodes = self.every, len(cluster.nodes)
+        num_trusted = sum(node.is_trusted for node in cluster.nodes)
+        planned = every.plans.get(num_nodes)
+        if planned is None or num_trusted == num_nodes:
+            return ()
+        wanted = min(every.problem.failures_tolerated + 1, len(planned.pipelines))
+        found = []
+        for size, template in sorted(every.templates.items()):
+            rest = every.plans.get(num_nodes - size)
+            if rest is None or size > num_trusted:
+                continue
+            templates = (template, *(pipeline.template for pipeline in rest.pipelines))
+            is_right = wanted <= len(templates) <= every.problem.num_microbatches
+            if is_right and size + len(rest.nodes) >= len(planned.nodes):
+                found.append((every.distribution(templates)[0], templates))
+        if not found:
+            return ()
+        _, templates = min(found, key=itemgetter(0))
+        pipelines = self._bound(templates, plan, cluster, prices=prices)
+        return (self.transition(pipelines, TRUSTED, plan, cluster, event, prices),)
 
 
 def _num_nodes(pipelines: Sequence[Pipeline]) -> int:

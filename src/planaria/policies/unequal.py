@@ -27,9 +27,10 @@ from planaria.planner.plans import pipeline_microbatches
 from planaria.planner.problem import stage_costs
 from planaria.planner.templates import fastest_templates
 from planaria.planner.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
-from planaria.policies.policy import Prices
+from planaria.policies.policy import Prices, least_exposed
 from planaria.policies.reinstantiate import POLICY, Reinstantiate, openings_of
 from planaria.restorer.assignment import Opening, assigned
+from planaria.restorer.cover import trusted_layers
 
 STAY: Final = "stay"
 RECUT: Final = "recut"
@@ -60,10 +61,11 @@ class Unequal:
         found = self._dealt(plan, cluster, event, prices, kinds=kinds)
         if not isinstance(event, NodesChanged) or not found:
             return found
+        stay: tuple[Transition, ...] = ()
         if not event.joined and not event.leaving:
-            found = (self._stay(plan, cluster, kinds), *found)
+            stay = (self._stay(plan, cluster, kinds),)
         more: list[tuple[tuple[Pipeline, ...], str]] = []
-        best = min(found, key=lambda transition: transition.iteration_s)
+        best = min((*stay, *found), key=lambda transition: transition.iteration_s)
         if recut := self._recut(best.after, cluster, prices):
             more.append((recut, RECUT))
         if unequal := self._unequal(before, cluster, prices):
@@ -72,11 +74,12 @@ class Unequal:
             self.alike.transition(pipelines, answer, plan, cluster, event, prices)
             for pipelines, answer in more
         )
-        found = (*found, *made)
+        found = least_exposed((*found, *made), cluster)
         without = self._without(plan, cluster, event, prices)
-        best_s = min(transition.iteration_s for transition in found)
+        best_s = min(transition.iteration_s for transition in (*stay, *found))
         pays = [one for one in without if one.iteration_s < (1.0 - _IDLE_GAIN_MIN) * best_s]
-        return (*found, *pays)
+        # What there is stays comparable: to keep it begins nothing.
+        return (*stay, *least_exposed((*found, *pays), cluster))
 
     def _dealt(
         self,
@@ -121,15 +124,19 @@ class Unequal:
     ) -> tuple[Pipeline, ...] | None:
         """The pipelines of an answer, those with slow nodes cut for them; None if none is."""
         nodes = {node.node: node for node in cluster.nodes}
-        pipelines = []
+        pipelines: list[Pipeline] = []
         for pipeline, count in zip(best.pipelines, pipeline_microbatches(best), strict=True):
             template = pipeline.template
             if template.kinds:
                 template = self._template(pipeline, count)
                 members = [nodes[node] for node in pipeline.nodes]
-                openings = [Opening(template, -1)]
+                others = (*pipelines, *best.pipelines[len(pipelines) + 1 :])
                 (pipeline,) = assigned(
-                    openings, members, before=best, layer_bytes=prices.layer_bytes
+                    [Opening(template, -1)],
+                    members,
+                    before=best,
+                    layer_bytes=prices.layer_bytes,
+                    covered=trusted_layers(others, cluster.distrusted),
                 )
             pipelines.append(pipeline)
         return tuple(pipelines) if tuple(pipelines) != best.pipelines else None

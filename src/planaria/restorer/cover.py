@@ -10,17 +10,19 @@ to take, and x = 1 for an exposed layer, the fewest are exposed where
 Source: DESIGN 5 (joins); none of the papers has nodes that fail again and again.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from planaria.core.plan import NodeKind, Pipeline
 
 
-def trusted_layers(pipelines: Iterable[Pipeline], distrusted: Collection[int]) -> frozenset[int]:
+def trusted_layers(pipelines: Iterable[Pipeline], distrusted: frozenset[int]) -> frozenset[int]:
     """The layers that some node of these pipelines holds which is not distrusted."""
     layers: set[int] = set()
     for pipeline in pipelines:
+        if distrusted.isdisjoint(pipeline.nodes):  # It holds the whole model: the usual case.
+            return frozenset(range(pipeline.template.stages[-1].end_layer))
         per_node = pipeline.template.devices_per_node
         ranks_by_stage = pipeline.ranks_by_stage()
         for stage, ranks in zip(pipeline.template.stages, ranks_by_stage, strict=True):
