@@ -3,14 +3,14 @@
 A node that arrives is a candidate until a change (change.py) or a recovery makes it a member. The
 machine of a node that failed before is taken back later each time: after its first failure at
 once, then after `cluster.rejoin_delay_s`, doubled each time. A machine that has not failed for an
-hour is forgiven.
+hour is forgiven (trust.py).
 """
 
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.recovery import FORGIVEN_S
 from planaria.coordinator.state import Candidate, Evict, JobState, Leave, Notify, Rules, Step
+from planaria.coordinator.trust import num_failures
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     DrainRequested,
@@ -35,9 +35,8 @@ def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> 
     state = replace(state, machines=state.machines.plus(node, event.machine))
     if state.is_member(node):
         return state, ()
-    count, last_s = state.failures.get(event.machine, (0, 0.0))
-    if now_s - last_s > FORGIVEN_S:
-        count = 0
+    count = num_failures(state, node, now_s)
+    _, last_s = state.failures.get(event.machine, (0, now_s))
     delay_s = rejoin_delay_s(count, rules.job.cluster.rejoin_delay_s)
     candidate = Candidate(event.machine, last_s + delay_s if count else now_s)
     return replace(state, candidates={**state.candidates, node: candidate}), ()

@@ -18,7 +18,7 @@ Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what ha
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -34,7 +34,8 @@ from planaria.coordinator.state import (
     Switch,
     Tell,
 )
-from planaria.core.cluster import ClusterState, Node, NodesChanged
+from planaria.coordinator.trust import seen_node, trusted_first
+from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.plan import Plan, Transfer, Transition
@@ -74,7 +75,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if not (slow or joining or leaving):  # The last change was for something else.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
-    transitions = _proposed(rules, state, event, staying)
+    transitions = _proposed(rules, state, event, staying, now_s=now_s)
     best, candidates = candidates_of(rules, state, transitions, now_s)
     if best is None:
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
@@ -113,14 +114,14 @@ def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
 
 
 def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> tuple[int, ...]:
-    """The candidates that can be taken now, the first to have come first."""
+    """The candidates that can be taken now: who failed least first, of equals who came first."""
     room = rules.max_nodes - num_staying
     able = [
         node
         for node, candidate in state.candidates.items()
         if candidate.not_before_s <= now_s and state.has_workers(node)
     ]
-    return tuple(sorted(able[: max(0, room)]))
+    return tuple(sorted(trusted_first(state, able, now_s)[: max(0, room)]))
 
 
 def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) -> bool:
@@ -160,25 +161,25 @@ def _too_few(state: JobState, shortage: str) -> Step:
 
 
 def _proposed(
-    rules: Rules, state: JobState, event: NodesChanged, staying: tuple[int, ...]
+    rules: Rules,
+    state: JobState,
+    event: NodesChanged,
+    staying: tuple[int, ...],
+    *,
+    now_s: float,
 ) -> tuple[Transition, ...]:
     """What the policy would do; the layers move while training goes on, so switches are all that
     it costs."""
     held = state.plan.held_by_rank
     cluster = ClusterState(
         state.epoch + 1,
-        tuple(_node(state, node, held) for node in sorted((*staying, *event.joined))),
-        tuple(_node(state, node, held) for node in event.leaving),
+        tuple(seen_node(state, node, held, now_s) for node in sorted((*staying, *event.joined))),
+        tuple(seen_node(state, node, held, now_s) for node in event.leaving),
     )
     return tuple(
         replace(transition, downtime_s=0.0 if transition.answer == STAY else rules.prices.regroup_s)
         for transition in rules.policy.propose(state.plan, cluster, event, rules.prices)
     )
-
-
-def _node(state: JobState, node: int, held: Mapping[int, frozenset[int]]) -> Node:
-    layers = tuple(held.get(rank, frozenset()) for rank in state.ranks_of((node,)))
-    return Node(node, layers, state.kind_of(node))
 
 
 def _waves(

@@ -34,7 +34,8 @@ from planaria.coordinator.state import (
     Rules,
     Step,
 )
-from planaria.core.cluster import ClusterState, Node, NodesLost
+from planaria.coordinator.trust import seen_node, trusted_first, with_failures
+from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch, Stopped
@@ -43,7 +44,6 @@ from planaria.core.records import Candidate, Decided, Decision, Members, Outcome
 from planaria.policies.policy import best_transition, expected_samples_per_s
 
 TIME_TO_FAILURE_S_MIN: Final = 60.0
-FORGIVEN_S: Final = 3600.0  # A machine that has not failed for so long may as well never have.
 
 
 def lost(
@@ -62,8 +62,9 @@ def lost(
         kind: of what happened, as the report names it.
         node: the one concerned where none is gone.
     """
+    state = with_failures(state, nodes, now_s)
     alive = tuple(member for member in state.all_nodes if member not in nodes)
-    joined = _needed_candidates(rules, state, len(alive))
+    joined = _needed_candidates(rules, state, len(alive), now_s)
     left = tuple(sorted({*alive, *joined}))
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
@@ -79,7 +80,6 @@ def lost(
         epoch=epoch,
         nodes=left,
         gone=tuple(sorted({*state.gone, *nodes})),
-        failures=_failures(state, nodes, now_s),
         candidates={n: waits for n, waits in state.candidates.items() if n not in left},
         change=None,
         asked=(),
@@ -113,24 +113,13 @@ def _members(state: JobState) -> Members:
     )
 
 
-def _needed_candidates(rules: Rules, state: JobState, num_left: int) -> tuple[int, ...]:
+def _needed_candidates(
+    rules: Rules, state: JobState, num_left: int, now_s: float
+) -> tuple[int, ...]:
     """Nodes that wait to join and are needed now, if the others tolerate no more failures."""
     f = rules.job.resilience.failures_tolerated
     able = [n for n in state.candidates if state.has_workers(n)]
-    return tuple(able[: max(0, (f + 1) * rules.n0 - num_left)])
-
-
-def _failures(
-    state: JobState, nodes: tuple[int, ...], now_s: float
-) -> Mapping[str, tuple[int, float]]:
-    failures = dict(state.failures)
-    for node in nodes:
-        machine = state.machines.get(node)
-        if machine is not None:
-            count, last_s = failures.get(machine, (0, 0.0))
-            count = 0 if now_s - last_s > FORGIVEN_S else count
-            failures[machine] = (count + 1, now_s)
-    return failures
+    return tuple(trusted_first(state, able, now_s)[: max(0, (f + 1) * rules.n0 - num_left)])
 
 
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -142,7 +131,7 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
     held = _held(rules, state, outcome)
-    cluster = _cluster(rules, state, held)
+    cluster = _cluster(rules, state, held, now_s)
     num_nodes, f = len(cluster.nodes), rules.job.resilience.failures_tolerated
     ends = state.ends
     if outcome.vector:
@@ -232,12 +221,11 @@ def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
     )
 
 
-def _cluster(rules: Rules, state: JobState, held: Mapping[int, frozenset[int]]) -> ClusterState:
+def _cluster(
+    rules: Rules, state: JobState, held: Mapping[int, frozenset[int]], now_s: float
+) -> ClusterState:
     """The members; those that are leaving only give what they hold, if the others can do it."""
-    nodes = [
-        Node(n, tuple(held[rank] for rank in state.ranks_of((n,))), state.kind_of(n))
-        for n in state.nodes
-    ]
+    nodes = [seen_node(state, node, held, now_s) for node in state.nodes]
     staying = tuple(node for node in nodes if node.node not in state.leaving)
     if len(staying) < rules.n0:
         return ClusterState(state.epoch, tuple(nodes))
