@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.coordinator import agent_state, coordinator, leadership, recovery, start
+from planaria.coordinator import agent_state, coordinator, leadership, recovery, start, trust
 from planaria.coordinator.agent_state import AgentState
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
@@ -207,6 +207,22 @@ def agents_forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("planaria.simulator.agent.said", said)
 
 
+def everybody_is_trusted(patch: pytest.MonkeyPatch) -> None:
+    """Nodes whose machines failed often are placed like all others."""
+    patch.setattr(trust, "is_trusted", lambda *_: True)
+
+
+def failures_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The members of a change are recorded without what is known of machines, as they once were."""
+
+    async def record(self: Logbook, members: Members) -> None:
+        failures = {} if members.is_planned else members.failures
+        await real(self, msgspec.structs.replace(members, failures=failures))
+
+    real = Logbook.record_members
+    patch.setattr(Logbook, "record_members", record)
+
+
 def recoveries_keep_the_plan(patch: pytest.MonkeyPatch) -> None:
     """Survivors that are not in the plan before stay idle."""
     real = best_transition
@@ -255,6 +271,8 @@ PLANTS: tuple[Plant, ...] = (
     leases_do_not_end,
     agents_forget,
     recoveries_keep_the_plan,
+    everybody_is_trusted,
+    failures_are_forgotten,
     jobs_begin_again,
     broken_links_are_forgotten,
 )

@@ -26,6 +26,8 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.leases_do_not_end, drawn_faults, 30),
     (planted.agents_forget, drawn_faults, 0),
     (planted.recoveries_keep_the_plan, drawn_faults, 0),
+    (planted.everybody_is_trusted, drawn_faults, 1500),
+    (planted.failures_are_forgotten, drawn_faults, 0),
     (planted.jobs_begin_again, drawn_faults, 740),
     (planted.broken_links_are_forgotten, drawn_faults, 540),
     (planted.silent_members_are_left_out, change_struck, 0),

@@ -58,6 +58,11 @@ class World(Surroundings, Protocol):
         """Something that a fault may wait for, or a reader may want to know."""
 
 
+def machine_of(node: int) -> str:
+    """The machine that a node runs on. There are few, so that some fail more than once."""
+    return f"machine {node % 2}"
+
+
 class SimulatedAgent:
     """An agent and the workers of its node.
 
@@ -94,7 +99,7 @@ class SimulatedAgent:
             self.workers.append(self._forked(device))
             self._lines.append(self._joined(device))
         rank = node * world.job.scenario.devices_per_node
-        self._say(NodeArrived(node=node, rank=rank, machine=f"machine {node % 3}"))
+        self._say(NodeArrived(node=node, rank=rank, machine=machine_of(node)))
         self.process.spawn(self._serve())
         self.process.spawn(self._tick())
 

@@ -4,6 +4,7 @@
                more and no less, wherever it is: on a worker, or in a checkpoint
     one age    all ranks of an epoch begin with the same age, on which what was committed is built
     the plan   covers the model, uses every survivor, and computes every microbatch once
+    trust      distrusted nodes hold no layer alone where others could fill a pipeline
     records    each is written once, epochs rise one by one, and only the newest leader writes
     commits    come in order, each with its own samples, and never again with others
     the end    is what the facts allow, and comes soon after the last fault is over
@@ -21,6 +22,7 @@ import numpy as np
 
 from planaria.coordinator.crashes import CRASHES_MAX
 from planaria.coordinator.store import Entry, Event
+from planaria.coordinator.trust import DISTRUSTED_MIN
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -36,6 +38,7 @@ from planaria.core.records import (
     decode_record,
 )
 from planaria.core.samples import sample_digest
+from planaria.simulator.agent import machine_of
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import FaultKind, Faults
@@ -76,6 +79,7 @@ class Checkers:
         self._published = -1
         self._evicted_s: dict[int, float] = {}
         self._gone: set[int] = set()
+        self._failures: dict[str, int] = {}
         self._planned: set[int] = set()
 
     def _fail(self, text: str) -> None:
@@ -177,6 +181,10 @@ class Checkers:
             self._check_cause(node)
             self._evicted_s[node] = self._cluster.loop.now_s
         self._epoch, self._members = members.epoch, members.nodes
+        failures = {machine: count for machine, (count, _) in members.failures.items()}
+        if any(failures.get(machine, 0) < count for machine, count in self._failures.items()):
+            self._fail(f"{members} forgets of {self._failures}")
+        self._failures = failures
 
     def _check_outcome(self, outcome: Outcome) -> None:
         if outcome.epoch != self._epoch:
@@ -205,6 +213,25 @@ class Checkers:
         is_short = len(plan.nodes) < most and not plan.silent
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
+        if not plan.silent:  # Else it is an older one.
+            self._check_trust(plan, staying)
+
+    def _check_trust(self, plan: Plan, num_staying: int) -> None:
+        """Trusted nodes fill the smallest pipeline, if all who can work still do beside it."""
+        n0, plans = self._job.rules.n0, self._job.every.plans
+        machines = {node: machine_of(node) for node in self._members}
+        trusted = {n for n, one in machines.items() if self._failures.get(one, 0) < DISTRUSTED_MIN}
+        rest = plans.get(num_staying - n0)
+        if rest is None or len(trusted - self._leaving()) < n0:
+            return
+        safe: set[int] = set()
+        for rank, layers in plan.layers_by_rank.items():
+            if rank // self._job.scenario.devices_per_node in trusted:
+                safe.update(layers)
+        num_alone = self._job.scenario.num_layers - len(safe)
+        if num_alone and n0 + len(rest.nodes) >= len(plans[num_staying].nodes):
+            pipelines = [pipeline.nodes for pipeline in plan.pipelines]
+            self._fail(f"{num_alone} layers on distrusted nodes alone in pipelines {pipelines}")
 
     # -- what the launcher is told ----------------------------------------------------------------
 
