@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, survivors
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.restorer import assignment
 from planaria.restorer.assignment import Opening, assigned
 
 
@@ -225,6 +227,25 @@ def test_nothing_moves_where_it_would_not_help() -> None:
     (one,) = assigned([Opening(template, 0)], nodes, before=plan, layer_bytes=(1,) * 6)
 
     assert one.nodes == (0, 1, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters())
+def test_places_that_are_alike_are_given_out_together_for_as_few_bytes(
+    drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
+) -> None:
+    """As where there are hundreds of them; against one by one."""
+    sizes, plan, cluster, openings = drawn
+    layer_bytes = tuple(min(size, 1000) for size in sizes)
+
+    def lacking() -> int:
+        pipelines = assigned(openings, cluster.nodes, before=plan, layer_bytes=layer_bytes)
+        return missing_bytes(plan_of(*pipelines), cluster, layer_bytes)
+
+    one_by_one = lacking()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "STEPS_COUNT_MAX", 0)
+        assert lacking() == one_by_one
 
 
 def test_nodes_stay_at_their_place_where_bytes_allow() -> None:

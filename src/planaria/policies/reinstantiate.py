@@ -145,11 +145,11 @@ class Reinstantiate:
         )
         if reformed is None or len(reformed.parts) > self.every.problem.num_microbatches:
             return None
+        parts = set(reformed.parts)
         kept = {
             index: pipeline
             for index, pipeline in enumerate(plan.pipelines)
-            if remaining[index] == len(pipeline.nodes)
-            and Part(index, remaining[index]) in reformed.parts
+            if remaining[index] == len(pipeline.nodes) and Part(index, remaining[index]) in parts
         }
         openings = [
             Opening(self.every.templates[part.num_nodes], part.index)

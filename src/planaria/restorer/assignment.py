@@ -21,16 +21,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planaria.core.cluster import Node
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan
+from planaria.restorer.classes import cheapest_numbers
 from planaria.restorer.cover import widest_cover
 
 # Solved in floating point, which holds whole numbers up to here exactly.
 _EXACT_MAX = 2**53
+STEPS_COUNT_MAX: Final = 256  # Of more vacant places, only the bytes are the fewest.
 _WHOLE_MAX = 8  # For 1,000 nodes one takes up to 0.05 s.
 
 
@@ -57,7 +60,8 @@ def assigned(
     """The pipelines bound to nodes such that the nodes lack the fewest bytes.
 
     O(m^3) for the m places whose node does not stay; up to ten times O(nodes^3) where distrusted
-    nodes would hold a layer alone.
+    nodes would hold a layer alone. Where more than STEPS_COUNT_MAX do not stay, nodes that are
+    alike are given places together, and may be further from their own than bytes ask for.
 
     Args:
         nodes: that are free to take a place; as many as there are places, or more.
@@ -74,8 +78,11 @@ def assigned(
     free = [node for node in nodes if node.node not in taken]
     vacant = [index for index in range(len(places)) if index not in node_at]
     if vacant:
-        costs = _costs([places[index] for index in vacant], free, before, layer_bytes)
-        rows = _cheapest(costs)
+        wanted = [places[index] for index in vacant]
+        if len(vacant) > STEPS_COUNT_MAX:
+            rows = _cheapest_by_class(wanted, free, layer_bytes)
+        else:
+            rows = _cheapest(_costs(wanted, free, before, layer_bytes))
         node_at.update((index, free[row].node) for index, row in zip(vacant, rows, strict=True))
     bound = [node_at[index] for index in range(len(places))]
     if not all(node.is_trusted for node in nodes):
@@ -157,12 +164,20 @@ def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
 
 
 def _costs(
-    places: Sequence[_Place], nodes: Sequence[Node], before: Plan, layer_bytes: Sequence[int]
+    places: Sequence[_Place],
+    nodes: Sequence[Node],
+    before: Plan | None,
+    layer_bytes: Sequence[int],
 ) -> NDArray[np.float64]:
-    """What a place costs a node, infinite where it is of another kind; shape [nodes, places]."""
-    missing_bytes = _missing_bytes(places, nodes, layer_bytes)
-    # All nodes together move fewer steps than one byte weighs.
-    costs = missing_bytes * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
+    """What a place costs a node, infinite where it is of another kind; shape [nodes, places].
+
+    Args:
+        before: from whose places steps count.
+    """
+    costs = _missing_bytes(places, nodes, layer_bytes)
+    if before is not None:
+        # All nodes together move fewer steps than one byte weighs.
+        costs = costs * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
     assert costs.max() < _EXACT_MAX
     if any(place.kind is not None for place in places):
         kinds = [node.kind for node in nodes]
@@ -179,6 +194,27 @@ def _cheapest(costs: NDArray[np.float64]) -> list[int]:
     columns, rows = linear_sum_assignment(costs.T)
     assert len(columns) == costs.shape[1]
     return [int(row) for row in rows]
+
+
+def _cheapest_by_class(
+    places: Sequence[_Place], nodes: Sequence[Node], layer_bytes: Sequence[int]
+) -> list[int]:
+    """For every place the row of its node, such that the fewest bytes move."""
+    rows_of: dict[tuple[object, ...], list[int]] = {}
+    for row, node in enumerate(nodes):
+        rows_of.setdefault((node.held, node.kind), []).append(row)
+    columns_of: dict[tuple[object, ...], list[int]] = {}
+    for column, place in enumerate(places):
+        columns_of.setdefault((place.needs, place.kind), []).append(column)
+    rows, columns = list(rows_of.values()), list(columns_of.values())
+    samples = [places[column[0]] for column in columns]
+    costs = _costs(samples, [nodes[row[0]] for row in rows], None, layer_bytes)
+    numbers = cheapest_numbers(costs, list(map(len, rows)), list(map(len, columns)))
+    found = [0] * len(places)
+    for row, column in zip(*np.nonzero(numbers), strict=True):
+        for _ in range(numbers[row, column]):
+            found[columns[column].pop()] = rows[row].pop()
+    return found
 
 
 def _covers(
