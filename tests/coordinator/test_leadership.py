@@ -9,6 +9,7 @@ import pytest
 from coordinated import LEASE_S, NOW_S, gone, small_rules
 from jobs import shaped_plan
 from planaria.coordinator.coordinator import Event
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Discard, Publish
@@ -16,7 +17,7 @@ from planaria.coordinator.store import Change, StoreState
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher
 from planaria.errors import ConflictError
-from planaria.nodes.journal import MemoryStore
+from planaria.nodes.journal import Flusher
 from tasks import TIMEOUT_S, settle
 
 NODE = 3
@@ -54,7 +55,7 @@ class FakeHands:
         pass
 
 
-def gated(run: Callable[[MemoryStore, asyncio.Event], Awaitable[None]]) -> None:
+def gated(run: Callable[[EmbeddedStore, asyncio.Event], Awaitable[None]]) -> None:
     """Runs with a store whose writes are durable only while the gate is open."""
 
     async def main() -> None:
@@ -64,7 +65,7 @@ def gated(run: Callable[[MemoryStore, asyncio.Event], Awaitable[None]]) -> None:
         async def make_durable(_changes: Sequence[Change], _state: StoreState) -> None:
             await gate.wait()
 
-        store = MemoryStore(now_s=lambda: NOW_S, make_durable=make_durable)
+        store = EmbeddedStore(Flusher(make_durable=make_durable), now_s=lambda: NOW_S)
         await asyncio.wait_for(run(store, gate), TIMEOUT_S)
 
     asyncio.run(main())
@@ -75,7 +76,7 @@ def test_of_two_that_become_leaders_at_once_the_second_is_one_and_the_first_writ
 ):
     """The second had given up, and with it the job, though it is the one who is to lead."""
 
-    async def run(store: MemoryStore, gate: asyncio.Event) -> None:
+    async def run(store: EmbeddedStore, gate: asyncio.Event) -> None:
         gate.clear()
         opened = [
             asyncio.create_task(opened_logbook(store, "job", lease_s=LEASE_S)) for _ in range(2)
@@ -97,7 +98,7 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
     It had been renewing that lease for good, member of nothing.
     """
 
-    async def run(store: MemoryStore, gate: asyncio.Event) -> None:
+    async def run(store: EmbeddedStore, gate: asyncio.Event) -> None:
         logbook = await opened_logbook(store, "job", lease_s=LEASE_S)
         leadership = Leadership[FakeLine](small_rules(), logbook, FakeHands())
         await leadership.restore(shaped_plan((2, 2), 6), predicted_s=1.0, now_s=NOW_S)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import (
     ABSENT,
     EMPTY,
@@ -28,7 +29,7 @@ from planaria.coordinator.store import (
     step,
 )
 from planaria.errors import CompactedError, ConflictError, LeaseLostError
-from planaria.nodes.journal import MemoryStore
+from planaria.nodes.journal import Flusher
 
 TIMEOUT_S = 20.0
 KEYS = Keys("demo")
@@ -211,7 +212,7 @@ def test_a_watch_sees_every_change_once_and_in_order() -> None:
     """From any revision on, what is past and what comes, of its prefix only."""
 
     async def run() -> None:
-        store: Store = MemoryStore(now_s=lambda: 0.0)
+        store: Store = EmbeddedStore(Flusher(), now_s=lambda: 0.0)
         lease = await store.grant(3.0)
         for index in range(3):
             await store.put(KEYS.event(index), b"%d" % index, lease=lease)
@@ -239,7 +240,7 @@ def test_a_range_and_a_watch_from_behind_it_miss_nothing() -> None:
     """Oldest write first, all of one moment, with the revision to go on from."""
 
     async def run() -> None:
-        store = MemoryStore(now_s=lambda: 0.0)
+        store = EmbeddedStore(Flusher(), now_s=lambda: 0.0)
         for key in ("n/10", "n/9", "m", "n/10", "n"):
             await store.put(key, b"")
         entries, revision = await store.range("n/")
@@ -269,7 +270,7 @@ def test_a_slow_watcher_gets_the_error_too() -> None:
     """Who does not read for longer than the history lasts must not go on as if nothing were."""
 
     async def run() -> None:
-        store = MemoryStore(now_s=lambda: 0.0)
+        store = EmbeddedStore(Flusher(), now_s=lambda: 0.0)
         await store.put("a", b"")
         watch = aiter(store.watch("a", first_revision=1))
         await anext(watch)

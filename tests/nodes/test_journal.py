@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import Guard, Range
 from planaria.errors import StoreError
-from planaria.nodes.journal import MemoryStore, open_store
+from planaria.nodes.journal import open_store
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
@@ -20,7 +21,7 @@ async def contents(directory: Path) -> Range:
         return await store.range("")
 
 
-async def fill(store: MemoryStore, journal: Path) -> list[tuple[int, Range]]:
+async def fill(store: EmbeddedStore, journal: Path) -> list[tuple[int, Range]]:
     """Every kind of change; for each, the size of the journal and what the store holds then."""
     found = [(journal.stat().st_size, await store.range(""))]
     lease = 0

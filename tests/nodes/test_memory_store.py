@@ -6,9 +6,10 @@ from itertools import count
 
 import pytest
 
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import ABSENT, Change, Entry, Guard, StoreState
 from planaria.errors import ConflictError, LeaseLostError, StoreError
-from planaria.nodes.journal import MemoryStore
+from planaria.nodes.journal import Flusher
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
@@ -24,11 +25,11 @@ class GatedDisk:
         await self.gate.wait()
 
 
-def gated(run: Callable[[MemoryStore, GatedDisk], Awaitable[None]]) -> None:
+def gated(run: Callable[[EmbeddedStore, GatedDisk], Awaitable[None]]) -> None:
     async def main() -> None:
         disk = GatedDisk()
         clock = count()  # A second passes with each look at it.
-        store = MemoryStore(now_s=lambda: float(next(clock)), make_durable=disk)
+        store = EmbeddedStore(Flusher(make_durable=disk), now_s=lambda: float(next(clock)))
         await asyncio.wait_for(run(store, disk), TIMEOUT_S)
 
     asyncio.run(main())
@@ -37,7 +38,7 @@ def gated(run: Callable[[MemoryStore, GatedDisk], Awaitable[None]]) -> None:
 def test_nobody_sees_a_write_before_it_is_durable() -> None:
     """Neither its writer nor a reader nor a watch: it could still vanish."""
 
-    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+    async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
         watch = asyncio.create_task(taken(store, first_revision=1, num=1))
         write = asyncio.create_task(store.put("a", b""))
         await settle()
@@ -59,7 +60,7 @@ def test_nobody_sees_a_write_before_it_is_durable() -> None:
 def test_a_refusal_waits_for_what_it_rests_on() -> None:
     """Told at once, the loser would believe in a record that a crash can still take back."""
 
-    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+    async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
         first = asyncio.create_task(store.put("a", b"", guards=[Guard("a", ABSENT)]))
         second = asyncio.create_task(store.put("a", b"", guards=[Guard("a", ABSENT)]))
         await settle()
@@ -77,7 +78,7 @@ def test_a_refusal_waits_for_what_it_rests_on() -> None:
 def test_writes_that_wait_share_one_flush() -> None:
     """A hundred nodes that join at once cost two waits for the disk, not a hundred."""
 
-    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+    async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
         writes = [asyncio.create_task(store.put(str(index), b"")) for index in range(100)]
         await settle()
         disk.gate.set()
@@ -91,7 +92,7 @@ def test_writes_that_wait_share_one_flush() -> None:
 def test_a_writer_that_gives_up_takes_nothing_back() -> None:
     """Its write may be on the disk already; whoever reads later sees one truth."""
 
-    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+    async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
         write = asyncio.create_task(store.put("a", b""))
         await wait_until(lambda: disk.num_begun == 1)
         write.cancel()
@@ -109,10 +110,13 @@ def test_a_writer_that_gives_up_takes_nothing_back() -> None:
 def test_closing_waits_for_the_writes_under_way() -> None:
     """An orderly end is no crash: what was asked for before it is done and told."""
 
-    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+    async def run() -> None:
+        disk = GatedDisk()
+        flusher = Flusher(make_durable=disk)
+        store = EmbeddedStore(flusher, now_s=lambda: 0.0)
         write = asyncio.create_task(store.put("a", b""))
         await wait_until(lambda: disk.num_begun == 1)
-        closing = asyncio.create_task(store.close())
+        closing = asyncio.create_task(flusher.close())
         await settle()
         assert not closing.done()
         disk.gate.set()
@@ -122,13 +126,13 @@ def test_closing_waits_for_the_writes_under_way() -> None:
         with pytest.raises(StoreError, match="the store is closed"):
             await store.put("b", b"")
 
-    gated(run)
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 def test_keep_alives_are_answered_while_the_disk_hangs() -> None:
     """Otherwise a full write queue makes every node of the job stop itself."""
 
-    async def run(store: MemoryStore, disk: GatedDisk) -> None:
+    async def run(store: EmbeddedStore, disk: GatedDisk) -> None:
         disk.gate.set()
         lease, other = await store.grant(30.0), await store.grant(1.0)
         disk.gate.clear()
@@ -163,7 +167,7 @@ def test_a_store_that_cannot_write_says_so_to_everyone() -> None:
             if broken:
                 raise StoreError("the disk is full")
 
-        store = MemoryStore(now_s=lambda: 0.0, make_durable=make_durable)
+        store = EmbeddedStore(Flusher(make_durable=make_durable), now_s=lambda: 0.0)
         await store.put("a", b"1")
         watch = asyncio.create_task(taken(store, first_revision=2, num=1))
         await settle()

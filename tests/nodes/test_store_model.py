@@ -16,9 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard
 from planaria.errors import ConflictError, LeaseLostError
-from planaria.nodes.journal import MemoryStore, open_store
+from planaria.nodes.journal import open_store
 
 Result = TypeVar("Result")
 KEYS = ("node/1", "node/10", "node/2", "leader", "commit")
@@ -68,7 +69,7 @@ class Watch:
         events = model.events[self.first_revision - 1 :]
         return [event for event in events if event.key.startswith(self.prefix)]
 
-    async def follow(self, store: MemoryStore) -> None:
+    async def follow(self, store: EmbeddedStore) -> None:
         """From behind what it saw last: a watcher that comes back misses and repeats nothing."""
         first = self.seen[-1].revision + 1 if self.seen else self.first_revision
         async for event in store.watch(self.prefix, first_revision=first):

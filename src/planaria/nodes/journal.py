@@ -1,12 +1,11 @@
-"""The embedded store: `step` of store.py for asyncio callers, each change in a journal first.
+"""The journal of the embedded store: what makes its changes durable, for asyncio callers.
 
     {directory}/journal     a snapshot, then records, each the changes of one flush
     {directory}/lock        locked by the process that has the store open
 
 A record is a marker, the length of its body, the xxh3_64 of its body, and the body: JSON, which
 as UTF-8 never holds the marker's first byte. Writers wait until a flush has their changes on the
-disk; what comes in the meantime shares the next one. Readers and watches see only what is on the
-disk. So whatever anybody was told is there after a crash at any instant.
+disk; what comes in the meantime shares the next one.
 
 What a crash leaves at the end of the file was never acknowledged, and is cut off; a bad record
 with a good one behind it is damage, and the store refuses to open. (Damage to the very last one
@@ -18,7 +17,6 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import re
 import struct
@@ -30,28 +28,9 @@ from typing import Final
 import msgspec
 import xxhash
 
-from planaria.coordinator.store import (
-    EMPTY,
-    NO_LEASE,
-    Change,
-    Entry,
-    Event,
-    Expire,
-    Grant,
-    Guard,
-    KeepAlive,
-    Operation,
-    Put,
-    Range,
-    Revoke,
-    StoreState,
-    applied,
-    entries_under,
-    events_since,
-    reopened,
-    step,
-)
-from planaria.errors import ConflictError, LeaseLostError, StoreError
+from planaria.coordinator.embedded import EmbeddedStore
+from planaria.coordinator.store import EMPTY, Change, StoreState, applied
+from planaria.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -71,111 +50,64 @@ async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
     """What makes a store that ends with its process."""
 
 
-class MemoryStore:
-    """A Store whose state is in this process's memory; `make_durable` may keep it longer.
+class Flusher:
+    """A Keeper in this process's memory; `make_durable` may keep changes longer.
 
-    Without that it is the store for tests. It runs on the event loop of its callers, and whoever
-    owns it calls `expire` on its tick.
+    Without that it keeps a store for tests. It runs on the event loop of the store's callers.
 
     Args:
-        now_s: the clock of leases.
         state: to go on from, as the journal gave it.
     """
 
     def __init__(
-        self,
-        *,
-        now_s: Callable[[], float],
-        state: StoreState = EMPTY,
-        make_durable: MakeDurable = _keep_nothing,
+        self, *, state: StoreState = EMPTY, make_durable: MakeDurable = _keep_nothing
     ) -> None:
-        self._now_s = now_s
+        self._durable = state
         self._make_durable = make_durable
-        # Operations are decided on the first and told of, like reads, when the second has them.
-        self._decided = self._durable = state
         self._undurable: list[Change] = []
-        self._flusher: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._failure: StoreError | None = None
 
-    async def get(self, key: str) -> Entry | None:
-        """See Store."""
-        return self._durable.entries.get(key)
-
-    async def range(self, prefix: str) -> Range:
-        """See Store."""
-        return entries_under(self._durable, prefix)
-
-    async def put(
-        self, key: str, value: bytes, *, guards: Sequence[Guard] = (), lease: int = NO_LEASE
-    ) -> int:
-        """See Store."""
-        return await self._do(Put(key, value, tuple(guards), lease))
-
-    async def grant(self, ttl_s: float) -> int:
-        """See Store."""
-        return await self._do(Grant(ttl_s))
-
-    async def keep_alive(self, lease: int) -> None:
-        """See Store; never waits, so that a slow disk makes no live holder give up."""
-        self._decided, _, _ = step(self._decided, KeepAlive(lease), self._now_s())
-
-    async def revoke(self, lease: int) -> None:
-        """See Store."""
-        await self._do(Revoke(lease))
-
-    async def watch(self, prefix: str, *, first_revision: int) -> AsyncIterator[Event]:
-        """See Store."""
-        while True:
-            state = self._durable
-            for event in events_since(state, prefix, first_revision=first_revision):
-                yield event
-            first_revision = max(first_revision, state.revision + 1)
-            await self._wait_durable(state.num_changes + 1)
-
-    async def expire(self) -> None:
-        """Ends the leases that are due.
-
-        Call it after what has arrived was handled: a keep-alive that waited while this process
-        was stalled then comes in time.
-        """
-        await self._do(Expire())
-
     @property
-    def next_deadline_s(self) -> float:
-        """When the next lease is due, by the store's clock; infinity without leases."""
-        return min(self._decided.deadlines.values(), default=math.inf)
+    def durable(self) -> StoreState:
+        """See Keeper."""
+        return self._durable
+
+    def keep(self, changes: Sequence[Change]) -> None:
+        """See Keeper."""
+        if self._failure is not None:
+            raise StoreError(str(self._failure)) from self._failure
+        self._undurable += changes
+        if self._undurable and self._task is None:
+            # A task of its own: a caller that gives up takes nothing back.
+            self._task = asyncio.create_task(self._flush())
+
+    async def wait_durable(self, num_changes: int) -> None:
+        """See Keeper."""
+
+        def is_over() -> bool:
+            return self._failure is not None or self._durable.num_changes >= num_changes
+
+        async with self._changed:
+            await self._changed.wait_for(is_over)
+        if self._durable.num_changes < num_changes:
+            raise StoreError(str(self._failure)) from self._failure
 
     async def close(self) -> None:
-        """Waits for what is under way; writers and watches get a StoreError from then on."""
-        if self._flusher is not None:
-            await asyncio.wait({self._flusher})
+        """Waits for what is under way; who keeps or waits gets a StoreError from then on."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
         self._failure = self._failure or StoreError("the store is closed")
         async with self._changed:
             self._changed.notify_all()
 
-    async def _do(self, operation: Operation) -> int:
-        if self._failure is not None:
-            raise StoreError(str(self._failure)) from self._failure
-        try:
-            self._decided, result, changes = step(self._decided, operation, self._now_s())
-        except (ConflictError, LeaseLostError):
-            # What stands against it may not be on the disk yet; told now, it could still vanish.
-            await self._wait_durable(self._decided.num_changes)
-            raise
-        self._undurable += changes
-        if self._undurable and self._flusher is None:
-            # A task of its own: a caller that gives up takes nothing back.
-            self._flusher = asyncio.create_task(self._flush())
-        await self._wait_durable(self._decided.num_changes)
-        return result
-
     async def _flush(self) -> None:
-        """Makes decided changes durable until none is left, or the journal fails."""
+        """Makes changes durable until none is left, or the journal fails."""
         try:
             while self._undurable:
                 changes, self._undurable = self._undurable, []
-                state = applied(self._durable, changes, now_s=self._now_s())
+                state = applied(self._durable, changes, now_s=0.0)
                 await self._make_durable(changes, state)
                 self._durable = state
                 async with self._changed:
@@ -186,24 +118,15 @@ class MemoryStore:
             self._failure = StoreError(f"writing was broken off: {error!r}")
             raise
         finally:
-            self._flusher = None
+            self._task = None
             async with self._changed:
                 self._changed.notify_all()
-
-    async def _wait_durable(self, num_changes: int) -> None:
-        def is_over() -> bool:
-            return self._failure is not None or self._durable.num_changes >= num_changes
-
-        async with self._changed:
-            await self._changed.wait_for(is_over)
-        if self._durable.num_changes < num_changes:
-            raise StoreError(str(self._failure)) from self._failure
 
 
 @contextlib.asynccontextmanager
 async def open_store(
     directory: Path, *, now_s: Callable[[], float], rewrite_bytes: int = REWRITE_BYTES
-) -> AsyncIterator[MemoryStore]:
+) -> AsyncIterator[EmbeddedStore]:
     """The store that is journaled in `directory`, as its last process left it; made if missing.
 
     Args:
@@ -214,12 +137,11 @@ async def open_store(
         StoreError: another process has it open, it is damaged, or the disk refused.
     """
     with contextlib.closing(_FileJournal(directory, rewrite_bytes)) as journal:
-        state = reopened(journal.recover(), now_s=now_s())
-        store = MemoryStore(now_s=now_s, state=state, make_durable=journal.append)
+        flusher = Flusher(state=journal.recover(), make_durable=journal.append)
         try:
-            yield store
+            yield EmbeddedStore(flusher, now_s=now_s)
         finally:
-            await store.close()
+            await flusher.close()
 
 
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.network import End, Network
 from planaria.simulator.scenario import PlannedJob
-from planaria.simulator.store import SimulatedStore
+from planaria.simulator.store import SimulatedDisk
 from planaria.simulator.worker import SimulatedWorker
 
 LAUNCHER = -1
@@ -65,7 +65,7 @@ class SimulatedCluster:
         self.log: list[tuple[float, str, tuple[object, ...]]] = []
         self.watcher: Watcher
         self.strikes: list[Callable[[str, int], None]] = []
-        self.store = SimulatedStore(self.loop, rng, self._recorded)
+        self.disk = SimulatedDisk(self.loop, rng, self._recorded)
         self.agents: dict[int, SimulatedAgent] = {}
         self.leader: SimulatedLeader
         self.ended: Ended | None = None
@@ -123,8 +123,8 @@ class SimulatedCluster:
             failed=self._raised,
             rate=self.leader_rate,
         )
-        self.store.open(lambda: process.now_s)
-        self.leader = SimulatedLeader(process, self.store, self)
+        store = self.disk.open(lambda: process.now_s)
+        self.leader = SimulatedLeader(process, store, self)
         process.spawn(self.leader.run())
         for node, agent in self.agents.items():
             if not agent.process.is_alive:
@@ -138,7 +138,7 @@ class SimulatedCluster:
         """The coordinator is killed, and started again."""
         self.happened("coordinator killed")
         self.leader.process.kill()
-        self.store.crash()
+        self.disk.crash()
         self._restarts += 1
         self._is_starting = True
         delay_s = _RESTART_S * (1.0 + 5.0 * self.rng.random())

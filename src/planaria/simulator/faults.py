@@ -312,7 +312,7 @@ class Faults:
             case FaultKind.SLOW:
                 self._set(cluster.network, fault.lasts_s, 0.2)
             case FaultKind.DISK:
-                self._set(cluster.store, fault.lasts_s, 0.5)
+                self._set(cluster.disk, fault.lasts_s, 0.5)
             case FaultKind.STOP if not cluster.stop_requested:
                 cluster.request_stop()
             case FaultKind.JOIN:

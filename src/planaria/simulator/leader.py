@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Discard, Ending, Publish, Published, Tick
@@ -18,7 +19,6 @@ from planaria.errors import StoreError
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.network import End
 from planaria.simulator.scenario import LEASE_S, PlannedJob
-from planaria.simulator.store import SimulatedStore
 
 Item = TypeVar("Item")
 
@@ -64,7 +64,7 @@ class SimulatedLeader:
         is_serving: it takes connections.
     """
 
-    def __init__(self, process: Process, store: SimulatedStore, launcher: Launcher) -> None:
+    def __init__(self, process: Process, store: EmbeddedStore, launcher: Launcher) -> None:
         self.process = process
         self.leadership: Leadership[_Line]
         self.is_serving = False

@@ -1,0 +1,138 @@
+"""The embedded store: `step` of store.py for callers that wait, with something that keeps changes.
+
+Operations are decided at once, one after the other, and told of, like what is read and watched,
+when their changes are durable. So whatever anybody was told is there after a crash at any instant.
+It knows no event loop: what waits is the keeper's, a journal (nodes/journal.py) or a modelled disk
+(simulator/store.py).
+"""
+
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from planaria.coordinator.store import (
+    NO_LEASE,
+    Change,
+    Entry,
+    Event,
+    Expire,
+    Grant,
+    Guard,
+    KeepAlive,
+    Operation,
+    Put,
+    Range,
+    Revoke,
+    StoreState,
+    entries_under,
+    events_since,
+    reopened,
+    step,
+)
+from planaria.errors import ConflictError, LeaseLostError
+
+
+class Keeper(Protocol):
+    """Makes changes durable in the order in which they were decided."""
+
+    @property
+    def durable(self) -> StoreState:
+        """What no crash takes any more; the deadlines of its leases mean nothing."""
+
+    def keep(self, changes: Sequence[Change]) -> None:
+        """Has changes made durable after those before them, without waiting.
+
+        Raises:
+            StoreError: nothing can be kept any more.
+        """
+
+    async def wait_durable(self, num_changes: int) -> None:
+        """Returns when so many changes are durable, since the first one ever.
+
+        Raises:
+            StoreError: nothing can be kept any more; they may or may not be durable.
+        """
+
+
+class EmbeddedStore:
+    """A Store over what a keeper has kept; each lease in it is due a whole TTL from now.
+
+    Whoever owns it calls `expire` on its tick.
+
+    Args:
+        now_s: the clock of leases.
+    """
+
+    def __init__(self, keeper: Keeper, *, now_s: Callable[[], float]) -> None:
+        self._keeper = keeper
+        self.recover()
+        self.set_clock(now_s)
+
+    def recover(self) -> None:
+        """Goes on from what is durable; what was decided beyond that is lost."""
+        self._decided = self._keeper.durable
+
+    def set_clock(self, now_s: Callable[[], float]) -> None:
+        """Another clock counts from now on, and each lease is due a whole TTL from now."""
+        self._now_s = now_s
+        self._decided = reopened(self._decided, now_s=now_s())
+
+    async def get(self, key: str) -> Entry | None:
+        """See Store."""
+        return self._keeper.durable.entries.get(key)
+
+    async def range(self, prefix: str) -> Range:
+        """See Store."""
+        return entries_under(self._keeper.durable, prefix)
+
+    async def put(
+        self, key: str, value: bytes, *, guards: Sequence[Guard] = (), lease: int = NO_LEASE
+    ) -> int:
+        """See Store."""
+        return await self._do(Put(key, value, tuple(guards), lease))
+
+    async def grant(self, ttl_s: float) -> int:
+        """See Store."""
+        return await self._do(Grant(ttl_s))
+
+    async def keep_alive(self, lease: int) -> None:
+        """See Store; never waits, so that a slow disk makes no live holder give up."""
+        self._decided, _, _ = step(self._decided, KeepAlive(lease), self._now_s())
+
+    async def revoke(self, lease: int) -> None:
+        """See Store."""
+        await self._do(Revoke(lease))
+
+    async def watch(self, prefix: str, *, first_revision: int) -> AsyncIterator[Event]:
+        """See Store."""
+        while True:
+            state = self._keeper.durable
+            for event in events_since(state, prefix, first_revision=first_revision):
+                yield event
+            first_revision = max(first_revision, state.revision + 1)
+            await self._keeper.wait_durable(state.num_changes + 1)
+
+    async def expire(self) -> None:
+        """Ends the leases that are due.
+
+        Call it after what has arrived was handled: a keep-alive that waited while this process
+        was stalled then comes in time.
+        """
+        await self._do(Expire())
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When the next lease is due, by the store's clock; infinity without leases."""
+        return min(self._decided.deadlines.values(), default=math.inf)
+
+    async def _do(self, operation: Operation) -> int:
+        try:
+            decided, result, changes = step(self._decided, operation, self._now_s())
+        except (ConflictError, LeaseLostError):
+            # What stands against it may not be on the disk yet; told now, it could still vanish.
+            await self._keeper.wait_durable(self._decided.num_changes)
+            raise
+        self._keeper.keep(changes)
+        self._decided = decided
+        await self._keeper.wait_durable(decided.num_changes)
+        return result
