@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from planaria.simulator.__main__ import runs
+from planaria.simulator.loop import Loop
 from planaria.simulator.simulation import run, told
 
 NUM_RUNS = 1000
@@ -49,3 +50,15 @@ def test_a_failing_run_tells_its_seed_its_faults_and_what_happened_last() -> Non
     assert text.startswith("seed 3: ")
     assert all(str(fault) in text for fault in one.faults)
     assert len(text.splitlines()) == 1 + len(one.faults) + 40
+
+
+def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
+    """A run that is given more time must not have lost what came next."""
+    loop, happened = Loop(), list[float]()
+    for moment_s in (1.0, 2.0, 3.0):
+        loop.after(moment_s, lambda: happened.append(loop.now_s))
+
+    loop.run(until_s=1.5, is_over=lambda: False)
+    loop.run(until_s=2.5, is_over=lambda: False)
+
+    assert happened == [1.0, 2.0]

@@ -43,11 +43,8 @@ class Loop:
     def run(self, *, until_s: float, is_over: Callable[[], bool]) -> None:
         """Lets events happen until it is over, nothing is left, or the time has come."""
         heap = self._heap
-        while heap and not is_over():
-            when_s, _, callback = heappop(heap)
-            if when_s > until_s:
-                return
-            self.now_s = when_s
+        while heap and heap[0][0] <= until_s and not is_over():
+            self.now_s, _, callback = heappop(heap)
             self.num_events += 1
             callback()
 
