@@ -56,8 +56,9 @@ sweep: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m pytest -m '' tests/coordinator tests/processes/test_survive.py \
 		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py \
-		tests/processes/test_ends.py tests/processes/test_cut.py tests/processes/test_changes.py \
-		tests/processes/test_flip.py tests/processes/test_slow.py
+		tests/processes/test_standstill.py tests/processes/test_ends.py \
+		tests/processes/test_cut.py tests/processes/test_changes.py tests/processes/test_flip.py \
+		tests/processes/test_slow.py
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json

@@ -298,3 +298,10 @@ def a_new_coordinator_trusts_a_change(patch: pytest.MonkeyPatch) -> None:
         return real(*arguments, members=members, **keys)
 
     patch.setattr(leadership, "restored_step", restored_step)
+
+
+def who_never_comes_is_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A node that has no lease yet is waited for without end."""
+    patch.setattr(
+        "planaria.coordinator.coordinator.awaited", lambda _rules, state, _now_s: (state, ())
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planaria.simulator.faults import change_struck, drawn_faults, witness_lost
+from planaria.simulator.faults import change_struck, drawn_faults, held_back, witness_lost
 from planaria.simulator.simulation import Draw, run
 from simulator import planted
 from simulator.planted import Plant
@@ -24,7 +24,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.one_report_commits, drawn_faults, 0),
     (planted.evicted_nodes_are_admitted, drawn_faults, 0),
     (planted.leases_do_not_end, drawn_faults, 30),
-    (planted.agents_forget, drawn_faults, 0),
+    (planted.agents_forget, drawn_faults, 30),
     (planted.recoveries_keep_the_plan, drawn_faults, 0),
     (planted.everybody_is_trusted, drawn_faults, 1500),
     (planted.failures_are_forgotten, drawn_faults, 0),
@@ -32,6 +32,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.broken_links_are_forgotten, drawn_faults, 540),
     (planted.silent_members_are_left_out, change_struck, 0),
     (planted.a_new_coordinator_trusts_a_change, change_struck, 10),
+    (planted.who_never_comes_is_awaited, held_back, 0),
 )
 
 
@@ -48,7 +49,7 @@ def test_the_simulation_finds_a_planted_bug(
     assert any(run(seed, keeps_log=False, draw=draw).violations for seed in seeds), seeds
 
 
-@pytest.mark.parametrize("draw", [drawn_faults, witness_lost, change_struck])
+@pytest.mark.parametrize("draw", [drawn_faults, witness_lost, change_struck, held_back])
 def test_without_a_bug_there_is_nothing_to_find(draw: Draw) -> None:
     """The same seeds, as they are."""
     found = [run(seed, keeps_log=False, draw=draw) for seed in range(WITHIN)]

@@ -24,6 +24,7 @@ Source: DESIGN 4.5, 5 and 6 (Coordination).
 from collections.abc import Mapping
 from dataclasses import replace
 
+from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
 from planaria.coordinator.crashes import ended, link_broken, worker_exited
@@ -137,11 +138,20 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return told(state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
-        case Tick() if state.unreachable_s:
-            # Whoever cannot be reached is usually lost, and then found within a lease.
-            if now_s - state.unreachable_s > rules.job.cluster.lease_s:
-                return link_broken(rules, state, now_s)
+        case Tick() if _is_cut(rules, state, now_s):
+            return link_broken(rules, state, now_s)
+        case Tick():
+            return awaited(rules, state, now_s)
     return state, ()
+
+
+def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:
+    """Whether members could not reach each other for a whole lease.
+
+    Whoever cannot be reached is usually lost, and then found within a lease.
+    """
+    since_s = state.unreachable_s
+    return since_s > 0.0 and now_s - since_s > rules.job.cluster.lease_s
 
 
 def advanced(rules: Rules, state: JobState, now_s: float) -> Step:

@@ -281,6 +281,7 @@ class JobState:
         losses: how many there were.
         gone: nodes that were members and are not any more.
         machines: on which nodes run.
+        missing_ticks: in how many ticks of this coordinator members had yet to come.
         failures: of machines, how many and when the last one was.
         candidates: nodes that are there and no members.
         leaving: nodes that are to leave in peace.
@@ -321,6 +322,7 @@ class JobState:
     is_degraded: bool = False
     gone: tuple[int, ...] = ()
     machines: Growing[int, str] = field(default_factory=Growing)
+    missing_ticks: int = 0
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     candidates: Mapping[int, Candidate] = field(default_factory=dict)
     leaving: Mapping[int, Leave] = field(default_factory=dict)

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import tempfile
 import time
@@ -48,7 +47,7 @@ from planaria.nodes.desk import Drains, open_desk
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
-from planaria.nodes.waiting import interrupts, is_left_alone
+from planaria.nodes.waiting import interrupts, is_left_alone, kill_group
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
@@ -326,13 +325,11 @@ class Launcher:
         """A node that was evicted may hang, and would never leave."""
         for node, pid in self._agents.items():
             if node not in ended.nodes and pid not in self._exits:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                kill_group(pid)
 
     def _kill_all(self) -> None:
         for pid in {*self._agents.values(), *self._leader_pids} - set(self._exits):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)
 
     async def _wait_exits(self) -> None:
         """Waits until the fork server has told how all ended, who are gone by now."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -36,3 +37,10 @@ def interrupts(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> 
         for number, old in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, old)
+
+
+def kill_group(pid: int) -> None:
+    """Kills a process of the job and its group, which it has not made yet if it hung at once."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ from enum import Enum
 from random import Random
 from typing import Final, Protocol
 
+from planaria.coordinator.arrivals import arrival_s
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.scenario import LEASE_S
 
@@ -67,6 +68,7 @@ _CHANGING: Final = (
 _WITNESS_SHARE: Final = 0.2
 _CHANGE_SHARE: Final = 0.2
 _CONNECTED_S: Final = 0.5
+_COMING_S: Final = 0.03
 _REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
 
 
@@ -185,6 +187,20 @@ def _in_recovery(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
     )
 
 
+def held_back(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """A node stands still for ever, or is cut off, most likely before it was ever heard of."""
+    alone = replace(
+        _drawn(rng, rng.choice((FaultKind.HANG, FaultKind.DETACH)), num_nodes),
+        at_s=rng.random() * _COMING_S,
+        place="",
+        node=rng.randrange(num_nodes),
+        lasts_s=math.inf,
+        breaks=False,
+        follows=False,
+    )
+    return (alone, *(drawn_faults(rng, num_nodes) if rng.random() < 0.5 else ()))
+
+
 def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
     lasts_s = rng.choice(LASTS_S)
     if kind in _LAST and rng.random() < 0.2:
@@ -272,12 +288,13 @@ class Faults:
             return
         if follower := self._followers.get(id(fault)):
             self._arm(follower)
-        if cluster.loop.now_s < _CONNECTED_S and math.isinf(fault.lasts_s):
-            fault = replace(fault, lasts_s=LEASE_S)  # ASSUMPTIONS: every node connects once.
         self.struck.append((cluster.loop.now_s, fault, node))
         cluster.happened("fault", fault.kind.name, node, fault.other, fault.lasts_s)
-        if math.isfinite(fault.lasts_s):
-            self._over_s = max(self._over_s, cluster.loop.now_s + fault.lasts_s)
+        # A node that never came is lost later than one that did.
+        may_be_awaited = cluster.loop.now_s < _CONNECTED_S and math.isinf(fault.lasts_s)
+        lasts_s = arrival_s(LEASE_S) if may_be_awaited else fault.lasts_s
+        if math.isfinite(lasts_s):
+            self._over_s = max(self._over_s, cluster.loop.now_s + lasts_s)
         agent = cluster.agents[node]
         worker = agent.workers[fault.other % len(agent.workers)]
         match fault.kind:

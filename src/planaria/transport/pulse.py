@@ -4,7 +4,7 @@ The agent makes it before it forks the worker, so it needs no name and goes with
 two. Each field has one writer, and a field is one aligned word.
 
     lease_end_s   agent    until when, by the machine's monotonic clock, the node is a member
-    beat_s        worker   when its control thread last ran
+    beat_s        worker   when its control thread last ran, or by when it should have begun to
     deadline_s    worker   when the action under way is late; infinite while it waits for others
 """
 
@@ -15,6 +15,7 @@ import struct
 import time
 from typing import Final
 
+FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, on a machine that many share seconds.
 _WORD: Final = struct.Struct("=d")
 _LEASE_END, _BEAT, _DEADLINE = 0, 8, 16
 
@@ -30,6 +31,7 @@ class Pulse:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
         self.stack_fd = os.memfd_create("stack")
         self.lease_end_s = math.inf
+        self._write(_BEAT, time.monotonic() + FIRST_BEAT_S)
         self.wait()
 
     @property
@@ -58,9 +60,8 @@ class Pulse:
         self._write(_DEADLINE, math.inf)
 
     def silent_s(self, now_s: float) -> float:
-        """For how long the control thread has not run; 0 before its first beat."""
-        beat_s = self._read(_BEAT)
-        return now_s - beat_s if beat_s else 0.0
+        """For how long the control thread has not run; negative while its first beat has time."""
+        return now_s - self._read(_BEAT)
 
     def is_late(self, now_s: float) -> bool:
         """Whether the action under way takes too long."""

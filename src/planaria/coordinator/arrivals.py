@@ -1,0 +1,44 @@
+"""Members that never come: whoever has not reached the coordinator in time is lost like any other.
+
+A lease begins when a node connects, so one whose agent hangs before that has none that could run
+out.
+"""
+
+from dataclasses import replace
+from math import ceil
+from typing import Final
+
+from planaria.coordinator.agent_lease import TICKS_PER_LEASE
+from planaria.coordinator.recovery import lost
+from planaria.coordinator.state import JobState, Rules, Step
+
+# A node is there within a second, on a machine that many share within ten; it costs nothing to be
+# patient, because nothing has been trained yet.
+ARRIVAL_S_MIN: Final = 60.0
+ARRIVAL_LEASES_MIN: Final = 10
+
+
+def arrival_s(lease_s: float) -> float:
+    """How long a member has to reach the coordinator for the first time."""
+    return max(ARRIVAL_S_MIN, ARRIVAL_LEASES_MIN * lease_s)
+
+
+def awaited(rules: Rules, state: JobState, now_s: float) -> Step:
+    """One more tick in which members may be missing; after too many of them these are lost.
+
+    Ticks are counted, not seconds: while the coordinator itself is stopped nobody can reach it.
+    """
+    come = {*state.machines, *(worker.node for worker in state.workers.values())}
+    missing = tuple(node for node in state.nodes if node not in come)
+    if not missing:
+        return state, ()
+    lease_s = rules.job.cluster.lease_s
+    limit_s = arrival_s(lease_s)
+    state = replace(state, missing_ticks=state.missing_ticks + 1)
+    if state.missing_ticks < ceil(limit_s * TICKS_PER_LEASE / lease_s):
+        return state, ()
+    reason = (
+        f"no agent of it has reached the coordinator in {limit_s:.0f} s; look whether its process "
+        "still runs, and what it has printed"
+    )
+    return lost(rules, state, "lost", missing, reason=reason, now_s=now_s)
