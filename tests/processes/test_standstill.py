@@ -1,6 +1,10 @@
-"""Processes that stand still where nothing closes: an agent before it has ever connected."""
+"""Processes that stand still where nothing closes: the coordinator, or an agent that has never
+connected."""
 
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -9,19 +13,74 @@ import pytest
 from chaos import chaos_job, recoveries, struck
 from jobs import digests
 from planaria.coordinator.arrivals import ARRIVAL_S_MIN
+from planaria.core.job import JobConfig
+from planaria.library import Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import IterationRecord
 from stopped_agent import NODE
+
+LEASE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def peace(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """The job without anything that stands still."""
+    return struck(small_job(server, tmp_path_factory.mktemp("peace") / "run"), server)
+
+
+def small_job(server: ForkServer, directory: Path) -> JobConfig:
+    config = chaos_job("sequential", directory, server)
+    return replace(config, cluster=replace(config.cluster, lease_s=LEASE_S))
+
+
+class _At(Silent):
+    """Does something once an iteration is committed."""
+
+    def __init__(self, iteration: int, act: Callable[[], None]) -> None:
+        self._iteration = iteration
+        self._act = act
+
+    def committed(self, record: IterationRecord) -> None:
+        if record.iteration == self._iteration:
+            self._act()
+
+
+def test_a_coordinator_that_stands_still_is_replaced_before_nodes_give_it_up(
+    server: ForkServer, tmp_path: Path, peace: TrainingResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections stay open, and no heartbeat is answered: after a lease nodes would write no
+    saves, after two they would end."""
+    leaders: list[int] = []
+    real_spawn = ForkServer.spawn
+
+    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+        pid = real_spawn(self, target, payload, fds)
+        if "leader" in target:
+            leaders.append(pid)
+        return pid
+
+    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    display = _At(2, lambda: os.kill(leaders[0], signal.SIGSTOP))
+    result = struck(small_job(server, tmp_path / "run"), server, display=display)
+
+    assert result.error is None
+    assert len(leaders) == 2
+    (event,) = result.report.events
+    assert event.kind == "leader"
+    assert event.detect_s > LEASE_S / 2
+    assert result.report.final.nodes == peace.report.final.nodes
+    assert digests(result) == digests(peace)
 
 
 @pytest.mark.long
 def test_a_node_that_hangs_before_it_connects_is_lost_in_the_end(
     server: ForkServer,
     tmp_path: Path,
+    peace: TrainingResult,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The others begin without it, and nothing of it is left. It takes a minute."""
-    peace = struck(chaos_job("sequential", tmp_path / "peace", server), server)
     children = set(psutil.Process(server.pid).children())
     real_spawn = ForkServer.spawn
 
@@ -30,7 +89,7 @@ def test_a_node_that_hangs_before_it_connects_is_lost_in_the_end(
         return real_spawn(self, target, payload, fds)
 
     monkeypatch.setattr(ForkServer, "spawn", spawn)
-    result = struck(chaos_job("sequential", tmp_path / "run", server), server)
+    result = struck(small_job(server, tmp_path / "run"), server)
 
     assert result.error is None
     (event,) = recoveries(result)

@@ -3,6 +3,7 @@
 import faulthandler
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -76,6 +77,21 @@ def test_a_node_may_write_until_its_lease_ends(pulse: Pulse) -> None:
 
     pulse.lease_end_s = time.monotonic() - 0.001
     assert not pulse.is_member
+
+
+def test_a_worker_waits_for_a_lease_that_is_given_again(pulse: Pulse) -> None:
+    """Its coordinator was lost, and the next one is about to answer; that spoils no save."""
+    pulse.lease_end_s = time.monotonic() - 0.001
+    assert not pulse.wait_member(timeout_s=0.05)
+
+    def renew() -> None:
+        time.sleep(0.05)
+        pulse.lease_end_s = math.inf
+
+    agent = threading.Thread(target=renew)
+    agent.start()
+    assert pulse.wait_member(timeout_s=60.0)
+    agent.join()
 
 
 def test_each_field_is_its_own(pulse: Pulse) -> None:

@@ -245,6 +245,10 @@ class Leading(Message, frozen=True, kw_only=True):
     now_s: float
 
 
+class Beat(Message, frozen=True, kw_only=True):
+    """The coordinator runs; it says so TICKS_PER_LEASE times a lease."""
+
+
 class Starting(Message, frozen=True, kw_only=True):
     """Every worker has reported; they are told to take their layers and connect."""
 
@@ -255,6 +259,7 @@ class Starting(Message, frozen=True, kw_only=True):
 
 ToLauncher = (
     Leading
+    | Beat
     | Starting
     | Recovering
     | Decided

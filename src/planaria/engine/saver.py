@@ -21,7 +21,8 @@ class Saver:
     """Saves layers of one rank; says over `send` what came of it.
 
     Args:
-        may_write: whether the node still belongs to the job; asked before anything is written.
+        may_write: whether the node still belongs to the job; asked before anything is written. It
+            may wait for a lease that is given again.
     """
 
     def __init__(

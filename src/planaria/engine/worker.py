@@ -112,7 +112,7 @@ class _Worker:
         self._pulse = pulse
         self._tier = DiskTier(Path(self._job.checkpoint.directory))
         self._saver = Saver(
-            self._tier, rank=spec.rank, send=control.send, may_write=lambda: pulse.is_member
+            self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )
         self._slowness = Slowness()
         probe = Probe(

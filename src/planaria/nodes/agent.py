@@ -184,6 +184,7 @@ class _Agent:
             except (ConnectionError, asyncio.IncompleteReadError, AuthenticationError) as error:
                 logger.info("node %s: no coordinator: %s", self._spec.node, error)
             self._to_coordinator = None
+            self._beat()  # The lease may be about to run out.
             if not self._is_shut_down:
                 await asyncio.sleep(_RECONNECT_S)
         ticks.cancel()

@@ -3,7 +3,8 @@
 The launcher forks one agent per node and the coordinator beside them, from the job's fork server.
 It passes on what the user wants and what becomes of the agents' processes, and takes what the
 coordinator tells to an observer. A coordinator that ends before the job does is started again, on
-the same listening socket and the same journal. Faults are injected from here.
+the same listening socket and the same journal; one that stands still is killed first. Faults are
+injected from here.
 
 It holds the only write end of the lifeline pipe: when it dies, by whatever signal, every process
 of the job sees the pipe close and leaves. They hold all its read ends, too: the launcher sees its
@@ -33,6 +34,7 @@ from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
     AgentEnded,
+    Beat,
     Committed,
     Ended,
     Leading,
@@ -47,7 +49,7 @@ from planaria.nodes.desk import Drains, open_desk
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
-from planaria.nodes.waiting import interrupts, is_left_alone, kill_group
+from planaria.nodes.waiting import heard_while_running, interrupts, is_left_alone, kill_group
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,6 @@ EXIT_TIMEOUT_S = 10.0  # For agents to leave by themselves before their groups a
 KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
 RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
 
-_READ_BYTES = 1 << 20
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 
 
@@ -266,10 +267,13 @@ class Launcher:
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Takes in what the coordinator says until it is gone."""
         decoder = FrameDecoder()
-        while data := await reader.read(_READ_BYTES):
+        lease_s = self._spec.job.cluster.lease_s
+        async for data in heard_while_running(reader, lease_s=lease_s, stopped=self._kill_leader):
             for body in decoder.feed(data):
                 message = _decoder.decode(body)
                 match message:
+                    case Beat():
+                        continue
                     case Committed() if message.iteration < self._num_committed:
                         continue  # The coordinator before this one has told it.
                     case Committed():
@@ -290,6 +294,14 @@ class Launcher:
                         self._ended.set_result(message)
                         return
                 self._observer.noticed(message)
+
+    def _kill_leader(self, since_s: float) -> None:
+        """The coordinator stands still; if it can be killed at all its connection closes."""
+        if not self._lost_leader_s:
+            silent_s = time.monotonic() - since_s
+            logger.warning("the coordinator stands still for %.1f s and is killed", silent_s)
+            self._lost_leader_s = since_s
+        kill_group(self._leader_pid)
 
     def _say(self, message: Message) -> None:
         if self._to_leader is not None and not self._ended.done():

@@ -30,7 +30,7 @@ from planaria.coordinator.leadership import Leadership, may_expire, was_lost
 from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Discard, Ending, Publish, Tick
 from planaria.core.messages import NodeLost, Shutdown, ToNode
-from planaria.core.records import AgentEnded, Ended, FromLauncher, Leading, ToLauncher
+from planaria.core.records import AgentEnded, Beat, Ended, FromLauncher, Leading, ToLauncher
 from planaria.errors import AuthenticationError, StoreError
 from planaria.nodes.journal import open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of
@@ -109,6 +109,7 @@ class _Leader:
             asyncio.create_task(job)
             for job in (
                 self._hear_launcher(reader),
+                self._beat(),
                 self._tick(),
                 self._leadership.watch_leases(),
                 self._record_progress(),
@@ -199,6 +200,12 @@ class _Leader:
                 else:
                     self.queue(message)
         os._exit(1)
+
+    async def _beat(self) -> None:
+        """Tells the launcher that this process runs; the disk may be slow meanwhile."""
+        while True:
+            self.notify(Beat())
+            await asyncio.sleep(self._rules.job.cluster.lease_s / TICKS_PER_LEASE)
 
     async def _tick(self) -> None:
         """Ends leases that are due, unless this process itself was stopped a while."""

@@ -1,11 +1,42 @@
-"""What a launcher waits for besides its coordinator: signals, and the end of its processes."""
+"""What a launcher waits for: its coordinator, signals, and the end of its processes."""
 
 import asyncio
 import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Final
+
+from planaria.coordinator.agent_lease import TICKS_PER_LEASE
+from planaria.coordinator.standstill import stands_still
+
+_READ_BYTES: Final = 1 << 20
+
+
+async def heard_while_running(
+    reader: asyncio.StreamReader, *, lease_s: float, stopped: Callable[[float], None]
+) -> AsyncIterator[bytes]:
+    """What a coordinator says until it is gone.
+
+    Args:
+        stopped: is told since when one stands still, and kills it.
+    """
+    has_begun, silent_ticks, heard_s = False, 0, time.monotonic()
+    while True:
+        try:
+            async with asyncio.timeout(lease_s / TICKS_PER_LEASE):
+                data = await reader.read(_READ_BYTES)
+        except TimeoutError:
+            silent_ticks += 1
+            if stands_still(silent_ticks, has_begun=has_begun, lease_s=lease_s):
+                stopped(heard_s)
+            continue
+        if not data:
+            return
+        has_begun, silent_ticks, heard_s = True, 0, time.monotonic()
+        yield data
 
 
 async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:

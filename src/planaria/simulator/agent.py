@@ -140,6 +140,7 @@ class SimulatedAgent:
             self._beat()
             await over
             self._to_coordinator = None
+            self._beat()
 
     def _hear(self, message: ToNode) -> None:
         result = heard(self.state, message)

@@ -47,9 +47,7 @@ from planaria.simulator.worker import SimulatedWorker
 
 PATIENCE_S: Final = 60.0  # From the last fault to the end of the job.
 _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
-_END_A_LEASE: Final = (
-    *(FaultKind.HANG, FaultKind.DETACH, FaultKind.PAUSE, FaultKind.SLOW, FaultKind.DISK),
-)
+_END_A_LEASE: Final = (*(FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK),)
 _ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
 _ASKED: Final = (FaultKind.NOTICE, FaultKind.DRAIN)
 _LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
+from planaria.coordinator.agent_lease import TICKS_PER_LEASE
+from planaria.coordinator.standstill import stands_still
 from planaria.coordinator.state import Publish
 from planaria.coordinator.store import Event
 from planaria.core.messages import DrainRequested, StopRequested
-from planaria.core.records import Committed, Ended, ToLauncher
+from planaria.core.records import Beat, Committed, Ended, ToLauncher
 from planaria.simulator.agent import SimulatedAgent
 from planaria.simulator.leader import SimulatedLeader
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.network import End, Network
-from planaria.simulator.scenario import PlannedJob
+from planaria.simulator.scenario import LEASE_S, PlannedJob
 from planaria.simulator.store import SimulatedDisk
 from planaria.simulator.worker import SimulatedWorker
 
@@ -77,6 +79,8 @@ class SimulatedCluster:
         self._restarts = 0
         self._num_leaders = 0
         self._is_starting = True
+        self._is_heard = False
+        self._silent_ticks = 0
         self.leader_rate = 1.0
 
     def begin(self, rates: dict[int, float]) -> None:
@@ -85,6 +89,7 @@ class SimulatedCluster:
         for node in self.job.plan.nodes:
             self._start_agent(node, rates.get(node, 1.0))
         self._start_leader()
+        self._watch_leader()
 
     def _start_agent(self, node: int, rate: float) -> None:
         self.agents[node] = SimulatedAgent(
@@ -116,6 +121,7 @@ class SimulatedCluster:
     def _start_leader(self) -> None:
         self._num_leaders += 1
         self._is_starting = False
+        self._is_heard, self._silent_ticks = False, 0
         process = Process(
             self.loop,
             f"coordinator {self._num_leaders}",
@@ -133,6 +139,14 @@ class SimulatedCluster:
             self.leader.queue(DrainRequested(node=node))
         if self.stop_requested:
             self.leader.queue(StopRequested())
+
+    def _watch_leader(self) -> None:
+        """The launcher's tick."""
+        self.loop.after(LEASE_S / TICKS_PER_LEASE, self._watch_leader)
+        self._silent_ticks += 1
+        is_silent = stands_still(self._silent_ticks, has_begun=self._is_heard, lease_s=LEASE_S)
+        if is_silent and not self._is_starting and self.ended is None:
+            self.kill_leader()
 
     def kill_leader(self) -> None:
         """The coordinator is killed, and started again."""
@@ -179,6 +193,9 @@ class SimulatedCluster:
         """See Launcher."""
         if leader is not self.leader:  # Another has taken its place.
             self.happened("unheard", type(message).__name__)
+            return
+        self._is_heard, self._silent_ticks = True, 0
+        if isinstance(message, Beat):
             return
         self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
         self.watcher.noticed(message)

@@ -205,8 +205,6 @@ def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
     lasts_s = rng.choice(LASTS_S)
     if kind in _LAST and rng.random() < 0.2:
         lasts_s = math.inf
-    if kind is FaultKind.PAUSE:  # ASSUMPTIONS: nobody would notice one that hangs for ever.
-        lasts_s = min(lasts_s, LEASE_S + 0.5)
     node = rng.randrange(num_nodes)
     fault = Fault(
         kind=kind,

@@ -14,7 +14,7 @@ from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Discard, Ending, Publish, Published, Tick
 from planaria.core.messages import NodeLost, Shutdown, ToNode
-from planaria.core.records import Ended, Leading, Saved, ToLauncher, Unsaved
+from planaria.core.records import Beat, Ended, Leading, Saved, ToLauncher, Unsaved
 from planaria.errors import StoreError
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.network import End
@@ -98,6 +98,7 @@ class SimulatedLeader:
         )
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
+        self.process.spawn(self._beat())
         self.process.spawn(self._end_at_errors(self._tick()))
         self.process.spawn(self._end_at_errors(self.leadership.watch_leases()))
         self.process.spawn(self._end_at_errors(self._record_progress()))
@@ -111,6 +112,11 @@ class SimulatedLeader:
         self.notify(ended)
         for line in self._lines:
             line.tell(Shutdown())
+
+    async def _beat(self) -> None:
+        while True:
+            self.notify(Beat())
+            await self.process.sleep(LEASE_S / TICKS_PER_LEASE)
 
     async def _tick(self) -> None:
         period_s = LEASE_S / TICKS_PER_LEASE

@@ -15,8 +15,10 @@ import struct
 import time
 from typing import Final
 
+LEASE_TIMEOUT_S: Final = 60.0  # For a coordinator that was lost to be there again.
 FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, on a machine that many share seconds.
 _WORD: Final = struct.Struct("=d")
+_LOOK_S: Final = 0.01
 _LEASE_END, _BEAT, _DEADLINE = 0, 8, 16
 
 
@@ -46,6 +48,16 @@ class Pulse:
     def is_member(self) -> bool:
         """Whether the node may still write where others read."""
         return time.monotonic() < self.lease_end_s
+
+    def wait_member(self, *, timeout_s: float = LEASE_TIMEOUT_S) -> bool:
+        """Whether the node is a member, or gets its lease back in time.
+
+        One that is evicted does not, and ends; one whose coordinator was lost does.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_member and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        return self.is_member
 
     def beat(self) -> None:
         """The worker's control thread runs."""

@@ -1,0 +1,30 @@
+"""Whether the coordinator stands still, as its launcher sees it.
+
+A coordinator beats while it runs. Nodes whose heartbeats it leaves unanswered write no saves after
+a lease, and end themselves after two (agent_lease.py), so it is killed, and another started, before
+that. Once its connections are closed nodes keep their leases and wait for the next one.
+"""
+
+from math import ceil
+from typing import Final
+
+from planaria.coordinator.agent_lease import TICKS_PER_LEASE
+from planaria.coordinator.arrivals import arrival_s
+
+# Two thirds of a lease: the last heartbeat that it answered may be a tick older than its last beat.
+SILENT_TICKS_MAX: Final = 4
+
+
+def stands_still(silent_ticks: int, *, has_begun: bool, lease_s: float) -> bool:
+    """Whether a coordinator has been silent for too long.
+
+    Args:
+        silent_ticks: of the launcher, since it heard the coordinator last. Not seconds: in time in
+            which the launcher itself was stopped it could hear nobody.
+        has_begun: it was heard at all. Before, it reads its records, from a disk that may be slow,
+            and no agent is connected to it.
+    """
+    most = SILENT_TICKS_MAX
+    if not has_begun:
+        most = ceil(arrival_s(lease_s) * TICKS_PER_LEASE / lease_s)
+    return silent_ticks >= most

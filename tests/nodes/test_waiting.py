@@ -1,0 +1,77 @@
+"""What a launcher hears of its coordinator, and when it has it killed."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from planaria.nodes.waiting import heard_while_running
+from tasks import TIMEOUT_S
+
+LEASE_S = 0.3
+BEAT_S = LEASE_S / 10
+
+
+def listened(
+    speak: Callable[[socket.socket], Coroutine[Any, Any, None]],
+) -> tuple[bytes, list[float]]:
+    """What was heard of a coordinator that says this, and for how long it had been silent when it
+    was taken for one that stands still, which closes its connection."""
+    silences_s: list[float] = []
+
+    async def run() -> bytes:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+
+        def stopped(since_s: float) -> None:
+            silences_s.append(time.monotonic() - since_s)
+            theirs.close()
+
+        speaking = asyncio.create_task(speak(theirs))
+        heard = [
+            data async for data in heard_while_running(reader, lease_s=LEASE_S, stopped=stopped)
+        ]
+        await speaking
+        writer.close()
+        return b"".join(heard)
+
+    return asyncio.run(asyncio.wait_for(run(), TIMEOUT_S)), silences_s
+
+
+def test_a_coordinator_that_falls_silent_is_killed_once() -> None:
+    """It is told since when: training may have waited for it as long."""
+
+    async def speak(line: socket.socket) -> None:
+        line.send(b"I lead")
+
+    heard, silences_s = listened(speak)
+
+    assert heard == b"I lead"
+    (silent_s,) = silences_s
+    assert silent_s > LEASE_S / 2
+
+
+def test_a_coordinator_that_beats_is_left_alone() -> None:
+    """For as many leases as it likes; its end is its own."""
+
+    async def speak(line: socket.socket) -> None:
+        for _ in range(40):
+            line.send(b".")
+            await asyncio.sleep(BEAT_S)
+        line.close()
+
+    assert listened(speak) == (b"." * 40, [])
+
+
+def test_time_in_which_the_launcher_was_stopped_is_not_held_against_the_coordinator() -> None:
+    """A laptop that was closed; when it is opened again both go on."""
+
+    async def speak(line: socket.socket) -> None:
+        line.send(b"I lead")
+        await asyncio.sleep(BEAT_S)
+        time.sleep(5 * LEASE_S)  # Nothing of this process runs meanwhile.
+        line.send(b", still")
+        line.close()
+
+    assert listened(speak) == (b"I lead, still", [])
