@@ -82,7 +82,8 @@ profiles: $(READY)
 bench: $(READY)
 	@failed=0; for script in $(sort $(wildcard benchmarks/*.py)); do \
 		echo "$(BIN)/python $$script"; $(BIN)/python "$$script" || [ $$? -eq 2 ] || failed=1; \
-	done; exit $$failed
+	done; \
+	$(BIN)/python benchmarks/recovery.py --nodes 4,8,16,32 || failed=1; exit $$failed
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis reports

@@ -26,8 +26,12 @@ Times are from just before the SIGKILL:
 
 The goals compare medians of the downtime. The A/A ratio is that of planaria's odd kills over its
 even ones. Exits 1 if a goal is missed, and 2 if torchft is not installed.
+
+`python benchmarks/recovery.py --nodes 4,8,16,32` shows how the phases of planaria's recovery grow
+with the number of nodes instead, there and up to thousands (growth/table.py).
 """
 
+import argparse
 import importlib.util
 import math
 import os
@@ -41,6 +45,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+from growth.table import show
 from peers.measuring import (
     KILLED_ITERATION,
     NUM_WORKERS,
@@ -235,4 +240,12 @@ def _row(name: str, recoveries: Sequence[Recovery]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "start"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("step", nargs="?", default="start", help="of the iteration: when to kill")
+    parser.add_argument("--nodes", help="as in 4,8,16,32: how planaria's phases grow instead")
+    arguments = parser.parse_args()
+    if arguments.nodes:
+        sys.exit(show([int(number) for number in arguments.nodes.split(",")]))
+    sys.exit(main(arguments.step))

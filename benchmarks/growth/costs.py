@@ -1,0 +1,155 @@
+"""What a message and a connection cost, measured with the code that a job runs.
+
+The coordinator reads and writes on one event loop, so its time per message is CPU time: that of a
+server with CONNECTIONS connections, each message on another one than the message before. A worker
+makes the links of an epoch side by side, so the time per link is the wall time of many, over their
+number. Each figure is the least of several tries: what other processes take of the machine is not
+the protocol's.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from planaria.core.messages import FromNode
+from planaria.transport.frames import FrameDecoder, frame, from_node_decoder
+from planaria.transport.links import Links
+
+CONNECTIONS = 200
+TRIES = 5
+FEW_LINKS, MANY_LINKS = 20, 220
+TOKEN = b"benchmark"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds.
+
+    Attributes:
+        receive_s: of the coordinator, to read and decode a message of a rank.
+        send_s: of the coordinator, to write a short frame that is encoded already.
+        hop_s: of a short message from one process to another, with its wake-up.
+        link_s: of a worker, for one more link.
+    """
+
+    receive_s: float
+    send_s: float
+    hop_s: float
+    link_s: float
+
+
+def measured_costs(message: FromNode) -> Costs:
+    """On this machine, for messages like this one."""
+    receive_s, send_s = asyncio.run(_loop_costs(frame(message)))
+    return Costs(
+        receive_s=receive_s,
+        send_s=send_s,
+        hop_s=_least(_round_trip_s) / 2.0,
+        link_s=_least(_links_s) / (MANY_LINKS - FEW_LINKS),
+    )
+
+
+def _least(measure: Callable[[], float]) -> float:
+    return min(measure() for _ in range(TRIES))
+
+
+async def _loop_costs(data: bytes) -> tuple[float, float]:
+    """CPU seconds of a message received, and of one sent, on an event loop like the leader's."""
+    num_heard = 0
+    has_all = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+    serving: list[asyncio.Task[None] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_heard
+        writers.append(writer)
+        serving.append(asyncio.current_task())
+        decoder = FrameDecoder()
+        while received := await reader.read(1 << 20):
+            for body in decoder.feed(received):
+                from_node_decoder.decode(body)
+                num_heard += 1
+                if num_heard % CONNECTIONS == 0:
+                    has_all.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=CONNECTIONS)
+    address = server.sockets[0].getsockname()
+    clients = [socket.create_connection(address) for _ in range(CONNECTIONS)]
+    while len(writers) < CONNECTIONS:
+        await asyncio.sleep(0)
+    received_s, sent_s = [], []
+    for _ in range(TRIES):
+        for client in clients:
+            client.sendall(data)
+        begin_s = time.process_time()
+        await has_all.wait()
+        received_s.append(time.process_time() - begin_s)
+        has_all.clear()
+        begin_s = time.process_time()
+        for writer in writers:
+            writer.write(data)
+        sent_s.append(time.process_time() - begin_s)
+        for client in clients:
+            client.recv(1 << 16)
+    for client in clients:
+        client.close()
+    await asyncio.gather(*filter(None, serving))
+    for writer in writers:
+        writer.close()
+    server.close()
+    return min(received_s) / CONNECTIONS, min(sent_s) / CONNECTIONS
+
+
+def _round_trip_s() -> float:
+    """A byte to another process and back, the median of many."""
+    near, far = multiprocessing.Pipe()
+    echo = multiprocessing.get_context("fork").Process(target=_echo, args=(far,))
+    echo.start()
+    times_s = []
+    for _ in range(100):
+        begin_s = time.perf_counter()
+        near.send_bytes(b"x")
+        near.recv_bytes()
+        times_s.append(time.perf_counter() - begin_s)
+    near.send_bytes(b"")
+    echo.join()
+    return sorted(times_s)[len(times_s) // 2]
+
+
+def _echo(end: Connection) -> None:
+    while data := end.recv_bytes():
+        end.send_bytes(data)
+
+
+def _links_s() -> float:
+    """How much longer a rank takes for many links than for few."""
+    return _begun_s(MANY_LINKS) - _begun_s(FEW_LINKS)
+
+
+def _begun_s(num_peers: int) -> float:
+    """A rank enters an epoch with so many peers, whose ends are in another process."""
+    near, far = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_listen, args=(num_peers, far))
+    process.start()
+    addresses = near.recv()
+    links = Links(0, token=TOKEN)
+    begin_s = time.perf_counter()
+    links.begin(0, addresses={0: links.address, **addresses}, peers=addresses, timeout_s=60.0)
+    seconds = time.perf_counter() - begin_s
+    links.close()
+    near.send(None)
+    process.join()
+    return seconds
+
+
+def _listen(num_peers: int, end: Connection) -> None:
+    """So many ranks that accept, and do nothing else; one listener each."""
+    links = [Links(1 + index, token=TOKEN) for index in range(num_peers)]
+    end.send({one.rank: one.address for one in links})
+    end.recv()
+    os._exit(0)

@@ -1,0 +1,243 @@
+"""A recovery of thousands of nodes: real decisions, modelled time.
+
+The coordinator that runs here is the real one, with its records on the disk; so are the plans, the
+frames, and what a worker works out when it begins an epoch. What there is not are the nodes. Time
+is counted instead of awaited, phase after phase:
+
+    detect     a connection closes; the coordinator takes that in, records who is left, and tells
+               them. Each answers, and it takes the answers in one after the other.
+    decide     it decides on the last of them, records that, and encodes the plan.
+    regroup    it sends the plan to all, as fast as its link carries that; a worker decodes it
+               (after its agent), works out its own schedule, and makes the links that it has not.
+               The coordinator takes in that each of them is ready.
+
+What code does here is timed while it does it; the rest is what costs.py measured, times the number
+of messages or links. A worker that is told to leave first ends the action that it is in, with
+thousands of them the longest that there is.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from growth.costs import Costs
+from planaria.coordinator.coordinator import Event
+from planaria.coordinator.leadership import Leadership
+from planaria.coordinator.logbook import opened_logbook
+from planaria.coordinator.state import Discard, Publish, Rules
+from planaria.core.messages import (
+    Abort,
+    EpochReady,
+    IterationDone,
+    Message,
+    NodeArrived,
+    NodeLost,
+    StartEpoch,
+    Stopped,
+    ToNode,
+    WorkerReady,
+)
+from planaria.core.plan import Plan
+from planaria.core.records import ToLauncher
+from planaria.engine.groups import iteration_peers
+from planaria.nodes.journal import open_store
+from planaria.schedule.lower import lowered_for
+from planaria.transport.frames import FrameDecoder, frame, to_node_decoder
+
+_Result = TypeVar("_Result")
+_Order = TypeVar("_Order", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Seconds of a recovery, but for its transfers."""
+
+    detect_s: float
+    decide_s: float
+    regroup_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.detect_s + self.decide_s + self.regroup_s
+
+
+@dataclass(slots=True)
+class _Line:
+    """The connection of an agent that only listens; all of them hear the same."""
+
+    told: list[ToNode]
+    counts: bool
+
+    def tell(self, message: ToNode) -> None:
+        if self.counts:
+            self.told.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Hands:
+    queued: list[Event] = field(default_factory=list)
+
+    def queue(self, event: Event) -> None:
+        self.queued.append(event)
+
+    def notify(self, message: ToLauncher) -> None:
+        pass
+
+    def keep(self, command: Publish | Discard) -> None:
+        pass
+
+    def reached(self, place: str, iteration: int) -> None:
+        pass
+
+
+def simulated_recovery(
+    rules: Rules, plan: Plan, *, lost: int, action_s: float, costs: Costs
+) -> Phases:
+    """One node of the plan is lost while it trains; its longest action takes action_s."""
+    with tempfile.TemporaryDirectory() as directory:
+        return asyncio.run(_Recovery(rules, plan, action_s, costs).run(Path(directory), lost))
+
+
+class _Recovery:
+    def __init__(self, rules: Rules, plan: Plan, action_s: float, costs: Costs) -> None:
+        self._rules = rules
+        self._plan = plan
+        self._action_s = action_s
+        self._costs = costs
+        self._told: list[ToNode] = []
+        self._hands = _Hands()
+
+    async def run(self, directory: Path, lost: int) -> Phases:
+        async with open_store(directory, now_s=time.monotonic) as store:
+            logbook = await opened_logbook(store, "growth", lease_s=3600.0)
+            self._leadership = Leadership[_Line](self._rules, logbook, self._hands)
+            await self._begin()
+            return await self._recover(lost)
+
+    async def _begin(self) -> None:
+        """The job has done its first iteration."""
+        plan = self._plan
+        await self._leadership.restore(plan, predicted_s=1.0, now_s=time.monotonic())
+        for node in plan.nodes:
+            await self._leadership.admit(node, _Line(self._told, counts=node == plan.nodes[0]))
+        await self._take([NodeArrived(node=n, rank=n, machine=str(n)) for n in plan.nodes])
+        await self._take([_worker(node) for node in plan.nodes])
+        await self._take([_ready(rank, 0) for rank in plan.all_ranks])
+        await self._take([_done(rank) for rank in plan.all_ranks])
+        assert self._leadership.state.next_iteration == 1
+
+    async def _recover(self, lost: int) -> Phases:
+        costs, plan = self._costs, self._plan
+        held = plan.held_by_rank
+        left = [node for node in plan.nodes if node != lost]
+        num = len(left)
+
+        recording_s = await self._take([NodeLost(node=lost, reason="its connection closed")])
+        abort, encoding_s, _ = _framed(self._newest(Abort))
+        answers = [
+            Stopped(
+                rank=rank,
+                epoch=abort.epoch,
+                ages=dict.fromkeys(held[rank], 1),
+                complete=(),
+                hashes=dict.fromkeys(held[rank], 1 << 60),
+            )
+            for rank in left
+        ]
+        answering_s = await self._take(answers[:-1]) + num * costs.receive_s
+        # What comes while it still tells others waits for that.
+        telling_s = encoding_s + num * costs.send_s
+        detect_s = (
+            costs.hop_s
+            + recording_s
+            + max(telling_s + answering_s, telling_s + 2.0 * costs.hop_s + self._action_s)
+        )
+        decide_s = await self._take(answers[-1:])
+        order, encoding_s, data = _framed(self._newest(StartEpoch))
+        decide_s += encoding_s
+
+        link = self._rules.prices.links["inter_node"]
+        sending_s = num * max(costs.send_s, len(data) / link.bandwidth_bytes_per_s)
+        begun_s, peers = max(self._begun(order, data, rank) for rank in self._samples(order.plan))
+        readiness_s = await self._take([_ready(rank, order.epoch) for rank in order.plan.all_ranks])
+        regroup_s = sending_s + 2.0 * costs.hop_s + begun_s + peers * costs.link_s
+        regroup_s += readiness_s + num * costs.receive_s
+        return Phases(detect_s=detect_s, decide_s=decide_s, regroup_s=regroup_s)
+
+    def _samples(self, after: Plan) -> Sequence[int]:
+        """Ranks whose layers change, for they need the most links, and one of the others."""
+        before = self._plan.held_by_rank
+        changed = [r for r, layers in after.held_by_rank.items() if before.get(r) != layers]
+        return (*changed[:3], *changed[-1:], after.all_ranks[0])
+
+    def _begun(self, order: StartEpoch, data: bytes, rank: int) -> tuple[float, int]:
+        """What agent and worker compute when the order comes, and how many links are new."""
+        (body,) = FrameDecoder().feed(data)
+        heard_s, _ = _timed(lambda: FrameDecoder().feed(data))
+        decoding_s, _ = _timed(lambda: to_node_decoder.decode(body))
+        encoding_s, _ = _timed(lambda: frame(order))
+        own_s, schedule = _timed(lambda: lowered_for(order.plan, rank))
+        peers_s, peers = _timed(lambda: iteration_peers(schedule, rank, order.plan.all_ranks))
+        old = lowered_for(self._plan, rank)
+        known = iteration_peers(old, rank, self._plan.all_ranks)
+        seconds = 2.0 * (heard_s + decoding_s) + encoding_s + own_s + peers_s
+        return seconds, len(peers - known)
+
+    async def _take(self, events: Sequence[Event]) -> float:
+        """The seconds in which the coordinator takes events in, and what it then tells itself."""
+        begin_s = time.perf_counter()
+        for event in events:
+            await self._leadership.handle(event, time.monotonic())
+            while self._hands.queued:
+                await self._leadership.handle(self._hands.queued.pop(0), time.monotonic())
+        return time.perf_counter() - begin_s
+
+    def _newest(self, kind: type[_Order]) -> _Order:
+        return next(message for message in reversed(self._told) if isinstance(message, kind))
+
+
+def _timed(call: Callable[[], _Result]) -> tuple[float, _Result]:
+    begin_s = time.perf_counter()
+    result = call()
+    return time.perf_counter() - begin_s, result
+
+
+def _framed(message: _Order) -> tuple[_Order, float, bytes]:
+    """The message as it arrives, the seconds to encode it, and its frame."""
+    seconds, data = _timed(lambda: frame(message))
+    (body,) = FrameDecoder().feed(data)
+    return msgspec.json.decode(body, type=type(message)), seconds, data
+
+
+def _worker(node: int) -> WorkerReady:
+    return WorkerReady(
+        node=node, rank=node, pid=node, pid_start=0.0, host="10.0.0.1", port=10_000 + node
+    )
+
+
+def _ready(rank: int, epoch: int) -> EpochReady:
+    return EpochReady(rank=rank, epoch=epoch, layers_materialised=1)
+
+
+def _done(rank: int) -> IterationDone:
+    return IterationDone(
+        rank=rank,
+        epoch=0,
+        iteration=0,
+        loss=1.0,
+        num_samples=1,
+        sample_digest="",
+        seconds=1.0,
+        stall_s=0.0,
+        peak_bytes=0,
+        ends=False,
+    )
