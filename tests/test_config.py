@@ -149,6 +149,8 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"model": {"kind": "paced"}}, "model.profile", "must name a profile"),
         ({"model": {"kind": "paced", "profile": "no.json"}}, "model.profile", "no such file"),
         ({"model": {"kind": "paced", "path": "x"}}, "model.path", 'model.kind = "hf"'),
+        ({"model": {"jitter": 0.1}}, "model.jitter", 'model.kind = "paced"'),
+        ({"model": {"kind": "paced", "jitter": -0.1}}, "model.jitter", "at least 0"),
         ({"checkpoint": {"directory": ""}}, "checkpoint.directory", "must name a directory"),
         ({"checkpoint": {"directory": __file__}}, "checkpoint.directory", "directory"),
     ],

@@ -35,7 +35,7 @@ from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.unequal import unequal_plans
-from planaria.planning import Planned, check_size, read_profile
+from planaria.planning import Planned, check_size, read_profile, short_actions_text
 from planaria.profiles.shipped import NAMES
 from planaria.scripts import named_job
 from planaria.show.figures import plan_figure
@@ -287,6 +287,8 @@ class _Shown:
             iterations=planned.config.training.iterations,
             first=planned.resumed.iteration if planned.resumed else 0,
         )
+        if short := short_actions_text(planned):
+            self._display.note(short)
 
     def began(self) -> None:
         self._display.note("training")

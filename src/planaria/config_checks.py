@@ -14,6 +14,7 @@ from planaria.errors import ConfigError
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 
 _MINIMUM = {
+    "model.jitter": 0,
     "data.sequence_length": 1,
     "training.iterations": 1,
     "training.target_loss": 0,
@@ -43,6 +44,7 @@ _KINDS = {
     "model.path": ("hf",),
     "model.target": ("python",),
     "model.time_scale": ("paced",),
+    "model.jitter": ("paced",),
     "data.path": ("text", "hf"),
     "data.target": ("python",),
 }

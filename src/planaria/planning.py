@@ -47,6 +47,8 @@ _PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.engine.hf_lay
 
 _PREPARE = "planaria.engine.prepare:main"
 
+ACTION_S_MIN = 0.005  # Of a paced job; a sleep ends up to 0.2 ms late on an idle machine.
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -350,6 +352,27 @@ def check_disk(config: JobConfig, prepared: Prepared) -> None:
             config.checkpoint.directory,
             f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there",
         )
+
+
+def short_actions_text(planned: Planned) -> str:
+    """What to say of a paced job whose shortest action is lost in this machine's own times; ""."""
+    model, profile = planned.config.model, planned.prepared.profile
+    assert profile is not None
+    if model.kind != "paced":
+        return ""
+    shortest_s = min(
+        sum(layer.forward_s[1] for layer in profile.layers[stage.first_layer : stage.end_layer])
+        for pipeline in planned.plan.pipelines
+        for stage in pipeline.template.stages
+    )
+    if shortest_s >= ACTION_S_MIN:
+        return ""
+    text = f"the shortest forward takes {1000 * shortest_s:.3g} ms, and below "
+    text += f"{1000 * ACTION_S_MIN:.0f} ms a sleep is not exact"
+    if shortest_s > 0:
+        time_scale = model.time_scale * ACTION_S_MIN / shortest_s
+        text += f"; model.time_scale = {time_scale:.3g} would do"
+    return text
 
 
 def predicted_peak_bytes(problem: Problem, plan: Plan) -> int:

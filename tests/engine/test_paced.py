@@ -1,7 +1,9 @@
 """Paced layers take their time on average, and their gradients are real."""
 
 import random
+import statistics
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,10 +17,10 @@ from planaria.engine.paced import WIDTH, PacedData, paced_model
 from strategies import layer_profile, model_profile
 
 
-def model(*forward_s: float) -> SplitModel:
+def model(*forward_s: float, jitter: float = 0.0) -> SplitModel:
     """Sleeping layers whose backward takes twice their forward."""
     layers = tuple(layer_profile(f"layer {i}", value) for i, value in enumerate(forward_s))
-    return paced_model(model_profile(layers), seed=3)
+    return paced_model(model_profile(layers), seed=3, jitter=jitter)
 
 
 class _LateClock:
@@ -104,6 +106,47 @@ def test_forward_and_backward_take_their_own_times(monkeypatch: pytest.MonkeyPat
     hidden.sum().backward()  # type: ignore[no-untyped-call]
 
     assert slept == [1.0, 5.0, 10.0, 2.0]
+
+
+def test_sleeps_vary_by_the_jitter_and_last_what_the_profile_says_on_average(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over 4,000 sleeps of each direction; a lognormal number is never below 0."""
+    jitter, count = 0.5, 4000
+    forward_s, backward_s = _slept(monkeypatch, range(count), jitter=jitter)
+
+    for seconds, mean_s in ((forward_s, 0.01), (backward_s, 0.02)):
+        assert min(seconds) > 0
+        assert statistics.mean(seconds) == pytest.approx(mean_s, rel=4 * jitter / count**0.5)
+        assert statistics.stdev(seconds) / mean_s == pytest.approx(jitter, rel=0.1)
+    assert abs(statistics.correlation(forward_s, backward_s)) < 0.1
+
+
+def test_jitter_is_that_of_the_seed_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sleeps, in whatever order: Stage seeds a forward by iteration, microbatch and layer.
+    Without jitter every sleep is the profile's."""
+    seeds = [5, 9, 1]
+    before = _slept(monkeypatch, seeds, jitter=0.03)
+    after = _slept(monkeypatch, reversed(seeds), jitter=0.03)
+
+    assert [list(reversed(seconds)) for seconds in after] == before
+    assert len({*before[0], *before[1]}) == 6
+    assert _slept(monkeypatch, seeds, jitter=0.0) == [[0.01] * 3, [0.02] * 3]
+
+
+def _slept(
+    monkeypatch: pytest.MonkeyPatch, seeds: Iterable[int], *, jitter: float
+) -> list[list[float]]:
+    """The seconds of the forwards and backwards of a layer of 0.01 s, whose forwards are seeded."""
+    slept: list[float] = []
+    monkeypatch.setattr(paced._Pace, "sleep", lambda _, seconds: slept.append(seconds))
+    layer = model(0.01, jitter=jitter).materialise(0)
+    for seed in seeds:
+        torch.default_generator.manual_seed(seed)
+        output = layer(torch.ones(1, WIDTH))
+        torch.default_generator.manual_seed(0)
+        output.sum().backward()
+    return [slept[0::2], slept[1::2]]
 
 
 def test_gradients_are_those_of_the_product() -> None:

@@ -36,6 +36,9 @@ class ModelConfig:
         "of measuring; paced: required",
     )
     time_scale: float = _key(1.0, "paced: factor on the profile's seconds")
+    jitter: float = _key(
+        0.03, "paced: coefficient of variation of each layer's seconds; 0: as the profile says"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

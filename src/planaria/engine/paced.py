@@ -4,9 +4,14 @@ A paced job runs the real engine, links and commits with the timing of a cluster
 there: many nodes fit on two cores, for a sleeping layer needs none. Gradients and updates are
 real, so all checks of bits hold for it too.
 
+No sleep is exactly as long as the next of its kind: each is multiplied by a lognormal number of
+mean 1. It is drawn where other layers draw dropout, so it is a function of (seed, iteration,
+microbatch, layer) and of the direction, whatever rank sleeps and whatever failed before.
+
 Differs from a profile's layers in bytes: activations and parameters are a few dozen floats.
 """
 
+import math
 import time
 from typing import Any
 
@@ -65,26 +70,36 @@ class _Sleep(torch.autograd.Function):
 
 
 class _PacedLayer(nn.Module):
-    def __init__(self, profile: LayerProfile, *, pace: _Pace) -> None:
+    def __init__(self, profile: LayerProfile, *, pace: _Pace, jitter: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH))
         self._forward_s = profile.forward_s[1]
         self._backward_s = profile.backward_s(1)
         self._pace = pace
+        self._jitter = jitter
 
     def forward(self, x: Tensor) -> Tensor:
+        forward, backward = _factors(self._jitter)
         output: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self._pace, self._forward_s, self._backward_s
+            x, self.weight, self._pace, forward * self._forward_s, backward * self._backward_s
         )
         return output
+
+
+def _factors(jitter: float) -> list[float]:
+    """Two lognormal numbers of mean 1 and this coefficient of variation, from torch's generator."""
+    variance = math.log1p(jitter * jitter)
+    normal = torch.randn(2, dtype=torch.float64).tolist()
+    return [math.exp(math.sqrt(variance) * value - variance / 2) for value in normal]
 
 
 class _PacedLayers:
     """The builder of a paced model."""
 
-    def __init__(self, profile: ModelProfile, *, seed: int) -> None:
+    def __init__(self, profile: ModelProfile, *, seed: int, jitter: float) -> None:
         self._profile = profile
         self._seed = seed
+        self._jitter = jitter
         self._pace = _Pace()
         self.layer_names = tuple(layer.name for layer in profile.layers)
         self.tied: tuple[TiedGroup, ...] = ()
@@ -99,7 +114,7 @@ class _PacedLayers:
         return module
 
     def structure(self, layer: int) -> nn.Module:
-        return _PacedLayer(self._profile.layers[layer], pace=self._pace)
+        return _PacedLayer(self._profile.layers[layer], pace=self._pace, jitter=self._jitter)
 
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
         assert 0 <= layer < len(self.layer_names)
@@ -121,9 +136,14 @@ class PacedData:
         return torch.rand(WIDTH, generator=generator), torch.rand(WIDTH, generator=generator)
 
 
-def paced_model(profile: ModelProfile, *, seed: int) -> SplitModel:
-    """A model of one sleeping layer for each of the profile's."""
-    builder = _PacedLayers(profile, seed=seed)
+def paced_model(profile: ModelProfile, *, seed: int, jitter: float) -> SplitModel:
+    """A model of one sleeping layer for each of the profile's.
+
+    Args:
+        seed: of the first weights.
+        jitter: the coefficient of variation of its sleeps; 0: each is as long as the profile says.
+    """
+    builder = _PacedLayers(profile, seed=seed, jitter=jitter)
     return SplitModel(builder, objective="supervised", loss=_squared_error_sum)
 
 

@@ -31,7 +31,7 @@ def load_model(
     """The job's model, split into layers; a paced one is what its profile says."""
     if job.model.kind == "paced":
         assert profile is not None
-        return paced_model(profile, seed=job.training.seed)
+        return paced_model(profile, seed=job.training.seed, jitter=job.model.jitter)
 
     def split(objective: str) -> SplitModel:
         size = vocabulary_size(job.data, cache_directory=cache_directory, objective=objective)
