@@ -89,8 +89,8 @@ def test_a_link_takes_its_latency_and_its_bytes() -> None:
     assert Link(0.5, 100.0).seconds(0) == 0.5
 
 
-def test_scaling_a_profile_changes_its_seconds_alone() -> None:
-    """A slower cluster has the same bytes and the same links."""
+def test_scaling_a_profile_changes_all_its_seconds_and_nothing_else() -> None:
+    """Those on links too: so every plan takes as many times longer."""
     profile = model_profile((layer_profile("a", 0.01, device_counts=(1, 2)),))
     slow = scaled(profile, 3.0)
     before, after = profile.layers[0], slow.layers[0]
@@ -99,4 +99,6 @@ def test_scaling_a_profile_changes_its_seconds_alone() -> None:
     assert after.backward_s(2) == pytest.approx(3 * before.backward_s(2))
     assert scaled(slow, 1 / 3.0).layers[0].forward_s[1] == pytest.approx(before.forward_s[1])
     assert after.activation_bytes == before.activation_bytes
-    assert slow.links == profile.links
+    for kind, link in profile.links.items():
+        assert slow.links[kind].seconds(1000) == pytest.approx(3 * link.seconds(1000))
+        assert slow.links[kind].seconds(0) == pytest.approx(3 * link.seconds(0))

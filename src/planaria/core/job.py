@@ -35,7 +35,7 @@ class ModelConfig:
         "a profile (planaria profile -o FILE), or the name of a shipped one, to plan with instead "
         "of measuring; paced: required",
     )
-    time_scale: float = _key(1.0, "paced: factor on the profile's seconds")
+    time_scale: float = _key(1.0, "paced: factor on the profile's seconds, those of its links too")
     jitter: float = _key(
         0.03, "paced: coefficient of variation of each layer's seconds; 0: as the profile says"
     )

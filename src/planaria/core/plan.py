@@ -313,7 +313,7 @@ def plain_plan(epoch: int, pipelines: tuple[Pipeline, ...], microbatches: tuple[
 
 
 def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
-    """The profile with the seconds of its layers multiplied."""
+    """The profile with all its seconds multiplied: those of its layers, and of bytes on links."""
 
     def times(seconds: Mapping[int, float]) -> dict[int, float]:
         return {count: value * time_scale for count, value in seconds.items()}
@@ -327,7 +327,11 @@ def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
         )
         for layer in profile.layers
     )
-    return replace(profile, layers=layers)
+    links = {
+        kind: Link(link.latency_s * time_scale, link.bandwidth_bytes_per_s / time_scale)
+        for kind, link in profile.links.items()
+    }
+    return replace(profile, layers=layers, links=links)
 
 
 def on_one_device(profile: ModelProfile) -> ModelProfile:
