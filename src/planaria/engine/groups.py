@@ -47,9 +47,11 @@ def reduce_bucket(
     bounds = [size * i // len(ranks) for i in range(len(ranks) + 1)]
     scatter = Tag(Channel.SCATTER, iteration, bucket)
     gather = Tag(Channel.GATHER, iteration, bucket)
-    for index, rank in enumerate(ranks):
-        if index != own:
-            links.send(rank, scatter, *_slices(sums, bounds[index], bounds[index + 1]))
+    # Each begins with the rank behind it, so that not all send to the first one at once.
+    others = [*range(own + 1, len(ranks)), *range(own)]
+    for index in others:
+        part = _slices(sums, bounds[index], bounds[index + 1])
+        links.send(ranks[index], scatter, *part)
     segment = _segment_sum(
         links,
         sums,
@@ -58,16 +60,12 @@ def reduce_bucket(
         tag=scatter,
         timeout_s=timeout_s,
     )
-    for index, rank in enumerate(ranks):
-        if index != own:
-            links.send(rank, gather, segment.numpy())
-    for index, rank in enumerate(ranks):
-        if index != own:
-            received = links.receive(rank, gather, timeout_s=timeout_s)
-            segment_of_rank = _tensor(received, torch.float32)
-        else:
-            segment_of_rank = segment
-        _fill(results, bounds[index], segment_of_rank)
+    for index in others:
+        links.send(ranks[index], gather, segment.numpy())
+    _fill(results, bounds[own], segment)
+    for index in others:
+        received = links.receive(ranks[index], gather, timeout_s=timeout_s)
+        _fill(results, bounds[index], _tensor(received, torch.float32))
 
 
 def _segment_sum(
