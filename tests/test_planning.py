@@ -1,11 +1,23 @@
 """What a job is told of its plan before its nodes start."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from command import PACED
 from planaria.config import load_job
+from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
-from planaria.planning import ACTION_S_MIN, given_profile, plan_job, short_actions_text
+from planaria.errors import ConfigError
+from planaria.planning import (
+    ACTION_S_MIN,
+    given_profile,
+    plan_job,
+    read_profile,
+    short_actions_text,
+)
 
 
 def _told(time_scale: float) -> str:
@@ -22,3 +34,19 @@ def test_a_paced_job_of_short_actions_is_told_a_time_scale_that_would_do() -> No
 
     assert f"below {1000 * ACTION_S_MIN:.0f} ms" in _told(0.99 * enough)
     assert _told(1.01 * enough) == ""
+
+
+def test_a_paced_job_of_layers_that_take_no_time_is_refused(tmp_path: Path) -> None:
+    """Its iterations would have no length to speak of."""
+    profile = read_profile(PACED.with_name("paced-profile.json"))
+    timeless = {1: 0.0}
+    layers = tuple(
+        replace(layer, forward_s=timeless, backward_input_s=timeless, backward_weight_s=timeless)
+        for layer in profile.layers
+    )
+    path = tmp_path / "timeless.json"
+    path.write_bytes(encode_profile(replace(profile, layers=layers)))
+    config = load_job(PACED, overrides=[f"model.profile={path}"])
+
+    with pytest.raises(ConfigError, match="take no time at all"):
+        given_profile(config)

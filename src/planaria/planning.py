@@ -187,7 +187,8 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
     share no parameters.
 
     Raises:
-        ConfigError: it cannot be read, or a layer of it does not run on one device.
+        ConfigError: it cannot be read, a layer of it does not run on one device, or the layers of a
+            paced job take no time there.
     """
     if not config.model.profile:
         return None
@@ -197,6 +198,9 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
     memory_bytes = config.cluster.device_memory_bytes or profile.device_memory_bytes
     if any(1 not in layer.forward_s for layer in profile.layers):
         remedy = 'every layer needs its time on one device: a key "1" in forward_s'
+        raise ConfigError("model.profile", config.model.profile, remedy)
+    if config.model.kind == "paced" and not any(layer.forward_s[1] for layer in profile.layers):
+        remedy = "its layers take no time at all on one device, so there is nothing to pace"
         raise ConfigError("model.profile", config.model.profile, remedy)
     return replace(on_one_device(profile), device_memory_bytes=memory_bytes)
 
