@@ -21,6 +21,7 @@ from planaria.engine.stage import Stage
 from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.planning import cache_directory, fork_server
+from planaria.transport.timekeeping import Timekeeper
 
 GOAL = 0.01
 NUM_TURNS = 6
@@ -69,7 +70,9 @@ def _iteration_s(server: ForkServer, guard: str) -> float:
 def _hashes_s() -> tuple[int, float]:
     """How many layers the model has, and what all of them take, median of twenty."""
     job = Job.from_file(EXAMPLE).config
-    model = load_model(job, cache_directory=Path(cache_directory()), profile=None)
+    model = load_model(
+        job, cache_directory=Path(cache_directory()), profile=None, timekeeper=Timekeeper()
+    )
     stage = Stage(model, training=job.training)
     stage.hold(range(model.num_layers), states={}, age=0)
     flush = torch.zeros(CACHE_BYTES // 4)

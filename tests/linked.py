@@ -13,6 +13,7 @@ import numpy as np
 
 from planaria.errors import AbortedError, PeerLostError
 from planaria.transport.links import Address, Channel, Links, Tag
+from planaria.transport.pacing import Pacing
 
 TOKEN = b"the job's token"
 TIMEOUT_S = 20.0
@@ -51,9 +52,12 @@ def begin_all(ranks: Sequence[Links], epoch: int) -> None:
 
 
 @contextmanager
-def linked(num_ranks: int, epoch: int = 0) -> Iterator[list[Links]]:
-    """That many ranks with links between all of them."""
-    ranks = [Links(rank, token=TOKEN) for rank in range(num_ranks)]
+def linked(num_ranks: int, epoch: int = 0, pacing: Sequence[Pacing] = ()) -> Iterator[list[Links]]:
+    """That many ranks with links between all of them, paced as each of them is to be."""
+    ranks = [
+        Links(rank, token=TOKEN, pacing=pacing[rank] if pacing else None)
+        for rank in range(num_ranks)
+    ]
     try:
         begin_all(ranks, epoch)
         yield ranks

@@ -47,8 +47,12 @@ LEVELS = (
 )
 WALL = 8  # The levels below it decide, the others act.
 TOP = len(LEVELS) - 1
-# The worker does what the plan says; it never makes one.
-NEVER = {("engine", "policies"), ("engine", "coordinator")}
+# The worker does what the plan says; it never makes one. And what paces a job's layers and links
+# knows nothing of the estimator that it is held against.
+NEVER = {
+    *(("engine", "policies"), ("engine", "coordinator")),
+    *(("engine", "estimator"), ("transport", "estimator")),
+}
 
 TORCH = {"torch", "transformers", "datasets", "tokenizers"}
 ACTING = {
@@ -295,6 +299,8 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (layers, "planaria.core.plan", "from planaria.schedule.action import Action\n", 1),
     (layers, "planaria.engine.worker", "import planaria.coordinator.coordinator\n", 1),
     (layers, "planaria.engine.worker", "def f():\n    import planaria.nodes.agent\n", 2),
+    (layers, "planaria.transport.pacing", "from planaria.estimator.time import Span\n", 1),
+    (layers, "planaria.engine.paced", "import planaria.estimator.reductions\n", 1),
     (layers, "planaria.planner.plans", "from planaria import cli\n", 1),
     (layers, "planaria.planner.plans", "from planaria import __version__\n", 1),
     (layers, "planaria.planner.plans", "from .templates import templates\n", 1),

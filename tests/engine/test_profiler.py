@@ -18,6 +18,7 @@ from planaria.engine.layers import SplitModel, TiedGroup
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
 from planaria.transport.links import Links
+from planaria.transport.timekeeping import Timekeeper
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def _one_thread() -> None:
 
 
 def _profile(job: JobConfig, directory: Path) -> ModelProfile:
-    model = load_model(job, cache_directory=directory, profile=None)
+    model = load_model(job, cache_directory=directory, profile=None, timekeeper=Timekeeper())
     dataset = load_data(job, objective=model.objective, cache_directory=directory)
     return profiler.profile_model(job, model, dataset)
 
@@ -95,7 +96,7 @@ def test_a_layer_that_changes_a_buffer_is_refused(
 ) -> None:
     """No module class betrays it; its first forward does."""
     job = tiny_job("sequential", tmp_path)
-    model = load_model(job, cache_directory=tmp_path, profile=None)
+    model = load_model(job, cache_directory=tmp_path, profile=None, timekeeper=Timekeeper())
     dataset = load_data(job, objective=model.objective, cache_directory=tmp_path)
     build: Callable[[SplitModel, int], nn.Module] = SplitModel.materialise
     monkeypatch.setattr(

@@ -23,6 +23,7 @@ from planaria.engine.prepare import load_data, load_model
 from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.planning import cache_directory
+from planaria.transport.timekeeping import Timekeeper
 from user_models import sequential
 
 NUM_ITERATIONS = 20
@@ -125,7 +126,7 @@ def test_training_agrees_with_plain_torch(family: str, server: ForkServer, tmp_p
     torch.set_num_threads(1)
     job = _job(family, tmp_path)
     cache = Path(cache_directory())
-    split = load_model(job, cache_directory=cache, profile=None)
+    split = load_model(job, cache_directory=cache, profile=None, timekeeper=Timekeeper())
     dataset = load_data(job, objective=split.objective, cache_directory=cache)
     expected = train(
         _whole(job, split, dataset),

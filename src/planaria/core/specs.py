@@ -22,6 +22,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         places: at which faults are to be injected on this node, and where the launcher listens
             for whoever gets there.
         heeds: whether workers keep a line to the launcher, for faults that no step brings about.
+        device, clocks_fd: given to a worker by its agent; the latter is of the clocks that pace the
+            node's links, -1 where they are not paced.
     """
 
     job: JobConfig
@@ -37,6 +39,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     injector: tuple[str, int] = ("", 0)
     heeds: bool = False
     device: int = 0
+    clocks_fd: int = -1
 
     @property
     def rank(self) -> int:

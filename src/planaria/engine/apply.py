@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -134,7 +134,7 @@ def exchange_layers(
     """
     ordered = [transfer for transfers in rounds for transfer in transfers]
     own = [t for t in ordered if t.source == links.rank]
-    outgoing = _outgoing(own, lambda layer: stage.layers[layer].state_views(), age)
+    outgoing = _outgoing(own, stage, lambda layer: stage.layers[layer].state_views(), age)
     arriving = _Arriving([t for t in ordered if t.target == links.rank], age)
     to_build = deque(arriving.layers)
     vessels: dict[int, HeldLayer] = {}
@@ -142,8 +142,7 @@ def exchange_layers(
     while is_sending or arriving.wanted:
         message = next(outgoing, None)
         if message is not None:
-            target, tag, pieces = message
-            links.send(target, tag, *pieces)
+            message.send(links)
         is_sending = message is not None
         while arriving.wanted:
             if not links.has_any(arriving.wanted):
@@ -175,8 +174,8 @@ def send_silently(
         links.send(target, _AGE_TAG, np.array([age], dtype=np.int64))
     # Copies, because training goes on.
     copies = {layer: stage.layers[layer].state() for layer in {t.layer for t in own}}
-    for target, tag, pieces in _outgoing(own, copies.__getitem__, age):
-        links.send(target, tag, *pieces)
+    for message in _outgoing(own, stage, copies.__getitem__, age):
+        message.send(links)
 
 
 def received_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_s: float) -> int:
@@ -217,17 +216,24 @@ def missing_layers(layers: Collection[int], stage: Stage) -> list[int]:
     return sorted(set(layers) - stage.layers.keys())
 
 
-_Message = tuple[int, Tag, list[Bytes]]
+class _Message(NamedTuple):
+    target: int
+    tag: Tag
+    pieces: list[Bytes]
+    virtual_bytes: int = 0
+
+    def send(self, links: Links) -> None:
+        links.send(self.target, self.tag, *self.pieces, virtual_bytes=self.virtual_bytes)
 
 
 def _outgoing(
-    transfers: Iterable[Transfer], state_of: Callable[[int], State], age: int
+    transfers: Iterable[Transfer], stage: Stage, state_of: Callable[[int], State], age: int
 ) -> Iterator[_Message]:
     """All messages of these transfers and whom they are for, in turns for each target."""
     by_target: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         by_target.setdefault(transfer.target, []).append(transfer)
-    waiting = deque(_messages(one, state_of, age) for one in by_target.values())
+    waiting = deque(_messages(one, stage, state_of, age) for one in by_target.values())
     while waiting:
         messages = waiting.popleft()
         message = next(messages, None)
@@ -237,22 +243,25 @@ def _outgoing(
 
 
 def _messages(
-    transfers: Iterable[Transfer], state_of: Callable[[int], State], age: int
+    transfers: Iterable[Transfer], stage: Stage, state_of: Callable[[int], State], age: int
 ) -> Iterator[_Message]:
     for transfer in transfers:
+        target, virtual_bytes = transfer.target, stage.model.virtual_state_bytes(transfer.layer)
         state = state_of(transfer.layer)
         tensors = tuple(_Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
         arrays = [array.reshape(-1).view(np.uint8) for array in state.values()]
         head = msgspec.json.encode(_Head(tensors))
-        yield transfer.target, _head_tag(transfer, age), [np.frombuffer(head, dtype=np.uint8)]
+        yield _Message(target, _head_tag(transfer, age), [np.frombuffer(head, dtype=np.uint8)])
         hashed = xxhash.xxh3_128()
-        for index, (first, end) in enumerate(_pieces(transfer, _num_bytes(tensors))):
+        size = _num_bytes(tensors)
+        for index, (first, end) in enumerate(_pieces(transfer, size)):
             piece = _cut(arrays, first, end)
             for array in piece:
                 hashed.update(array.data)
-            yield transfer.target, _piece_tag(transfer, age, index), piece
+            share = virtual_bytes * (end - first) // size
+            yield _Message(target, _piece_tag(transfer, age, index), piece, share)
         digest = np.frombuffer(hashed.digest(), dtype=np.uint8)
-        yield transfer.target, _digest_tag(transfer, age), [digest]
+        yield _Message(target, _digest_tag(transfer, age), [digest])
 
 
 class _Arriving:

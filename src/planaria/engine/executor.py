@@ -10,7 +10,6 @@ layer computed them with the same parameters: behind the vector travel sums of h
 (core/agreement.py), and where they tell of a difference there is no vector.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,6 +80,7 @@ class Executor:
         self._schedule = schedule
         self._stage = stage
         self._links = links
+        self._now_s = links.timekeeper.now_s
         self._layout = layout
         self._pulse = pulse
         self._lease_s = lease_s
@@ -130,9 +130,9 @@ class Executor:
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
         self._losses: dict[int, float] = {}
         self._ready: set[int] = set()
-        self._submitted: list[Future[None]] = []
+        self._submitted: list[Future[float]] = []
         self._spans: list[MeasuredSpan] = []
-        self._start_s = time.monotonic()
+        self._start_s = self._now_s()
         self.computing_s = 0.0
         for held in self._held():
             held.clear()
@@ -144,7 +144,7 @@ class Executor:
                 self._reached(_STEPS[action.kind], iteration)
             self._act(action)
         for reduction in self._submitted:
-            reduction.result(timeout=RECEIVE_TIMEOUT_S)
+            self._links.timekeeper.reach(reduction.result(timeout=RECEIVE_TIMEOUT_S))
         assert len(self._submitted) == len(self._buckets)
         self._finish_unshared()
         for held in self._held():
@@ -159,24 +159,22 @@ class Executor:
 
     def _act(self, action: Action) -> None:
         """Runs one action; the agent sees when it is late, unless it waits for others."""
-        start_s = time.monotonic()
+        start_s = self._now_s()
         longest_s = self._longest_s.get(action.kind)
         if longest_s is not None and action.kind not in _WAITING:
             self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
         self._handlers[action.kind](action)
         if action.kind in (Kind.FORWARD, Kind.BACKWARD):
-            self._worked(time.monotonic() - start_s)
-            self.computing_s += time.monotonic() - start_s
+            self._worked(self._now_s() - start_s)
+            self.computing_s += self._now_s() - start_s
         self._pulse.wait()
-        self._longest_s[action.kind] = max(longest_s or 0.0, time.monotonic() - start_s)
+        self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
 
     def _record(self, lane: str, action: Action, start_s: float) -> None:
         self._spans.append(
-            MeasuredSpan(
-                lane, str(action), start_s - self._start_s, time.monotonic() - self._start_s
-            )
+            MeasuredSpan(lane, str(action), start_s - self._start_s, self._now_s() - self._start_s)
         )
 
     # -- actions --------------------------------------------------------------------------------
@@ -218,9 +216,10 @@ class Executor:
             self._output_gradients[before] = gradient
 
     def _send_forward(self, action: Action) -> None:
-        target = self._schedule.routes[action.microbatch][action.hop + 1].rank
+        target = self._schedule.routes[action.microbatch][action.hop + 1]
         output = self._outputs[action.microbatch, action.hop]
-        self._send(target, Channel.FORWARD, action.microbatch, action.hop + 1, output)
+        tag = Tag(Channel.FORWARD, self._iteration, action.microbatch, action.hop + 1)
+        self._send(target.rank, tag, output, layer=target.first_layer - 1)
 
     def _receive_forward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop - 1].rank
@@ -228,10 +227,11 @@ class Executor:
         self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
 
     def _send_backward(self, action: Action) -> None:
-        target = self._schedule.routes[action.microbatch][action.hop - 1].rank
+        target = self._schedule.routes[action.microbatch][action.hop - 1]
         gradient = self._inputs.pop((action.microbatch, action.hop)).grad
         assert gradient is not None
-        self._send(target, Channel.BACKWARD, action.microbatch, action.hop - 1, gradient)
+        tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop - 1)
+        self._send(target.rank, tag, gradient, layer=target.end_layer - 1)
 
     def _receive_backward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop + 1].rank
@@ -244,12 +244,15 @@ class Executor:
             bucket = self._buckets[len(self._submitted)]
             if bucket not in self._ready:
                 return
-            self._submitted.append(self._communication.submit(self._run_bucket, bucket))
+            ready_s = self._now_s()
+            self._submitted.append(self._communication.submit(self._run_bucket, bucket, ready_s))
 
     # -- reductions -----------------------------------------------------------------------------
 
-    def _run_bucket(self, bucket: int) -> None:
-        start_s = time.monotonic()
+    def _run_bucket(self, bucket: int, ready_s: float) -> float:
+        """Sums a bucket that was ready at that moment; returns when it is done."""
+        self._links.timekeeper.reach(ready_s)
+        start_s = self._now_s()
         entry = self._schedule.buckets[bucket]
         if entry.tied >= 0:
             self._sum_tied(entry.tied, bucket, entry.ranks)
@@ -260,13 +263,15 @@ class Executor:
                 [layer.gradients for layer in held],
                 bucket=bucket,
                 ranks=entry.ranks,
+                virtual_bytes=self._stage.model.virtual_parameter_bytes(entry.layers),
             )
         self._record("reduce", Action(Kind.REDUCE, bucket=bucket), start_s)
+        return self._now_s()
 
     def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
         total, uses = self._local_sum(self._stage.model.tied[group_index])
         result = torch.empty(total.numel(), dtype=torch.float32)
-        self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks)
+        self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks, virtual_bytes=0)
         for held, name in uses:
             held.tied_gradients[name].copy_(result)
 
@@ -279,7 +284,13 @@ class Executor:
         return total, uses
 
     def _reduce_tensors(
-        self, sums: list[Tensor], results: list[Tensor], *, bucket: int, ranks: Sequence[int]
+        self,
+        sums: list[Tensor],
+        results: list[Tensor],
+        *,
+        bucket: int,
+        ranks: Sequence[int],
+        virtual_bytes: int,
     ) -> None:
         reduce_bucket(
             self._links,
@@ -289,6 +300,7 @@ class Executor:
             iteration=self._iteration,
             bucket=bucket,
             timeout_s=RECEIVE_TIMEOUT_S,
+            virtual_bytes=virtual_bytes,
         )
 
     def _finish_unshared(self) -> None:
@@ -363,16 +375,16 @@ class Executor:
 
     # -- tensors on the wire ----------------------------------------------------------------------
 
-    def _send(
-        self, target: int, channel: Channel, microbatch: int, hop: int, tensor: Tensor
-    ) -> None:
+    def _send(self, target: int, tag: Tag, tensor: Tensor, *, layer: int) -> None:
+        """Sends the output of a layer, or its gradient."""
         tensor = tensor.detach().contiguous()
         head = np.zeros(_HEAD_BYTES // 8, dtype=np.int64)
         assert tensor.dim() <= len(head) - 2
         head[:2] = _DTYPES.index(tensor.dtype), tensor.dim()
         head[2 : 2 + tensor.dim()] = tensor.shape
         body = tensor.reshape(-1).view(torch.uint8).numpy()
-        self._links.send(target, Tag(channel, self._iteration, microbatch, hop), head, body)
+        virtual_bytes = self._stage.model.virtual_output_bytes(layer)
+        self._links.send(target, tag, head, body, virtual_bytes=virtual_bytes)
 
     def _receive(self, source: int, channel: Channel, microbatch: int, hop: int) -> Tensor:
         tag = Tag(channel, self._iteration, microbatch, hop)

@@ -1,7 +1,6 @@
 """Faults that only the process itself can plant, for the probe to call (transport/probe.py)."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,6 +9,7 @@ from planaria.core.samples import mix
 from planaria.engine.stage import Stage
 from planaria.transport.links import Links
 from planaria.transport.probe import Cut
+from planaria.transport.timekeeping import Timekeeper
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ class Slowness:
     What a sleep overshoots, the next makes up for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timekeeper: Timekeeper) -> None:
+        self._timekeeper = timekeeper
         self._factor = 1.0
         self._owed_s = 0.0
 
@@ -54,9 +55,9 @@ class Slowness:
         """So long the worker has computed; returns when a slow one would have."""
         self._owed_s += (self._factor - 1.0) * seconds
         if self._owed_s > 0.0:
-            start_s = time.monotonic()
-            time.sleep(self._owed_s)
-            self._owed_s -= time.monotonic() - start_s
+            start_s = self._timekeeper.now_s()
+            self._timekeeper.sleep(self._owed_s)
+            self._owed_s -= self._timekeeper.now_s() - start_s
 
 
 def faults_by_kind(

@@ -34,6 +34,7 @@ def reduce_bucket(
     iteration: int,
     bucket: int,
     timeout_s: float,
+    virtual_bytes: int = 0,
 ) -> None:
     """Sums flat tensors over `ranks` and writes the rounded sums into `results`.
 
@@ -41,6 +42,7 @@ def reduce_bucket(
         sums: this rank's parts, one-dimensional, float64 or float32, the same sizes on all ranks.
         results: float32, of the same sizes.
         ranks: the holders, ascending; this rank is one of them.
+        virtual_bytes: that the results stand for; 0 if for themselves.
     """
     size = sum(part.numel() for part in sums)
     own = ranks.index(links.rank)
@@ -49,9 +51,11 @@ def reduce_bucket(
     gather = Tag(Channel.GATHER, iteration, bucket)
     # Each begins with the rank behind it, so that not all send to the first one at once.
     others = [*range(own + 1, len(ranks)), *range(own)]
+    gathered_bytes = virtual_bytes // len(ranks)
+    scattered_bytes = gathered_bytes * sums[0].element_size() // results[0].element_size()
     for index in others:
         part = _slices(sums, bounds[index], bounds[index + 1])
-        links.send(ranks[index], scatter, *part)
+        links.send(ranks[index], scatter, *part, virtual_bytes=scattered_bytes)
     segment = _segment_sum(
         links,
         sums,
@@ -61,7 +65,7 @@ def reduce_bucket(
         timeout_s=timeout_s,
     )
     for index in others:
-        links.send(ranks[index], gather, segment.numpy())
+        links.send(ranks[index], gather, segment.numpy(), virtual_bytes=gathered_bytes)
     _fill(results, bounds[own], segment)
     for index in others:
         received = links.receive(ranks[index], gather, timeout_s=timeout_s)

@@ -12,7 +12,7 @@ torch.fx cannot trace the models of transformers 5.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
+from planaria.core.plan import LayerProfile
 from planaria.errors import ConfigError
 
 OWN_LAYERS = 'give the layers yourself with kind = "python"'
@@ -71,11 +72,20 @@ class SplitModel:
         objective: what the targets are: "causal" (the next tokens, shifted by the data set),
             "masked" (the hidden tokens, -100 elsewhere) or "supervised".
         tied: the parameters that more than one layer uses.
+        virtual: what each layer stands for, of a model that is paced; empty of any other.
     """
 
-    __slots__ = ("_builder", "_loss", "layer_names", "objective", "tied")
+    __slots__ = ("_builder", "_loss", "layer_names", "objective", "tied", "virtual")
 
-    def __init__(self, builder: LayerBuilder, *, objective: str, loss: LossFunction) -> None:
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        *,
+        objective: str,
+        loss: LossFunction,
+        virtual: tuple[LayerProfile, ...] = (),
+    ) -> None:
+        self.virtual = virtual
         self._builder = builder
         self._loss = loss
         self.layer_names = builder.layer_names
@@ -98,6 +108,20 @@ class SplitModel:
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shape of each of the layer's parameters, in `named_parameters` order."""
         return self._builder.parameter_shapes(layer)
+
+    def virtual_output_bytes(self, layer: int) -> int:
+        """Bytes that the layer's output stands for; 0 if for itself, as in what follows."""
+        return self.virtual[layer].output_bytes if self.virtual else 0
+
+    def virtual_parameter_bytes(self, layers: Iterable[int]) -> int:
+        """Bytes that the layers' parameters stand for."""
+        return sum(self.virtual[layer].parameter_bytes for layer in layers) if self.virtual else 0
+
+    def virtual_state_bytes(self, layer: int) -> int:
+        """Bytes that the layer's parameters and optimizer state stand for."""
+        if not self.virtual:
+            return 0
+        return self.virtual[layer].parameter_bytes + self.virtual[layer].optimizer_bytes
 
     def loss_sum(self, output: Tensor, targets: Tensor) -> Tensor:
         """The loss summed over the targets of a microbatch, a float32 scalar.

@@ -1,18 +1,19 @@
 """Layers that sleep for the time that a profile says, on tiny tensors.
 
 A paced job runs the real engine, links and commits with the timing of a cluster that is not
-there: many nodes fit on two cores, for a sleeping layer needs none. Gradients and updates are
+there: many nodes fit on two cores, for a sleeping layer needs none. What the machine is late by,
+the sleeps that follow make up for (transport/timekeeping.py). Gradients and updates are
 real, so all checks of bits hold for it too.
 
 No sleep is exactly as long as the next of its kind: each is multiplied by a lognormal number of
 mean 1. It is drawn where other layers draw dropout, so it is a function of (seed, iteration,
 microbatch, layer) and of the direction, whatever rank sleeps and whatever failed before.
 
-Differs from a profile's layers in bytes: activations and parameters are a few dozen floats.
+Activations and parameters are a few dozen floats. What sends them says how many bytes of the
+profile's they stand for, and links take their time for those (transport/pacing.py).
 """
 
 import math
-import time
 from typing import Any
 
 import torch
@@ -21,33 +22,10 @@ from torch import Tensor, nn
 from planaria.core.plan import LayerProfile, ModelProfile
 from planaria.core.samples import mix
 from planaria.engine.layers import SplitModel, TiedGroup, layer_seed
+from planaria.transport.timekeeping import Timekeeper
 
 WIDTH = 16
 NUM_SAMPLES = 1 << 20
-HIDDEN_GAP_S = 0.001
-
-
-class _Pace:
-    """Sleeps back to back: each from when the last one should have ended.
-
-    What a sleep overshoots, the next makes up for. So is the host's own work between two layers
-    (0.2 ms each, measured), which a real device hides by working off a queue. A longer gap means
-    that the rank waited for a message: then a sleep starts when it is asked for.
-    """
-
-    def __init__(self) -> None:
-        self._end_s = 0.0
-        self._woken_s = -HIDDEN_GAP_S
-
-    def sleep(self, seconds: float) -> None:
-        """Sleeps until the work that started with this call, or right before it, is done."""
-        now_s = time.monotonic()
-        # The gap is the caller's alone: a busy machine wakes a sleeper late by milliseconds.
-        start_s = self._end_s if now_s - self._woken_s < HIDDEN_GAP_S else now_s
-        self._end_s = start_s + seconds
-        if self._end_s > now_s:
-            time.sleep(self._end_s - now_s)
-        self._woken_s = time.monotonic()
 
 
 class _Sleep(torch.autograd.Function):
@@ -55,33 +33,38 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, pace: _Pace, forward_s: float, backward_s: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        timekeeper: Timekeeper,
+        forward_s: float,
+        backward_s: float,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.pace, ctx.backward_s = pace, backward_s
-        pace.sleep(forward_s)
+        ctx.timekeeper, ctx.backward_s = timekeeper, backward_s
+        timekeeper.sleep(forward_s)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.pace.sleep(ctx.backward_s)
+        ctx.timekeeper.sleep(ctx.backward_s)
         return gradients[0] * weight, (gradients[0] * x).sum(dim=0), None, None, None
 
 
 class _PacedLayer(nn.Module):
-    def __init__(self, profile: LayerProfile, *, pace: _Pace, jitter: float) -> None:
+    def __init__(self, profile: LayerProfile, *, timekeeper: Timekeeper, jitter: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH))
         self._forward_s = profile.forward_s[1]
         self._backward_s = profile.backward_s(1)
-        self._pace = pace
+        self._timekeeper = timekeeper
         self._jitter = jitter
 
     def forward(self, x: Tensor) -> Tensor:
         forward, backward = _factors(self._jitter)
         output: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self._pace, forward * self._forward_s, backward * self._backward_s
+            x, self.weight, self._timekeeper, forward * self._forward_s, backward * self._backward_s
         )
         return output
 
@@ -96,11 +79,13 @@ def _factors(jitter: float) -> list[float]:
 class _PacedLayers:
     """The builder of a paced model."""
 
-    def __init__(self, profile: ModelProfile, *, seed: int, jitter: float) -> None:
+    def __init__(
+        self, profile: ModelProfile, *, seed: int, jitter: float, timekeeper: Timekeeper
+    ) -> None:
         self._profile = profile
         self._seed = seed
         self._jitter = jitter
-        self._pace = _Pace()
+        self._timekeeper = timekeeper
         self.layer_names = tuple(layer.name for layer in profile.layers)
         self.tied: tuple[TiedGroup, ...] = ()
 
@@ -114,7 +99,9 @@ class _PacedLayers:
         return module
 
     def structure(self, layer: int) -> nn.Module:
-        return _PacedLayer(self._profile.layers[layer], pace=self._pace, jitter=self._jitter)
+        return _PacedLayer(
+            self._profile.layers[layer], timekeeper=self._timekeeper, jitter=self._jitter
+        )
 
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
         assert 0 <= layer < len(self.layer_names)
@@ -136,15 +123,20 @@ class PacedData:
         return torch.rand(WIDTH, generator=generator), torch.rand(WIDTH, generator=generator)
 
 
-def paced_model(profile: ModelProfile, *, seed: int, jitter: float) -> SplitModel:
+def paced_model(
+    profile: ModelProfile, *, seed: int, jitter: float, timekeeper: Timekeeper
+) -> SplitModel:
     """A model of one sleeping layer for each of the profile's.
 
     Args:
         seed: of the first weights.
         jitter: the coefficient of variation of its sleeps; 0: each is as long as the profile says.
+        timekeeper: by which it sleeps.
     """
-    builder = _PacedLayers(profile, seed=seed, jitter=jitter)
-    return SplitModel(builder, objective="supervised", loss=_squared_error_sum)
+    builder = _PacedLayers(profile, seed=seed, jitter=jitter, timekeeper=timekeeper)
+    return SplitModel(
+        builder, objective="supervised", loss=_squared_error_sum, virtual=profile.layers
+    )
 
 
 def _squared_error_sum(output: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import ModelProfile
 from planaria.core.samples import sample_numbers
-from planaria.core.specs import Prepared, PrepareRequest
+from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.engine.data import Dataset, load_dataset, vocabulary_size
 from planaria.engine.layers import SplitModel
 from planaria.engine.optimizer import learning_rate, optimizer_factory
@@ -23,15 +23,27 @@ from planaria.engine.profiler import profile_model
 from planaria.engine.tracebacks import user_traceback
 from planaria.engine.user_layers import split_user_model
 from planaria.errors import ConfigError
+from planaria.transport.pacing import Pacing
+from planaria.transport.timekeeping import Timekeeper
 
 
 def load_model(
-    job: JobConfig, *, cache_directory: Path, profile: ModelProfile | None
+    job: JobConfig,
+    *,
+    cache_directory: Path,
+    profile: ModelProfile | None,
+    timekeeper: Timekeeper,
 ) -> SplitModel:
-    """The job's model, split into layers; a paced one is what its profile says."""
+    """The job's model, split into layers; a paced one is what its profile says.
+
+    Args:
+        timekeeper: by which a paced one sleeps.
+    """
     if job.model.kind == "paced":
         assert profile is not None
-        return paced_model(profile, seed=job.training.seed, jitter=job.model.jitter)
+        return paced_model(
+            profile, seed=job.training.seed, jitter=job.model.jitter, timekeeper=timekeeper
+        )
 
     def split(objective: str) -> SplitModel:
         size = vocabulary_size(job.data, cache_directory=cache_directory, objective=objective)
@@ -45,6 +57,18 @@ def load_model(
     model = split("causal")
     # The tokens of a masked objective are one more: the mask.
     return split(model.objective) if model.objective == "masked" else model
+
+
+def pacing_of(spec: NodeSpec) -> Pacing | None:
+    """How the links of a paced job's worker are paced; None of any other."""
+    if spec.profile is None:
+        return None
+    return Pacing(
+        clocks_fd=spec.clocks_fd,
+        devices_per_node=spec.job.cluster.devices_per_node,
+        inter_node=spec.profile.links["inter_node"],
+        intra_node=spec.profile.links["intra_node"],
+    )
 
 
 def split_model(
@@ -109,7 +133,9 @@ def main(payload: bytes, result_fd: int) -> None:
 def _prepared(request: PrepareRequest) -> Prepared:
     job = request.job
     cache_directory = Path(request.cache_directory)
-    model = load_model(job, cache_directory=cache_directory, profile=request.profile)
+    model = load_model(
+        job, cache_directory=cache_directory, profile=request.profile, timekeeper=Timekeeper()
+    )
     dataset = load_data(job, objective=model.objective, cache_directory=cache_directory)
     sample_numbers(
         0,

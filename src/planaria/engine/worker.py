@@ -57,7 +57,7 @@ from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.peak import peak_bytes, reset_peak
-from planaria.engine.prepare import load_data, load_model, mistake_of
+from planaria.engine.prepare import load_data, load_model, mistake_of, pacing_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage
@@ -85,7 +85,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     # Where a worker hung or crashed, for its agent to read.
     faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
-    links = Links(spec.rank, token=spec.token)
+    links = Links(spec.rank, token=spec.token, pacing=pacing_of(spec))
     beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
     notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
     control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)
@@ -114,7 +114,7 @@ class _Worker:
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )
-        self._slowness = Slowness()
+        self._slowness = Slowness(links.timekeeper)
         probe = Probe(
             spec.node,
             places=spec.places,
@@ -134,8 +134,9 @@ class _Worker:
 
     def run(self) -> None:
         """Serves one epoch after the other until the job shuts down."""
-        cache = Path(self._spec.cache_directory)
-        model = load_model(self._job, cache_directory=cache, profile=self._spec.profile)
+        cache, profile = Path(self._spec.cache_directory), self._spec.profile
+        timekeeper = self._links.timekeeper
+        model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
         self._stage = Stage(model, training=self._job.training)
         self._layout = vector_layout(self._job, model.num_layers)
@@ -216,7 +217,7 @@ class _Worker:
 
     def _serve_epoch(self, start: StartEpoch) -> None:
         plan, rank = start.plan, self._spec.rank
-        begin_s = time.monotonic()
+        begin_s = self._links.timekeeper.catch_up()
         start = self._settled(start)
         self._takes_part, self._switches_at = rank in plan.all_ranks, -1
         if not self._takes_part and rank not in transfer_sources(start.rounds):
@@ -312,7 +313,7 @@ class _Worker:
         if start.persists:
             executor.compare(iteration)
             self._save(start, iteration)
-        end_s = time.monotonic()
+        end_s = self._links.timekeeper.now_s()
         while not ends:
             reset_peak()
             vector, spans = self._computed(start, executor, iteration)
@@ -328,7 +329,7 @@ class _Worker:
             if ends or (every and (iteration + 1) % every == 0):
                 executor.compare(iteration + 1)
                 stall_s = self._save(start, iteration + 1)
-            before_s, end_s = end_s, time.monotonic()
+            before_s, end_s = end_s, self._links.timekeeper.now_s()
             self._control.send(
                 IterationDone(
                     rank=self._spec.rank,

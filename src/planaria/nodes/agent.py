@@ -60,6 +60,7 @@ from planaria.transport.frames import (
     shake_hands,
     to_node_decoder,
 )
+from planaria.transport.pacing import node_clocks
 from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
@@ -82,10 +83,12 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A notice that the node will be taken away; nobody may die of it.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    devices = spec.job.cluster.devices_per_node
     try:
+        clocks_fd = node_clocks(devices) if spec.profile is not None else -1
         workers = [
-            _Worker(msgspec.structs.replace(spec, device=device), lifeline_fd)
-            for device in range(spec.job.cluster.devices_per_node)
+            _Worker(msgspec.structs.replace(spec, device=device, clocks_fd=clocks_fd), lifeline_fd)
+            for device in range(devices)
         ]
         asyncio.run(_Agent(spec, workers, lifeline_fd).run())
     except BaseException:
@@ -124,7 +127,7 @@ class _Worker:
             # A worker whose agent was killed alone must not outlive it.
             die_with_parent(agent_pid)
             kept = {0, 1, 2, theirs.fileno(), self._lifeline_fd, self.pulse.stack_fd}
-            _close_others(kept)
+            _close_others(kept | {self._spec.clocks_fd})
             _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
         theirs.close()
 

@@ -43,6 +43,7 @@ class Channel(IntEnum):
     STATE = 7
     COMPARE = 8
     AGE = 9
+    PACE = 10
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

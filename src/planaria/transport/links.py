@@ -30,8 +30,8 @@ from planaria.transport.connection import (
     Received,
     Tag,
     connecting_socket,
-    header,
 )
+from planaria.transport.pacing import Ends, Leaving, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
 
 __all__ = ["Address", "Buffer", "Channel", "Links", "Tag"]
@@ -44,15 +44,21 @@ _NEVER = 1 << 62  # An epoch that no job reaches.
 class Links:
     """A rank's links to its peers.
 
+    Args:
+        pacing: the links on which messages are to take as long; None: they take what they take.
+
     Attributes:
         address: where this rank accepts links.
         sent_bytes, received_bytes: payload, by channel.
         state_bytes: payload of state received, by epoch.
         linked_s: by the monotonic clock, when the last link of the epoch stood; 0.0 before.
         cuts: what this rank is cut off from.
+        timekeeper: the time of threads that send and receive.
     """
 
-    def __init__(self, rank: int, *, token: bytes, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, rank: int, *, token: bytes, host: str = "127.0.0.1", pacing: Pacing | None = None
+    ) -> None:
         self.rank = rank
         self.epoch = 0
         self.sent_bytes: Counter[Channel] = Counter()
@@ -63,8 +69,9 @@ class Links:
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
-        self._changed = threading.Condition()  # Guards all that follows.
-        self._inbox: dict[tuple[int, int, Tag], npt.NDArray[np.uint8]] = {}
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # Guards all that follows.
+        self._inbox: dict[tuple[int, int, Tag], tuple[Buffer, float]] = {}  # And when due.
         self._peers: dict[int, Connection] = {}
         self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
@@ -73,13 +80,16 @@ class Links:
         self._first_epoch = 0
         self._abort_reason = ""
         self._failure: Exception | None = None
+        flow = Ends(lock, self._way, self._transmit, self._put, self._fail)
+        self._flow = Pacer(rank, pacing, flow) if pacing else Unpaced(flow)
+        self.timekeeper = self._flow.timekeeper
         self._server = Server(
             rank,
             self._listener,
             Handlers(
                 accept=lambda sock: self._server.add(self._connection(sock, target=-1, port=0)),
                 welcome=self._welcome,
-                deliver=self._deliver,
+                deliver=self._flow.receive,
                 lose=self._lose,
                 fail=self._fail,
                 end=self._end,
@@ -150,35 +160,20 @@ class Links:
                 lambda: all(map(self._has, peers)), epoch=epoch, peers=peers, timeout_s=timeout_s
             )
 
-    def send(self, peer: int, tag: Tag, *buffers: Buffer) -> None:
+    def send(self, peer: int, tag: Tag, *buffers: Buffer, virtual_bytes: int = 0) -> None:
         """Sends contiguous arrays as one message; never blocks. They must not change until the
         peer has them.
+
+        Args:
+            virtual_bytes: what the message counts as where links are paced; 0: what it is.
 
         Raises:
             PeerLostError: there is no link to the peer, or not any more, and none on its way.
         """
         views = [array.reshape(-1).view(np.uint8).data for array in buffers if array.size]
         num_bytes = sum(len(view) for view in views)
-        message = [memoryview(header(self.epoch, tag, num_bytes)), *views]
-        connection = self._link(peer)
-        if connection is None:
-            with self._changed:
-                connection = self._link(peer)
-                if connection is None:
-                    self._check_alive()
-                    if peer not in self._ports or peer in self._lost:
-                        raise PeerLostError(peer, self._lost.get(peer, "no link"))
-                    self._early.setdefault(peer, []).append(message)
+        self._flow.send(peer, Leaving(self.epoch, tag, views, virtual_bytes or num_bytes))
         self.sent_bytes[tag.channel] += num_bytes
-        if connection is None:
-            return
-        with connection.lock:
-            try:
-                is_done = connection.append(message)
-            except OSError:
-                is_done = True  # The reader thread sees the same error and reports the loss.
-        if not is_done:
-            self._server.write(connection)
 
     def receive(self, peer: int, tag: Tag, *, timeout_s: float) -> npt.NDArray[np.uint8]:
         """The bytes that the peer sent under the tag in this epoch; blocks until they are here.
@@ -205,7 +200,9 @@ class Links:
             peer, tag = next(
                 one for one in wanted.items() if (one[0], epoch, one[1]) in self._inbox
             )
-            return peer, self._inbox.pop((peer, epoch, tag))
+            payload, due_s = self._inbox.pop((peer, epoch, tag))
+            self.timekeeper.reach(due_s)
+            return peer, payload
 
     def has_any(self, wanted: Mapping[int, Tag]) -> bool:
         """Whether one of these messages, by peer, is here."""
@@ -228,9 +225,45 @@ class Links:
         """Writes out what is queued as far as the kernel takes it now, then closes every socket;
         nothing if closed already."""
         self.abort("links closed", first_epoch=_NEVER)
+        self._flow.close()
         self._server.close()
 
     # -- helpers ------------------------------------------------------------------------------
+
+    def _transmit(self, peer: int, message: list[memoryview]) -> None:
+        """Writes what the kernel takes of a message at once, and has the rest written.
+
+        Raises:
+            PeerLostError: as `send`.
+        """
+        connection = self._link(peer)
+        if connection is None:
+            with self._changed:
+                connection = self._way(peer)
+                if connection is None:
+                    self._early.setdefault(peer, []).append(message)
+                    return
+        with connection.lock:
+            try:
+                is_done = connection.append(message)
+            except OSError:
+                is_done = True  # The reader thread sees the same error and reports the loss.
+        if not is_done:
+            self._server.write(connection)
+
+    def _way(self, peer: int) -> Connection | None:
+        """The link to the peer, None if it is on its way.
+
+        Raises:
+            PeerLostError: as `send`.
+        """
+        with self._changed:
+            connection = self._link(peer)
+            if connection is None:
+                self._check_alive()
+                if peer not in self._ports or peer in self._lost:
+                    raise PeerLostError(peer, self._lost.get(peer, "no link"))
+            return connection
 
     def _link(self, peer: int) -> Connection | None:
         """The link to the peer, unless it is to another worker than the epoch's."""
@@ -258,6 +291,7 @@ class Links:
                 is_old = connection.is_used or connection.target >= 0
                 if is_old and ports.get(rank) != connection.port:
                     del links[rank]
+                    self._flow.forget(rank)
                     self._server.retire(connection)
 
     def _wait(
@@ -332,22 +366,25 @@ class Links:
             self._note_linked()
             self._changed.notify_all()
 
-    def _deliver(self, connection: Connection, message: Received) -> None:
+    def _put(self, connection: Connection, message: Received, due_s: float) -> None:
+        """A message has arrived: whoever waits for it finds it."""
         self.received_bytes[message.tag.channel] += len(message.payload)
         if message.tag.channel is Channel.STATE:
             self.state_bytes[message.epoch] += len(message.payload)
         with self._changed:
             is_current = self._peers.get(connection.peer) is connection
             if message.epoch >= self.epoch and is_current:
-                self._inbox[connection.peer, message.epoch, message.tag] = message.payload
+                self._inbox[connection.peer, message.epoch, message.tag] = message.payload, due_s
                 self._changed.notify_all()
 
     def _lose(self, connection: Connection, reason: str) -> None:
         with self._changed:
+            self._flow.end(connection)
             for links in (self._peers, self._calling):
                 for rank in [r for r, link in links.items() if link is connection]:
                     del links[rank]
                     self._lost[rank] = reason
+                    self._flow.forget(rank)
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
