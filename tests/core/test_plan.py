@@ -1,5 +1,7 @@
 """The vocabulary of plans: who holds what follows from pipelines, and from nothing else."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
@@ -53,6 +55,16 @@ def test_a_stage_of_several_devices_is_held_by_each() -> None:
 
     assert wide.layers_by_rank == {0: range(2), 1: range(2), 2: range(2, 4), 3: range(4, 5)}
     assert wide.holders(1) == (0, 1)
+
+
+def test_a_node_that_is_gone_holds_nothing() -> None:
+    """Its pipeline still names it, so that what it lacks can be told."""
+    whole = plain_plan(0, (Pipeline(WIDE, (5, 2)),), (1,))
+    broken = replace(whole, gone=(2,))
+
+    assert broken.layers_by_rank == {10: range(2), 11: range(2)}
+    assert (broken.nodes, broken.ranks) == ((5,), (10, 11))
+    assert (broken.holders(1), broken.holders(2)) == ((10, 11), ())
 
 
 def test_microbatches_are_dealt_to_pipelines_in_order() -> None:

@@ -191,16 +191,30 @@ class Plan:
         routes: one per microbatch of the job, indexed by microbatch.
         silent: layers that a rank takes part in reducing and steps like their holders, but does
             not compute: it is about to need them (DESIGN 5, joins).
+        gone: nodes of the pipelines that are no more, ascending. Their places are empty, and
+            routes go around them.
+        in_flight: by rank, how many microbatches it may keep in flight at most, where that is not
+            as many as the schedule would (schedule/routed.py).
     """
 
     epoch: int
     pipelines: tuple[Pipeline, ...]
     routes: tuple[Route, ...]
     silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()
+    in_flight: Mapping[int, int] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+        """The nodes that have a place, ascending."""
+        return tuple(
+            sorted(
+                node
+                for pipeline in self.pipelines
+                for node in pipeline.nodes
+                if node not in self.gone
+            )
+        )
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -226,6 +240,7 @@ class Plan:
                 pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
             )
             for rank in ranks
+            if rank // pipeline.template.devices_per_node not in self.gone
         }
 
     @cached_property
@@ -235,7 +250,7 @@ class Plan:
             node: kind.speed
             for pipeline in self.pipelines
             for node, kind in zip(pipeline.nodes, pipeline.template.kinds, strict=False)
-            if kind.speed != 1.0
+            if kind.speed != 1.0 and node not in self.gone
         }
 
     @cached_property

@@ -33,6 +33,7 @@ class Reductions:
         self._bytes_factor = bytes_factor
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
         self._own_bytes = _own_bytes(profile)
+        at_work = plan.layers_by_rank
         self._num_devices = {
             rank: stage.num_devices
             for pipeline in plan.pipelines
@@ -40,6 +41,7 @@ class Reductions:
                 pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
             )
             for rank in ranks
+            if rank in at_work
         }
 
     def seconds(self, bucket: Bucket) -> float:

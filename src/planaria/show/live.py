@@ -113,7 +113,8 @@ class LiveDisplay:
     def replan(self, plan: Plan) -> None:
         """The job goes on with another plan."""
         self._num_nodes = len(plan.nodes)
-        sizes = "+".join(str(len(pipeline.nodes)) for pipeline in plan.pipelines)
+        alive = [set(pipeline.nodes).difference(plan.gone) for pipeline in plan.pipelines]
+        sizes = "+".join(str(len(nodes)) for nodes in alive if nodes)
         self.note(f"{len(plan.nodes)} nodes go on as {sizes}")
 
     def note(self, text: str) -> None:
