@@ -1,0 +1,242 @@
+"""Routes around empty places: whole, within memory, and as fast as ReCycle's idea lets them be."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from planaria.core.plan import LayerProfile, Link, PipelineTemplate, Plan, Stage
+from planaria.estimator.memory import bytes_by_rank, peak_bytes
+from planaria.planner.plans import bind, pipeline_microbatches
+from planaria.planner.problem import Problem
+from planaria.planner.reroutes import dealt, latest_s, rerouted, simulated_s
+from planaria.schedule.lower import lowered
+from schedule.plan_examples import pipeline, plain_plans, random_plan
+from strategies import MEBIBYTE, layer_profile, model_profile
+
+# PAPERS: a greedy list schedule of ReCycle's idea, forward 1, backward 2: pipelines, places in
+# each, microbatches of each, (pipeline, place) of each loss, what an iteration takes.
+GREEDY = (
+    (4, 4, 8, (), 33),
+    (4, 4, 8, ((0, 1),), 41),
+    (4, 4, 8, ((0, 0), (1, 1)), 43),
+    (4, 4, 8, ((0, 0), (1, 1), (2, 2), (3, 3)), 44),
+    (8, 4, 8, ((0, 1),), 37),
+    (4, 8, 16, tuple((i % 4, i) for i in range(8)), 88),
+    (4, 4, 32, ((0, 0), (1, 1), (2, 2), (3, 3)), 145),
+)
+
+
+def unit_problem(num_layers: int, num_microbatches: int) -> Problem:
+    """Layers that take 1 s forward, 1 s for their input's gradient and 1 s for their weights'."""
+    second = {1: 1.0}
+    layers = tuple(
+        LayerProfile(f"layer {i}", second, second, second, 0, 0, MEBIBYTE, 0)
+        for i in range(num_layers)
+    )
+    free = Link(0.0, 1e30)
+    profile = model_profile(layers)
+    return Problem(
+        profile=replace(profile, links={"intra_node": free, "inter_node": free}),
+        devices_per_node=1,
+        num_microbatches=num_microbatches,
+        failures_tolerated=0,
+    )
+
+
+def grid(num_pipelines: int, num_places: int, lost: tuple[tuple[int, int], ...]) -> Plan:
+    """Equal pipelines of one layer a place, with empty places; the routes are still to come."""
+    pipelines = tuple(
+        pipeline(range(num_places + 1), range(p * num_places, (p + 1) * num_places))
+        for p in range(num_pipelines)
+    )
+    gone = tuple(sorted(p * num_places + place for p, place in lost))
+    return Plan(0, pipelines, (), gone=gone)
+
+
+def problem_for(plan: Plan, *, device_memory_bytes: int = 0) -> Problem:
+    """Unequal layers for a plan whose stages may have up to four devices."""
+    layers = tuple(
+        layer_profile(
+            f"layer {i}",
+            0.01 * (1 + i % 3),
+            device_counts=(1, 2, 3, 4),
+            activation_bytes=(1 + i % 2) * MEBIBYTE,
+            output_bytes=MEBIBYTE,
+        )
+        for i in range(plan.num_layers)
+    )
+    return Problem(
+        profile=model_profile(layers, device_memory_bytes=device_memory_bytes),
+        devices_per_node=plan.pipelines[0].template.devices_per_node,
+        num_microbatches=len(plan.routes),
+        failures_tolerated=0,
+    )
+
+
+def with_losses(plan: Plan, rng: Random) -> Plan:
+    """The plan without up to half of its nodes."""
+    lost = rng.sample(plan.nodes, rng.randint(1, max(1, len(plan.nodes) // 2)))
+    return replace(plan, gone=tuple(sorted(lost)))
+
+
+broken_plans = st.randoms(use_true_random=False).map(lambda rng: with_losses(random_plan(rng), rng))
+
+
+@given(broken_plans)
+@settings(max_examples=80, deadline=None)
+def test_every_microbatch_finds_its_way_around_what_is_lost(plan: Plan) -> None:
+    """Over any losses in any pipelines; none only where a layer has no live place."""
+    found = rerouted(problem_for(plan), plan)
+
+    held = plan.layers_by_rank
+    lost_layers = set(range(plan.num_layers)).difference(*held.values())
+    if found is None:
+        assert lost_layers
+        return
+    assert not lost_layers
+    assert len(found.plan.routes) == len(plan.routes)
+    assert (found.plan.pipelines, found.plan.gone) == (plan.pipelines, plan.gone)
+    for route in found.plan.routes:
+        assert route[0].first_layer == 0
+        assert route[-1].end_layer == plan.num_layers
+        assert all(a.end_layer == b.first_layer for a, b in pairwise(route))
+        for hop in route:
+            assert held[hop.rank].start <= hop.first_layer < hop.end_layer <= held[hop.rank].stop
+    lowered(found.plan)  # Valid.
+    assert found.iteration_s == simulated_s(problem_for(plan), found.plan)
+
+
+def test_a_lost_stage_is_visited_in_two_hops_where_boundaries_differ() -> None:
+    """Layers [2, 4) were rank 3's; rank 0 has [0, 3), rank 1 [3, 6)."""
+    pipelines = (pipeline((0, 3, 6), (0, 1)), pipeline((0, 2, 4, 6), (2, 3, 4)))
+    plan = Plan(0, pipelines, (), gone=(3,))
+
+    found = rerouted(unit_problem(6, 8), plan)
+
+    assert found is not None
+    around = [route for route in found.plan.routes if route != pipelines[0].route()]
+    ways = [[(hop.rank, hop.first_layer, hop.end_layer) for hop in route] for route in around]
+    assert ways
+    assert all(way == [(2, 0, 2), (0, 2, 3), (1, 3, 4), (4, 4, 6)] for way in ways)
+
+
+def test_peers_share_what_a_lost_node_did() -> None:
+    """Odyssey's equation 13 would sum over stages; here nobody has more than a microbatch more."""
+    plan = grid(4, 4, ((0, 1),))
+
+    found = dealt(unit_problem(4, 32), plan)
+
+    assert found is not None
+    visits = Counter(hop.rank for route in found.plan.routes for hop in route)
+    assert sorted(visits[rank] for rank in (5, 9, 13)) == [10, 11, 11]
+    assert min(visits[rank] for rank in plan.ranks) >= 7
+
+
+def test_a_slow_peer_takes_less_of_it() -> None:
+    """Time is counted, not microbatches: with half the speed it is half of the others' at most."""
+    plan = grid(4, 4, ((0, 1),))
+    kinds = tuple(replace(kind, speed=0.5) for kind in plan.pipelines[1].template.node_kinds)
+    slow = replace(plan.pipelines[1], template=replace(plan.pipelines[1].template, kinds=kinds))
+    plan = replace(plan, pipelines=(plan.pipelines[0], slow, *plan.pipelines[2:]))
+
+    found = rerouted(unit_problem(4, 32), plan)
+
+    assert found is not None
+    visits = Counter(hop.rank for route in found.plan.routes for hop in route)
+    assert 0 < visits[5] <= min(visits[9], visits[13]) // 2 + 1
+
+
+def test_without_losses_routes_are_the_planners() -> None:
+    """So a search that begins at a whole plan begins at what is known to be good."""
+    problem = unit_problem(4, 22)
+    short = PipelineTemplate((Stage(0, 2, 1), Stage(2, 4, 1)), 2)
+    long = PipelineTemplate(tuple(Stage(i, i + 1, 1) for i in range(4)), 4)
+    known = bind(problem, (long, long, short), range(10), epoch=0)
+
+    found = rerouted(problem, known)
+
+    assert found is not None
+    assert found.iteration_s <= simulated_s(problem, known)
+    assert sum(pipeline_microbatches(found.plan)) == 22
+
+
+@pytest.mark.parametrize(("num_pipelines", "num_places", "each", "lost", "units"), GREEDY)
+def test_no_slower_than_a_greedy_schedule_of_recycle(
+    num_pipelines: int,
+    num_places: int,
+    each: int,
+    lost: tuple[tuple[int, int], ...],
+    units: int,
+) -> None:
+    """Whole backwards."""
+    problem = unit_problem(num_places, each * num_pipelines)
+
+    found = rerouted(problem, grid(num_pipelines, num_places, lost))
+
+    assert found is not None
+    assert found.iteration_s <= units
+
+
+def test_the_bound_is_below_what_the_schedule_takes() -> None:
+    """The most loaded rank, without gaps and with one fill and drain."""
+    for num_pipelines, num_places, each, lost, _ in GREEDY:
+        plan = grid(num_pipelines, num_places, lost)
+        problem = unit_problem(num_places, each * num_pipelines)
+
+        found = dealt(problem, plan)
+
+        assert found is not None
+        assert latest_s(problem, plan) <= found.iteration_s
+
+
+@given(plain_plans(), st.sampled_from((1, 3)))
+@settings(max_examples=60, deadline=None)
+def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
+    """Two ways to the same peaks: read off the schedule, and in closed form."""
+    profile = problem_for(plan).profile
+
+    found = bytes_by_rank(profile, plan, lowered(plan), gradient_copies=copies)
+
+    for one, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
+        expected = peak_bytes(profile, one.template, num_microbatches=count, gradient_copies=copies)
+        ranks = [stage_ranks[0] for stage_ranks in one.ranks_by_stage()]
+        assert tuple(found[rank].peak_bytes for rank in ranks) == expected
+
+
+@given(broken_plans, st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) -> None:
+    """With room for few microbatches in flight, fewer are; never more, and never a wrong plan."""
+    free = problem_for(plan)
+    assume(rerouted(free, plan) is not None)
+    needs = bytes_by_rank(free.profile, plan, lowered(replace(plan, routes=())), gradient_copies=1)
+    limit_bytes = max(x.state_bytes + num_in_flight * x.microbatch_bytes for x in needs.values())
+    problem = problem_for(plan, device_memory_bytes=limit_bytes)
+
+    found = rerouted(problem, plan)
+
+    if found is not None:
+        schedule = lowered(found.plan)
+        held = bytes_by_rank(problem.profile, found.plan, schedule, gradient_copies=1)
+        assert all(of_rank.peak_bytes <= limit_bytes for of_rank in held.values())
+
+
+def test_less_memory_keeps_fewer_in_flight_and_takes_longer() -> None:
+    """Each place holds a microbatch of 1 MiB at a time, or none of them can wait for another."""
+    plan = grid(4, 4, ((0, 0), (1, 1)))
+    problem = unit_problem(4, 32)
+    tight = replace(problem, profile=replace(problem.profile, device_memory_bytes=MEBIBYTE))
+
+    with_plenty, with_one = rerouted(problem, plan), rerouted(tight, plan)
+
+    assert with_plenty is not None
+    assert with_one is not None
+    assert set(with_one.plan.in_flight.values()) == {1}
+    assert with_one.iteration_s > with_plenty.iteration_s
+    none = replace(problem, profile=replace(problem.profile, device_memory_bytes=MEBIBYTE - 1))
+    assert rerouted(none, plan) is None
