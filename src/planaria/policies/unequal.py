@@ -23,8 +23,9 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition
-from planaria.planner.plans import pipeline_microbatches
+from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import stage_costs
+from planaria.planner.reroutes import simulated_s
 from planaria.planner.templates import fastest_templates
 from planaria.planner.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.policies.policy import Prices, least_exposed
@@ -53,7 +54,7 @@ class Unequal:
     ) -> tuple[Transition, ...]:
         """The answers for equal nodes, dealt for these, then the others that there are."""
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
-        before = _of_kinds(plan, {})
+        before = of_kinds(plan, {})
         is_news = isinstance(event, NodesChanged) and bool(event.slow)
         is_alike = before == plan and all(kind == NodeKind() for kind in kinds.values())
         if is_alike and not is_news:
@@ -65,7 +66,8 @@ class Unequal:
         if not event.joined and not event.leaving:
             stay = (self._stay(plan, cluster, kinds),)
         more: list[tuple[tuple[Pipeline, ...], str]] = []
-        best = min((*stay, *found), key=lambda transition: transition.iteration_s)
+        whole = [one for one in (*stay, *found) if not one.after.gone]
+        best = min(whole, key=lambda transition: transition.iteration_s)
         if recut := self._recut(best.after, cluster, prices):
             more.append((recut, RECUT))
         if unequal := self._unequal(before, cluster, prices):
@@ -93,21 +95,24 @@ class Unequal:
         """The answers for equal nodes, with microbatches and prices for these."""
         return tuple(
             self.alike.transition(
-                _of_kinds(transition.after, kinds).pipelines,
+                of_kinds(transition.after, kinds).pipelines,
                 transition.answer,
                 plan,
                 cluster,
                 event,
                 prices,
             )
-            for transition in self.alike.propose(_of_kinds(plan, {}), cluster, event, prices)
+            for transition in self.alike.propose(of_kinds(plan, {}), cluster, event, prices)
         )
 
     def _stay(self, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
         """The plan as it is, at its true price."""
-        after = replace(_of_kinds(plan, kinds), epoch=cluster.epoch)
-        templates = [pipeline.template for pipeline in after.pipelines]
-        iteration_s = self.alike.every.times.iteration_s(templates, pipeline_microbatches(after))
+        after = replace(of_kinds(plan, kinds), epoch=cluster.epoch)
+        every = self.alike.every
+        is_plain = sum(pipeline_microbatches(after)) == len(after.routes)
+        iteration_s = (
+            plan_iteration_s(after, every.times) if is_plain else simulated_s(every.problem, after)
+        )
         return Transition(
             before=plan,
             after=after,
@@ -184,7 +189,7 @@ class Unequal:
         return (replace(best, answer=WITHOUT),) if best else ()
 
 
-def _of_kinds(plan: Plan, kinds: Kinds) -> Plan:
+def of_kinds(plan: Plan, kinds: Kinds) -> Plan:
     """The plan on nodes of these kinds, as the profile says where none is given."""
 
     def told(pipeline: Pipeline) -> Pipeline:

@@ -1,0 +1,177 @@
+"""ReCycle's answer to a loss: pipelines stay, and microbatches go around the places of lost nodes.
+
+Two transitions are priced:
+1. reroute: peers compute what the lost nodes would have. No parameter moves, so the job goes on at
+   once.
+2. reroute-normalised: a node without work takes an empty place, and gets its layers. When there is
+   none left, survivors change places with the lost as long as iterations get shorter: it is best to
+   lack one node of each stage, and worst to lack all from one.
+
+A layer lives in one place less with each loss of a holder, where pipelines made anew would hold it
+f + 1 times again. What cannot be answered so is left to another policy: nodes for which there is no
+place, nodes that are slow.
+
+Source: ReCycle (SOSP '24), adaptive pipelining and failure normalization.
+Differs: ReCycle needs pipelines that are cut alike, and solves an integer program for each number
+of failures beforehand; here a greedy search finds routes after the loss (planner/reroutes.py), and
+each move is the one that helps most.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
+from planaria.core.plan import NodeKind, Plan, Transition
+from planaria.planner.problem import Problem
+from planaria.planner.reroutes import Priced, dealt, latest_s, priced, rerouted
+from planaria.policies.policy import Policy, Prices, downtime_s
+from planaria.policies.unequal import of_kinds
+from planaria.restorer.sources import transfer_rounds
+from planaria.restorer.strategies import LEAST_BYTES, Restoring
+
+POLICY: Final = "reroute"
+REROUTE: Final = "reroute"
+NORMALISED: Final = "reroute-normalised"
+
+_MOVES_RUN: Final = 3  # Of all possible ones, those that are run in virtual time.
+
+
+@dataclass(frozen=True, slots=True)
+class Reroute:
+    """The policy.
+
+    Attributes:
+        otherwise: answers what rerouting cannot.
+    """
+
+    problem: Problem
+    otherwise: Policy
+    restoring: Restoring = LEAST_BYTES
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The two above, where there are, and of these none that leaves more nodes without work
+        than the other; the other policy's too if some have none.
+
+        There is none if `ClusterState.lost_layers` names a layer: then only a checkpoint helps.
+        """
+        if cluster.lost_layers(plan.num_layers):
+            return ()
+        found: tuple[Transition, ...] = ()
+        if not isinstance(event, NodesChanged) or event.joined or event.leaving:
+            found = tuple(
+                self._transition(one, answer, plan, cluster, event, prices)
+                for answer, one in self._answers(plan, cluster)
+            )
+        # A node that stays a member without work would wait for it until the next loss.
+        most = max((len(transition.after.nodes) for transition in found), default=0)
+        found = tuple(one for one in found if len(one.after.nodes) == most)
+        if most == len(cluster.nodes):
+            return found
+        return (*found, *self.otherwise.propose(plan, cluster, event, prices))
+
+    def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, Priced]]:
+        kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
+        alive = frozenset(node.node for node in cluster.nodes)
+        around = _emptied(of_kinds(plan, kinds), alive, epoch=cluster.epoch)
+        is_same = around.gone == plan.gone
+        as_is = priced(self.problem, around) if is_same else rerouted(self.problem, around)
+        if as_is is not None:
+            yield REROUTE, as_is
+        moved = self._normalised(around, alive, kinds)
+        if moved is not None and (
+            as_is is None
+            or len(moved.plan.nodes) > len(as_is.plan.nodes)
+            or moved.iteration_s < as_is.iteration_s
+        ):
+            yield NORMALISED, moved
+
+    def _normalised(
+        self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
+    ) -> Priced | None:
+        """The plan once nodes have moved to empty places; None if no move helps."""
+        now = dealt(self.problem, plan)
+        moved = plan
+        for _ in range(len(plan.gone)):
+            idle = tuple(sorted(set(alive).difference(moved.nodes)))
+            options = [of_kinds(one, kinds) for one in _moves(moved, idle or moved.nodes)]
+            options.sort(key=lambda one: latest_s(self.problem, one))
+            found = [one for one in (dealt(self.problem, o) for o in options[:_MOVES_RUN]) if one]
+            best = min(found, key=lambda one: one.iteration_s, default=None)
+            if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
+                break
+            now, moved = best, best.plan
+        return None if moved == plan else rerouted(self.problem, moved)
+
+    def _transition(
+        self,
+        found: Priced,
+        answer: str,
+        plan: Plan,
+        cluster: ClusterState,
+        event: ClusterEvent,
+        prices: Prices,
+    ) -> Transition:
+        moved = self.restoring.sources(found.plan, cluster, layer_bytes=prices.layer_bytes)
+        per_node = self.problem.devices_per_node
+        return Transition(
+            before=plan,
+            after=found.plan,
+            rounds=transfer_rounds(moved),
+            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+            iteration_s=found.iteration_s,
+            redone_samples=event.redone_samples,
+            policy=POLICY,
+            answer=answer,
+        )
+
+
+def _emptied(plan: Plan, alive: Collection[int], *, epoch: int) -> Plan:
+    """The plan with the places of all other nodes empty; its routes may go through them."""
+    nodes = sorted(node for pipeline in plan.pipelines for node in pipeline.nodes)
+    gone = tuple(node for node in nodes if node not in alive)
+    return replace(plan, epoch=epoch, silent={}, gone=gone)
+
+
+def _moves(plan: Plan, movers: Collection[int]) -> Iterator[Plan]:
+    """The plans in which one of the movers has an empty place, one of each sort.
+
+    Whoever has a place leaves it empty: the two nodes change places.
+    """
+    sort_of = {
+        node: (pipeline.template, position, _gone_positions(plan, pipeline.nodes))
+        for pipeline in plan.pipelines
+        for position, node in enumerate(pipeline.nodes)
+    }
+    seen = set()
+    for mover in movers:
+        for empty in plan.gone:
+            sort = (sort_of.get(mover), sort_of[empty])
+            if sort in seen or _layers_at(plan, mover) == _layers_at(plan, empty):
+                continue
+            seen.add(sort)
+            swapped = {mover: empty, empty: mover}
+            pipelines = tuple(
+                replace(p, nodes=tuple(swapped.get(node, node) for node in p.nodes))
+                for p in plan.pipelines
+            )
+            gone = plan.gone
+            if mover not in sort_of:
+                gone = tuple(node for node in gone if node != empty)
+            yield replace(plan, pipelines=pipelines, gone=gone)
+
+
+def _gone_positions(plan: Plan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(position for position, node in enumerate(nodes) if node in plan.gone)
+
+
+def _layers_at(plan: Plan, node: int) -> tuple[tuple[int, int], ...]:
+    """The layers of a node's place, device by device; of one that has none, none."""
+    return tuple(
+        (stage.first_layer, stage.end_layer)
+        for pipeline in plan.pipelines
+        for stage, ranks in zip(pipeline.template.stages, pipeline.ranks_by_stage(), strict=True)
+        if ranks[0] // pipeline.template.devices_per_node == node
+    )

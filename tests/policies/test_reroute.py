@@ -1,0 +1,261 @@
+"""Rerouting as transitions: nothing moves, several losses, nodes that come, and what is left."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
+from planaria.core.plan import NodeKind, Pipeline, Plan, Transition
+from planaria.planner.plans import EveryPlan
+from planaria.policies.policy import best_transition
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
+from planaria.policies.unequal import Unequal
+from policies.losses import (
+    NUM_LAYERS,
+    NUM_MICROBATCHES,
+    NUM_SAMPLES,
+    check_is_whole,
+    check_transfers,
+    every,
+    plan_of,
+    prices,
+)
+
+
+def policy(book: EveryPlan) -> Reroute:
+    return Reroute(book.problem, Unequal(Reinstantiate(book)))
+
+
+def proposed(
+    book: EveryPlan, plan: Plan, lost: tuple[int, ...], *, redone_samples: int = 0
+) -> tuple[Transition, ...]:
+    """The answers to the loss of nodes that leaves the others with all that they had."""
+    cluster = survivors(plan, lost, epoch=plan.epoch + 1)
+    return policy(book).propose(plan, cluster, NodesLost(lost, redone_samples), prices(book))
+
+
+def check_goes_around(transition: Transition, cluster: ClusterState, book: EveryPlan) -> None:
+    """Every survivor has a place, and every microbatch covers the model over places that live."""
+    after = transition.after
+    assert transition.policy == "reroute"
+    assert after.epoch == cluster.epoch
+    assert list(after.nodes) == [node.node for node in cluster.nodes]
+    assert len(after.routes) == NUM_MICROBATCHES
+    held = after.layers_by_rank
+    for route in after.routes:
+        layers = [x for hop in route for x in range(hop.first_layer, hop.end_layer)]
+        assert layers == list(range(NUM_LAYERS))
+        for hop in route:
+            assert hop.rank in held
+            assert set(range(hop.first_layer, hop.end_layer)) <= set(held[hop.rank])
+    check_transfers(transition, cluster, prices(book).layer_bytes)
+
+
+def test_a_loss_is_answered_without_moving_anything() -> None:
+    """Pipelines keep their nodes and stages; the lost node's place is empty."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+
+    first, *more = proposed(book, plan, (2,), redone_samples=NUM_SAMPLES)
+
+    assert first.answer == REROUTE
+    assert all(one.answer == NORMALISED for one in more)
+    assert first.after.pipelines == plan.pipelines
+    assert first.after.gone == (2,)
+    assert first.rounds == ()
+    assert first.downtime_s == prices(book).regroup_s
+    assert first.redone_samples == NUM_SAMPLES
+    check_goes_around(first, survivors(plan, (2,), epoch=1), book)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
+    """Two to four pipelines of different sizes, so of different boundaries."""
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
+    num_nodes = sum(sizes)
+    book = every(num_nodes, n0=1, f=1)
+    return book, plan_of(book, sizes, draw(st.permutations(range(num_nodes))))
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.data())
+def test_losses_at_once_and_in_sequence_are_gone_around(
+    job: tuple[EveryPlan, Plan], data: st.DataObject
+) -> None:
+    """Until some layer has no live holder; the next loss strikes whichever answer was taken."""
+    book, plan = job
+    while True:
+        lost = data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1, max_size=3))
+        cluster = survivors(plan, lost, epoch=plan.epoch + 1)
+
+        found = proposed(book, plan, tuple(sorted(lost)))
+
+        if cluster.lost_layers(NUM_LAYERS):
+            assert found == ()
+            return
+        assert found[0].answer == REROUTE
+        assert not found[0].rounds
+        for transition in found:
+            check_goes_around(transition, cluster, book)
+        plan = data.draw(st.sampled_from(found)).after
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.data())
+def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.DataObject) -> None:
+    """Oobleck's steps see survivors of each pipeline, whatever its places were."""
+    book, plan = job
+    lost = (data.draw(st.sampled_from(plan.nodes)),)
+    rerouted = next(iter(proposed(book, plan, lost)), None)
+    if rerouted is None:
+        return
+    more = (data.draw(st.sampled_from(rerouted.after.nodes)),)
+    cluster = survivors(rerouted.after, more, epoch=2)
+    if cluster.lost_layers(NUM_LAYERS):
+        return
+
+    found = Reinstantiate(book).propose(rerouted.after, cluster, NodesLost(more, 0), prices(book))
+
+    assert found
+    for transition in found:
+        assert transition.after.gone == ()
+        check_is_whole(transition, cluster, book)
+        check_transfers(transition, cluster, prices(book).layer_bytes)
+
+
+def test_a_node_that_joins_takes_the_empty_place() -> None:
+    """Re-joining is the inverse: the pipelines are whole again, one place was sent."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    broken = proposed(book, plan, (2,))[0].after
+    nodes = (*survivors(broken, (), epoch=2).nodes, Node(8, (frozenset[int](),)))
+    cluster = ClusterState(2, nodes)
+
+    (found,) = policy(book).propose(broken, cluster, NodesChanged((8,), ()), prices(book))
+
+    assert found.answer == NORMALISED
+    assert found.after.gone == ()
+    assert found.after.pipelines[0].nodes == (0, 1, 8, 3)
+    assert {t.target for transfers in found.rounds for t in transfers} == {8}
+    check_goes_around(found, cluster, book)
+    iteration_s, _ = book.distribution([one.template for one in plan.pipelines])
+    assert found.iteration_s == pytest.approx(iteration_s)
+
+
+def test_a_node_for_which_there_is_no_place_is_left_to_the_other_policy() -> None:
+    """Who joins a whole plan makes a pipeline longer."""
+    book = every(9, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    nodes = (*survivors(plan, (), epoch=1).nodes, Node(8, (frozenset[int](),)))
+    event = NodesChanged((8,), ())
+
+    found = policy(book).propose(plan, ClusterState(1, nodes), event, prices(book))
+
+    best = best_transition(found, global_batch_size=NUM_SAMPLES, time_to_failure_s=1e9)
+    assert best.policy == "reinstantiate"
+    assert 8 in best.after.nodes
+
+
+def test_one_that_leaves_with_the_only_copy_gives_it_to_one_that_stays() -> None:
+    """Nobody could go around it otherwise, and it can still send."""
+    book = every(5, n0=1, f=1)
+    plan = plan_of(book, (3, 2))
+    broken = proposed(book, plan, (0,))[0].after
+    state = survivors(broken, (), epoch=2)
+    leaving = next(n for n in state.nodes if n.node == 3)
+    staying = tuple(node for node in state.nodes if node != leaving)
+    cluster = ClusterState(2, staying, (leaving,))
+
+    (found,) = policy(book).propose(broken, cluster, NodesChanged((), (3,)), prices(book))
+
+    assert found.answer == NORMALISED
+    moved = [transfer for transfers in found.rounds for transfer in transfers]
+    assert {transfer.source for transfer in moved} >= {3}
+    check_goes_around(found, cluster, book)
+
+
+def test_a_new_worker_gets_the_layers_of_its_place() -> None:
+    """Its node lives and holds nothing: routes stay as they are."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    held = survivors(plan, (), epoch=1).nodes
+    nodes = tuple(replace(n, held=(frozenset[int](),)) if n.node == 5 else n for n in held)
+
+    (found,) = policy(book).propose(plan, ClusterState(1, nodes), NodesLost((), 0), prices(book))
+
+    assert found.after == replace(plan, epoch=1)
+    assert {t.target for transfers in found.rounds for t in transfers} == {5}
+
+
+def test_one_that_is_no_use_in_its_place_finds_work_elsewhere() -> None:
+    """Taken from the only pipeline that is cut in two, the other half could do nothing alone."""
+    book = every(3, n0=1, f=1)
+    plan = plan_of(book, (2, 1))
+
+    found = proposed(book, plan, (2,))
+
+    assert found[0].answer == REROUTE
+    assert set(found[0].after.routes) == {plan.pipelines[0].route()}
+
+
+def test_two_losses_in_one_stage_are_normalised() -> None:
+    """Four pipelines of four lack two of the same stage: a survivor of another goes there."""
+    book = every(16, n0=4, f=2)
+    plan = plan_of(book, (4, 4, 4, 4))
+
+    around, normalised = proposed(book, plan, (1, 5))
+
+    assert (around.answer, normalised.answer) == (REROUTE, NORMALISED)
+    assert normalised.iteration_s < 0.95 * around.iteration_s
+    moved = [transfer for transfers in normalised.rounds for transfer in transfers]
+    assert len({transfer.target for transfer in moved}) == 1
+    lacking = [
+        position
+        for pipeline in normalised.after.pipelines
+        for position, node in enumerate(pipeline.nodes)
+        if node in normalised.after.gone
+    ]
+    assert len(lacking) == len(set(lacking)) == 2
+    check_goes_around(normalised, survivors(plan, (1, 5), epoch=1), book)
+
+
+def test_a_pipeline_that_is_lost_whole_is_done_without() -> None:
+    """All its microbatches begin elsewhere."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 2, 2))
+
+    found = proposed(book, plan, (4, 5))
+
+    assert found[0].answer == REROUTE
+    check_goes_around(found[0], survivors(plan, (4, 5), epoch=1), book)
+
+
+def test_slow_survivors_are_priced_and_dealt_as_they_are() -> None:
+    """The plan says who is slow, so the coordinator can read it there."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    state = survivors(plan, (2,), epoch=1)
+    nodes = tuple(replace(n, kind=NodeKind(0.25)) if n.node == 5 else n for n in state.nodes)
+    event = NodesLost((2,), 0)
+
+    alike = policy(book).propose(plan, state, event, prices(book))[0]
+    found = policy(book).propose(plan, replace(state, nodes=nodes), event, prices(book))[0]
+
+    assert found.after.slow_nodes == {5: 0.25}
+    assert found.iteration_s > alike.iteration_s
+
+
+def test_a_lost_slow_node_is_slow_no_more() -> None:
+    """Else a change would be looked for on its behalf for ever."""
+    book = every(4, n0=2, f=1)
+    plan = plan_of(book, (2, 2))
+    template = replace(plan.pipelines[0].template, kinds=(NodeKind(0.5), NodeKind()))
+    slow = replace(plan, pipelines=(Pipeline(template, (0, 1)), plan.pipelines[1]))
+    assert slow.slow_nodes == {0: 0.5}
+
+    found = proposed(book, slow, (0,))[0]
+
+    assert found.after.slow_nodes == {}
