@@ -127,7 +127,11 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"training": {"deterministic": 1}}, "training.deterministic", "must be true or false"),
         ({"training": {"optimizer": "AdamW"}}, "training.optimizer", "must be a table"),
         ({"resilience": {"failures_tolerated": -1}}, "resilience.failures_tolerated", "at least 0"),
-        ({"resilience": {"policy": "oobleck"}}, "resilience.policy", 'one of "reinstantiate"'),
+        (
+            {"resilience": {"policy": "oobleck"}},
+            "resilience.policy",
+            'one of "reinstantiate", "reroute"',
+        ),
         ({"resilience": {"when_below": "halt"}}, "resilience.when_below", '"continue", "stop"'),
         ({"cluster": {"nodes": 0}}, "cluster.nodes", "must be at least 1"),
         ({"cluster": {"nodes": 4, "max_nodes": 3}}, "cluster.max_nodes", "cluster.nodes = 4; or 0"),

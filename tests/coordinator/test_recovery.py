@@ -308,6 +308,17 @@ def test_too_few_nodes_for_f_failures_are_warned_of_once_and_saved_once() -> Non
     assert [order.persists for order in orders] == [False, False, True, False]
 
 
+def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:
+    """There are nodes for f failures, but a rerouted plan may have all copies on one of them."""
+    policy = Survivors(num_idle=2)
+    cluster = trained(FakeCluster(small_rules(n0=1, policy=policy), TOP_HEAVY))
+    cluster.lose(0)
+
+    (notice,) = of_type(cluster.commands, Decided)
+    assert "some layer is on 1 of 3 nodes only" in notice.degraded
+    assert "only f' = 0 failures" in notice.degraded
+
+
 def test_a_worker_that_crashes_again_and_again_ends_the_job_with_its_stack() -> None:
     """The third time with the same status and no iteration in between is the code's fault."""
     cluster = trained(FakeCluster(RULES, PLAN))

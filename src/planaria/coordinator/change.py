@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.recovery import candidates_of, degraded_text, left_text
+from planaria.coordinator.recovery import candidates_of, degraded_text, left_text, tolerated
 from planaria.coordinator.state import (
     Change,
     JobState,
@@ -321,7 +321,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     change = replace(change, pause_s=change.pause_s + pause_s)
     if state.plan.silent or change.waves:
         return replace(state, change=change), ()
-    degraded = degraded_text(rules, state)
+    degraded = degraded_text(rules, state, state.plan)
     transition = change.transition
     notice = Changed(
         epoch=state.epoch,
@@ -341,10 +341,8 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
         reason=change.reason,
         degraded=degraded,
     )
-    is_degraded = bool(degraded) or (
-        state.is_degraded
-        and len(state.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0
-    )
+    f = rules.job.resilience.failures_tolerated
+    is_degraded = bool(degraded) or (state.is_degraded and tolerated(rules, state, state.plan) < f)
     return replace(state, change=None, is_degraded=is_degraded), (Notify(notice),)
 
 

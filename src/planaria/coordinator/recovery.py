@@ -15,6 +15,7 @@ Source: DESIGN 4.5 and 5; the order of 1 and 2 is what the search in tests/coord
 test_commit_search.py shows to be needed.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -39,7 +40,7 @@ from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch, Stopped
-from planaria.core.plan import Transition
+from planaria.core.plan import Plan, Transition
 from planaria.core.records import Candidate, Decided, Decision, Members, Outcome, Recovering
 from planaria.policies.policy import best_transition, expected_samples_per_s
 
@@ -244,7 +245,7 @@ def _resume(
     assert state.loss is not None
     best, candidates = candidates_of(rules, state, transitions, state.loss.lost_s)
     assert best is not None
-    degraded = degraded_text(rules, state)
+    degraded = degraded_text(rules, state, best.after)
     order = StartEpoch(
         epoch=state.epoch,
         plan=best.after,
@@ -314,15 +315,29 @@ def _candidates(
     )
 
 
-def degraded_text(rules: Rules, state: JobState) -> str:
+def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
     """The warning that f failures are not tolerated any more; empty if they are, or once told."""
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
-    if num_nodes >= (f + 1) * rules.n0 or state.is_degraded:
+    left = tolerated(rules, state, plan)
+    if left >= f or state.is_degraded:
         return ""
-    return (
-        f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}: from now on "
-        f"only f' = {num_nodes // rules.n0 - 1} failures at once are survived"
+    wanted = (f + 1) * rules.n0
+    why = (
+        f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {wanted}"
+        if num_nodes < wanted
+        else f"some layer is on {left + 1} of {num_nodes} nodes only"
     )
+    return f"{why}: from now on only f' = {left} failures at once are survived"
+
+
+def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
+    """How many nodes may be lost at once, whichever they are."""
+    per_node = state.devices_per_node
+    places = {
+        (r // per_node, layer) for r, layers in plan.layers_by_rank.items() for layer in layers
+    }
+    holders = Counter(layer for _, layer in places)
+    return min(len(state.nodes) // rules.n0, *holders.values()) - 1
 
 
 def _save(

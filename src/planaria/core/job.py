@@ -85,8 +85,10 @@ class ResilienceConfig:
     failures_tolerated: int = _key(
         1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
     )
-    policy: Literal["reinstantiate"] = _key(
-        "reinstantiate", "who answers a loss; reinstantiate: pipelines made anew (Oobleck)"
+    policy: Literal["reinstantiate", "reroute"] = _key(
+        "reinstantiate",
+        "who answers a loss; reinstantiate: pipelines made anew (Oobleck); reroute: microbatches "
+        "go around lost nodes (ReCycle)",
     )
     assignment: Literal["least_bytes", "naive"] = _key(
         "least_bytes",

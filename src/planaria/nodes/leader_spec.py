@@ -9,10 +9,11 @@ from planaria.core.commit import vector_layout
 from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan
-from planaria.planner.plans import every_plan_of
+from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.policies.policy import profile_prices
+from planaria.policies.policy import Policy, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
@@ -46,13 +47,22 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     injector: tuple[str, int] = ("", 0)
 
 
+def policy_of(job: JobConfig, every: EveryPlan) -> Policy:
+    """The policy that a job names, and that its nodes' speeds are answered with."""
+    restoring = _RESTORING[job.resilience.assignment]
+    anew = Unequal(Reinstantiate(every, restoring))
+    if job.resilience.policy == "reroute":
+        return Reroute(every.problem, anew, restoring)
+    return anew
+
+
 def rules_of(spec: LeaderSpec) -> Rules:
     """What does not change in the run."""
     every = every_plan_of(spec.problem, spec.templates, spec.plans)
     num_layers = len(spec.problem.profile.layers)
     return Rules(
         job=spec.job,
-        policy=Unequal(Reinstantiate(every, _RESTORING[spec.job.resilience.assignment])),
+        policy=policy_of(spec.job, every),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),

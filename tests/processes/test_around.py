@@ -1,0 +1,111 @@
+"""Nodes die under resilience.policy = "reroute"; the others go around them, with the same bits."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos import chaos_job, check_report, recoveries, struck
+from jobs import digests
+from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
+from planaria.library import TrainingResult
+from planaria.nodes.forkserver import ForkServer
+
+SEED = 20_261_121
+ITERATIONS = 16
+
+Run = Callable[..., TrainingResult]
+
+SINGLE = [(f"kill:{node}@{iteration}",) for node in range(6) for iteration in range(8)] + [
+    (f"kill:{node}@3.{step}",) for node in range(6) for step in ITERATION_STEPS[1:]
+]
+# Of three pipelines of two, two losses leave a holder of each layer.
+AT_ONCE = [(f"kill:{a},{b}@3",) for a, b in itertools.combinations(range(6), 2)]
+TWICE = [
+    (f"kill:1@3.{first}", f"kill:{second}@3.{step}")
+    for first in ("backward", "commit")
+    for second in (2, 5)
+    for step in RECOVERY_STEPS
+]
+
+
+@pytest.fixture(scope="module")
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The digests of the job without failures, on six nodes."""
+    directory = tmp_path_factory.mktemp("calm") / "run"
+    result = struck(chaos_job("gpt2", directory, server, iterations=ITERATIONS), server)
+    assert result.error is None
+    return digests(result)
+
+
+@pytest.fixture
+def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
+    """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
+
+    def run(*specs: str) -> TrainingResult:
+        config = chaos_job("gpt2", tmp_path / "run", server, f=2, iterations=ITERATIONS)
+        resilience = replace(config.resilience, policy="reroute")
+        result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
+        assert result.error is None, f"{specs}: {result.error}"
+        assert digests(result) == calm, specs
+        assert len(result.report.iterations) == ITERATIONS
+        assert all(event.fired for event in result.report.events), specs
+        check_report(result)
+        return result
+
+    return run
+
+
+def cases(sweep: Sequence[tuple[str, ...]], count: int) -> list[Any]:
+    """A few for every run, drawn once; the others are long."""
+    chosen = set(random.Random(SEED).sample(range(len(sweep)), count))
+    return [
+        pytest.param(specs, marks=() if i in chosen else (pytest.mark.long,), id=" ".join(specs))
+        for i, specs in enumerate(sweep)
+    ]
+
+
+@pytest.mark.parametrize("specs", cases(SINGLE, 3))
+def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
+    """Nothing need be sent: peers hold what the lost node held."""
+    result = reroute(*specs)
+
+    (event,) = recoveries(result)
+    assert event.policy == "reroute"
+    assert event.candidates[0]["answer"] == "reroute"
+    assert (event.transfer_bytes == 0) == (event.answer == "reroute")
+    assert len(result.report.final.nodes) == 5
+
+
+@pytest.mark.parametrize("specs", cases(AT_ONCE, 1))
+def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
+    """In one pipeline or in two, in one stage or in two."""
+    result = reroute(*specs)
+
+    (event,) = recoveries(result)
+    assert event.policy == "reroute"
+    assert len(result.report.final.nodes) == 4
+
+
+@pytest.mark.parametrize("specs", cases(TWICE, 2))
+def test_a_kill_in_a_recovery_is_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
+    """The recovery starts over from the plan that it was about to begin."""
+    result = reroute(*specs)
+
+    assert {event.policy for event in recoveries(result)} == {"reroute"}
+    assert len(result.report.final.nodes) == 4
+
+
+def test_the_next_loss_strikes_a_rerouted_plan_and_a_node_joins_it(reroute: Run) -> None:
+    """Who joins takes an empty place, at a commit, and nothing is done again for it."""
+    result = reroute("kill:0@2", "kill:3@4", "join:1@5")
+
+    first, second, join = recoveries(result)
+    assert {first.policy, second.policy, join.policy} == {"reroute"}
+    assert join.answer == "reroute-normalised"
+    assert join.redone_samples == 0
+    assert len(result.report.final.nodes) == 5
