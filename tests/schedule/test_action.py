@@ -24,6 +24,8 @@ def test_every_kind_of_action_has_its_text() -> None:
     texts = {
         "0F3": Action(Kind.FORWARD, 3, 0),
         "12B0": Action(Kind.BACKWARD, 0, 12),
+        "3BI0": Action(Kind.BACKWARD_INPUT, 0, 3),
+        "3BW0": Action(Kind.BACKWARD_WEIGHT, 0, 3),
         "1SF2": Action(Kind.SEND_FORWARD, 2, 1),
         "1RF2": Action(Kind.RECEIVE_FORWARD, 2, 1),
         "1SB2": Action(Kind.SEND_BACKWARD, 2, 1),

@@ -1,6 +1,7 @@
 """1F1B over routes, against textbook 1F1B and the bounds that it promises."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,6 +66,35 @@ def test_deep_pipelines_run_textbook_1f1b(num_stages: int, num_microbatches: int
     for stage in range(num_stages):
         expected = textbook_1f1b(stage, num_stages, list(range(num_microbatches)))
         assert expected == texts(schedule.actions[stage])
+
+
+def test_weight_gradients_go_where_a_rank_would_wait() -> None:
+    """Two stages, letter for letter: rank 0's backwards are whole, for nobody waits for them."""
+    plan = plain_plan(0, (pipeline((0, 1, 2), (0, 1)),), (3,))
+    split = replace(plan, splits_backward=True, in_flight={0: 3, 1: 3})
+
+    assert format_schedule(routed_1f1b(split)).splitlines() == [
+        "0: 0F0 0F1 0F2 0B0 0B1 0B2",
+        "1: 1F0 1BI0 1F1 1BI1 1F2 1BI2 1BW0 1BW1 1BW2",
+    ]
+
+
+@given(rerouted_plans())
+@settings(max_examples=60, deadline=None)
+def test_split_schedules_are_valid_and_do_all_that_whole_ones_do(plan: Plan) -> None:
+    """A backward of a first hop is whole, any other one in two parts."""
+    whole, split = routed_1f1b(plan), routed_1f1b(replace(plan, splits_backward=True))
+
+    validate(place_transfers(split), plan.num_layers)
+
+    def parts(action: Action) -> list[str]:
+        if action.kind is Kind.BACKWARD and action.hop:
+            return [f"{action.hop}{part}{action.microbatch}" for part in ("BI", "BW")]
+        return [str(action)]
+
+    for rank, actions in whole.actions.items():
+        wanted = sorted(text for action in actions for text in parts(action))
+        assert wanted == sorted(map(str, split.actions[rank]))
 
 
 def test_a_lost_stage_is_taken_over_by_peers_letter_for_letter() -> None:

@@ -195,6 +195,7 @@ class Plan:
             routes go around them.
         in_flight: by rank, how many microbatches it may keep in flight at most, where that is not
             as many as the schedule would (schedule/routed.py).
+        splits_backward: whether gradients of weights are put off into bubbles.
     """
 
     epoch: int
@@ -203,6 +204,7 @@ class Plan:
     silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     gone: tuple[int, ...] = ()
     in_flight: Mapping[int, int] = field(default_factory=dict)
+    splits_backward: bool = False
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:

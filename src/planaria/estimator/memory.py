@@ -20,9 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate, Plan
-from planaria.schedule.action import BACKWARD, FORWARD, Schedule
+from planaria.schedule.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Schedule,
+)
 
 Table = NDArray[np.int64]
+
+# By kind, how many times the activations of its hop are kept behind it, and the gradients.
+_KEEP = {
+    FORWARD: (1, 0),
+    BACKWARD: (-1, 0),
+    BACKWARD_INPUT: (0, 1),
+    BACKWARD_WEIGHT: (-1, -1),
+}
 
 
 def peak_bytes(
@@ -50,37 +64,56 @@ def peak_bytes(
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What each device of a stage holds, by the first rank of the stage.
+    """What each device of a stage holds.
 
     Attributes:
         state_bytes: all the time: parameters, gradients, optimizer states.
         microbatch_bytes: of one microbatch between the forward and the backward of all its layers.
-        peak_bytes: the most in an iteration.
     """
 
     state_bytes: int
     microbatch_bytes: int
-    peak_bytes: int
 
 
 def bytes_by_rank(
-    profile: ModelProfile, plan: Plan, schedule: Schedule, *, gradient_copies: int
+    profile: ModelProfile, plan: Plan, *, gradient_copies: int
 ) -> dict[int, RankBytes]:
-    """What the ranks that compute hold under a schedule of the plan, whatever its routes.
-
-    Equals `peak_bytes` where a pipeline's microbatches keep to its stages. O(actions).
-    """
+    """By the first rank of each stage whose node is there."""
     found = {}
+    at_work = plan.layers_by_rank
     for pipeline in plan.pipelines:
         stages = zip(pipeline.template.stages, pipeline.ranks_by_stage(), strict=True)
         for stage, (rank, *_) in stages:
-            if rank in schedule.actions:
+            if rank in at_work:
                 layers = profile.layers[stage.first_layer : stage.end_layer]
                 state_bytes = _state_bytes(layers, stage.num_devices, gradient_copies)
-                microbatch_bytes = sum(layer.activation_bytes for layer in layers)
-                most_bytes = _most_kept_bytes(profile, schedule, rank)
-                found[rank] = RankBytes(state_bytes, microbatch_bytes, state_bytes + most_bytes)
+                kept_bytes = sum(layer.activation_bytes for layer in layers)
+                if plan.splits_backward:
+                    kept_bytes += sum(layer.output_bytes for layer in layers)
+                found[rank] = RankBytes(state_bytes, kept_bytes)
     return found
+
+
+def kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:
+    """The most that activations of a rank take at any time under a schedule, whatever its routes.
+
+    A split backward keeps them, and the gradients between its layers, from its first part to its
+    second. O(actions).
+    """
+    activations, outputs = [0], [0]
+    for layer in profile.layers:
+        activations.append(activations[-1] + layer.activation_bytes)
+        outputs.append(outputs[-1] + layer.output_bytes)
+    kept_bytes = most_bytes = 0
+    for action in schedule.actions[rank]:
+        if action.kind in _KEEP:
+            hop = schedule.routes[action.microbatch][action.hop]
+            num_activations, num_gradients = _KEEP[action.kind]
+            activation_bytes = activations[hop.end_layer] - activations[hop.first_layer]
+            gradient_bytes = outputs[hop.end_layer] - outputs[hop.first_layer]
+            kept_bytes += num_activations * activation_bytes + num_gradients * gradient_bytes
+            most_bytes = max(most_bytes, kept_bytes)
+    return most_bytes
 
 
 def _state_bytes(layers: Sequence[LayerProfile], num_devices: int, gradient_copies: int) -> int:
@@ -88,21 +121,6 @@ def _state_bytes(layers: Sequence[LayerProfile], num_devices: int, gradient_copi
     optimizer_bytes = sum(layer.optimizer_bytes for layer in layers)
     sharded_bytes = parameter_bytes * (1 + gradient_copies) + optimizer_bytes
     return -(-sharded_bytes // num_devices)
-
-
-def _most_kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:
-    """The most that activations of a rank take at any time."""
-    before = [0]
-    for layer in profile.layers:
-        before.append(before[-1] + layer.activation_bytes)
-    kept_bytes = most_bytes = 0
-    for action in schedule.actions[rank]:
-        if action.kind is FORWARD or action.kind is BACKWARD:
-            hop = schedule.routes[action.microbatch][action.hop]
-            hop_bytes = before[hop.end_layer] - before[hop.first_layer]
-            kept_bytes += hop_bytes if action.kind is FORWARD else -hop_bytes
-            most_bytes = max(most_bytes, kept_bytes)
-    return most_bytes
 
 
 def stage_bytes(

@@ -20,6 +20,8 @@ from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route
 from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.schedule.action import (
     BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
@@ -36,6 +38,8 @@ from planaria.schedule.lower import execution_order
 LANES: Mapping[Kind, str] = {
     FORWARD: "compute",
     BACKWARD: "compute",
+    BACKWARD_INPUT: "compute",
+    BACKWARD_WEIGHT: "compute",
     SEND_FORWARD: "send",
     SEND_BACKWARD: "send",
     REDUCE: "reduce",
@@ -127,6 +131,8 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
     lasts_s = {
         FORWARD: [visit.forward_s for visit in visits],
         BACKWARD: [visit.backward_s for visit in visits],
+        BACKWARD_INPUT: [visit.input_s for visit in visits],
+        BACKWARD_WEIGHT: [visit.backward_s - visit.input_s for visit in visits],
         SEND_FORWARD: [visit.onward.transfer_s for visit in visits],
         SEND_BACKWARD: [visit.back.transfer_s for visit in visits],
         REDUCE: reduce_s,
@@ -151,6 +157,9 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
             clocks_s[rank] = max(clocks_s[rank], forward_arrivals_s[slot])
         elif kind is RECEIVE_BACKWARD:
             clocks_s[rank] = max(clocks_s[rank], backward_arrivals_s[slot])
+        elif kind is BACKWARD_INPUT or kind is BACKWARD_WEIGHT:
+            starts_s[kind][slot] = now_s = clocks_s[rank]
+            clocks_s[rank] = now_s + lasts_s[kind][slot]
         elif kind is REDUCE:
             handed_over_s[bucket] = max(handed_over_s[bucket], clocks_s[rank])
         else:
@@ -222,10 +231,15 @@ class _Way(NamedTuple):
 
 
 class _Visit(NamedTuple):
-    """What one hop of a microbatch costs: computing, sending the output on, the gradient back."""
+    """What one hop of a microbatch costs: computing, sending the output on, the gradient back.
+
+    Attributes:
+        input_s: of the backward, what the gradient of the input takes.
+    """
 
     forward_s: float
     backward_s: float
+    input_s: float
     onward: _Way
     back: _Way
 
@@ -265,12 +279,13 @@ class _Cluster:
             self._visits[route] = tuple(_Visit(*self._compute_s(hop), *both) for hop, *both in ways)
         return self._visits[route]
 
-    def _compute_s(self, hop: Hop) -> tuple[float, float]:
-        """Seconds of the forward and the backward of a hop."""
-        num_devices, speed = self._stages[hop.rank]
+    def _compute_s(self, hop: Hop) -> tuple[float, float, float]:
+        """Seconds of the forward and the backward of a hop, and of the latter's first part."""
+        count, speed = self._stages[hop.rank]
         layers = self._profile.layers[hop.first_layer : hop.end_layer]
-        forward_s = sum(layer.forward_s[num_devices] for layer in layers) / speed
-        return forward_s, sum(layer.backward_s(num_devices) for layer in layers) / speed
+        forward_s = sum(layer.forward_s[count] for layer in layers) / speed
+        backward_s = sum(layer.backward_s(count) for layer in layers) / speed
+        return forward_s, backward_s, sum(layer.backward_input_s[count] for layer in layers) / speed
 
     def _way(self, source: Hop, target: Hop, upstream: Hop) -> _Way:
         """The way from source to target for the output of upstream, or for its gradient."""

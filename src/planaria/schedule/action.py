@@ -5,8 +5,9 @@ plots draw it. An action says what is done, never who does it: the rank is where
 stands, the peer follows from the route of the microbatch.
 
 Text: an action is `{hop}{kind}{microbatch}`, so `0F3` is the forward of microbatch 3 at hop 0 of
-its route and `1SB2` sends the gradient of microbatch 2 from hop 1 back to hop 0. A reduction is
-`R{bucket}`. A schedule is one line a rank: `0: 0F0 0F1 0B0 0B1 R0`.
+its route and `1SB2` sends the gradient of microbatch 2 from hop 1 back to hop 0. A backward is
+whole, `1B2`, or its input's gradient `1BI2` and, some time later, its weights' `1BW2`. A reduction
+is `R{bucket}`. A schedule is one line a rank: `0: 0F0 0F1 0B0 0B1 R0`.
 
 Source: the text form follows torch.distributed.pipelining's `_Action`.
 Differs: the number in front is the hop of the microbatch's own route, not a stage of the job:
@@ -29,6 +30,8 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "BI"
+    BACKWARD_WEIGHT = "BW"
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
@@ -40,6 +43,8 @@ class Kind(StrEnum):
 # compare kinds some millions of times for 1,000 ranks.
 FORWARD = Kind.FORWARD
 BACKWARD = Kind.BACKWARD
+BACKWARD_INPUT = Kind.BACKWARD_INPUT
+BACKWARD_WEIGHT = Kind.BACKWARD_WEIGHT
 SEND_FORWARD = Kind.SEND_FORWARD
 RECEIVE_FORWARD = Kind.RECEIVE_FORWARD
 SEND_BACKWARD = Kind.SEND_BACKWARD
@@ -125,7 +130,7 @@ def crossings_of(routes: Sequence[Route]) -> list[tuple[bool, ...]]:
     return [by_route[route] for route in routes]
 
 
-_ACTION = re.compile(r"(\d+)(F|B|SF|RF|SB|RB)(\d+)")
+_ACTION = re.compile(r"(\d+)(F|B|BI|BW|SF|RF|SB|RB)(\d+)")
 _REDUCE = re.compile(r"R(\d+)")
 
 # A table of at most this many steps and ranks is printed whole.

@@ -18,6 +18,8 @@ from planaria.core.plan import Plan, Route, TiedParameters
 from planaria.errors import DeadlockError
 from planaria.schedule.action import (
     BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
@@ -138,8 +140,11 @@ def _with_transfers(
             yield action
             if after:
                 yield Action(SEND_FORWARD, microbatch, hop)
+        elif action.kind is BACKWARD_WEIGHT:
+            yield action
         else:
-            assert action.kind is BACKWARD, f"{action} is neither a forward nor a backward"
+            is_backward = action.kind is BACKWARD or action.kind is BACKWARD_INPUT
+            assert is_backward, f"{action} is neither a forward nor a backward"
             if after:
                 yield Action(RECEIVE_BACKWARD, microbatch, hop)
             yield action
@@ -192,7 +197,7 @@ def _with_reductions(
         if not open_layers:
             break
         action = actions[step]
-        if action.kind is BACKWARD or action.kind is SEND_BACKWARD:
+        if action.kind in (BACKWARD, BACKWARD_WEIGHT, SEND_BACKWARD):
             hop = routes[action.microbatch][action.hop]
             complete = open_layers.intersection(range(hop.first_layer, hop.end_layer))
             open_layers -= complete
@@ -237,19 +242,19 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                     steps[rank] = step
                     break
                 reductions[rank].pop()
-            elif kind is not FORWARD and kind is not BACKWARD:
+            elif kind is RECEIVE_FORWARD or kind is RECEIVE_BACKWARD:
                 message = 2 * (slots[action.microbatch] + action.hop)
-                if kind is RECEIVE_FORWARD or kind is RECEIVE_BACKWARD:
-                    message += kind is RECEIVE_BACKWARD
-                    if not sent[message]:
-                        waiting[message] = rank
-                        steps[rank] = step
-                        break
-                else:
-                    message += 2 if kind is SEND_FORWARD else -1
-                    sent[message] = 1
-                    if message in waiting:
-                        ready.append(waiting.pop(message))
+                message += kind is RECEIVE_BACKWARD
+                if not sent[message]:
+                    waiting[message] = rank
+                    steps[rank] = step
+                    break
+            elif kind is SEND_FORWARD or kind is SEND_BACKWARD:
+                message = 2 * (slots[action.microbatch] + action.hop)
+                message += 2 if kind is SEND_FORWARD else -1
+                sent[message] = 1
+                if message in waiting:
+                    ready.append(waiting.pop(message))
             yield rank, action
         else:
             steps[rank] = len(actions)

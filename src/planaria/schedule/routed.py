@@ -5,7 +5,12 @@ Every rank runs in virtual time. Whenever it is free it takes, oldest microbatch
 1. what is under way: a backward whose gradient is there, or the forward of a microbatch that
    this rank already holds activations of;
 2. else the forward of a new microbatch, if fewer than its limit are in flight on it;
-3. else nothing, and it waits.
+3. else, if backwards are split, what nobody waits for: the gradient of a microbatch's weights, or
+   the backward at the first hop of its route;
+4. else nothing, and it waits.
+
+A split backward sends the gradient of its input on at once, and keeps activations and the gradients
+between layers until that of its weights is done, which is in flight until then.
 
 The limit is the number of hops from the rank to the end of the route, S - i for stage i of S: with
 it a plain pipeline comes out as textbook 1F1B, in three parts: *warmup*, min(S - i, N_b)
@@ -41,7 +46,19 @@ from heapq import heappop, heappush
 from math import lcm
 
 from planaria.core.plan import Hop, Plan, Route
-from planaria.schedule.action import BACKWARD, FORWARD, Action, Schedule
+from planaria.schedule.action import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Schedule,
+)
+
+# A piece of work is 4 * visit + one of these, so that what is older comes first.
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
+_KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+_COST = (1, 2, 1, 1)  # In forwards.
 
 
 def routed_1f1b(plan: Plan) -> Schedule:
@@ -67,6 +84,8 @@ class _Visit:
         cost: virtual time of the forward.
         enters: whether the microbatch comes to this rank for the first time.
         is_last: whether it is the last hop of the route.
+        backward: _BACKWARD, or _INPUT where it has two parts.
+        is_put_off: whether nobody waits for its backward.
     """
 
     action: Action
@@ -74,21 +93,25 @@ class _Visit:
     cost: int
     enters: bool
     is_last: bool
+    backward: int
+    is_put_off: bool
 
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank in virtual time; both heaps hold work that could start now, oldest first.
+    """A rank in virtual time; the heaps hold work that could start now, oldest first.
 
     Attributes:
-        under_way: 2 * visit + 1 for a backward, 2 * visit for a forward.
+        under_way: of microbatches that are here.
         entering: visits of microbatches that are new to the rank.
+        put_off: work that nobody waits for.
     """
 
     limit: int
     order: list[Action] = field(default_factory=list)
     under_way: list[int] = field(default_factory=list)
     entering: list[int] = field(default_factory=list)
+    put_off: list[int] = field(default_factory=list)
     in_flight: int = 0
     is_busy: bool = False
 
@@ -96,29 +119,36 @@ class _Rank:
         if visit.enters:
             heappush(self.entering, index)
         else:
-            heappush(self.under_way, 2 * index)
+            heappush(self.under_way, 4 * index + _FORWARD)
 
     def next_work(self) -> int:
-        """The work to start now, coded as in `under_way`; -1 if there is none."""
+        """The work to start now; -1 if there is none."""
         if self.under_way:
             return heappop(self.under_way)
         if self.entering and self.in_flight < self.limit:
             self.in_flight += 1
-            return 2 * heappop(self.entering)
-        return -1
+            return 4 * heappop(self.entering) + _FORWARD
+        return heappop(self.put_off) if self.put_off else -1
 
 
 def _visits(plan: Plan) -> list[_Visit]:
     """All hops of all microbatches, sorted by the microbatch's turn: a smaller index is older."""
     costs = _Costs(plan)
-    by_route: dict[Route, list[tuple[int, int, bool, bool]]] = {}
+    by_route: dict[Route, list[tuple[int, int, bool, bool, int, bool]]] = {}
     visits: list[_Visit] = []
     for microbatch in _turns(plan.routes):
         route = plan.routes[microbatch]
         if route not in by_route:
             by_route[route] = [
-                (hop.rank, costs.forward(hop), enters, hop.end_layer == plan.num_layers)
-                for hop, enters in zip(route, _entries(route), strict=True)
+                (
+                    hop.rank,
+                    costs.forward(hop),
+                    enters,
+                    hop.end_layer == plan.num_layers,
+                    _INPUT if plan.splits_backward and index else _BACKWARD,
+                    plan.splits_backward and not index,
+                )
+                for index, (hop, enters) in enumerate(zip(route, _entries(route), strict=True))
             ]
         visits += [
             _Visit(Action(FORWARD, microbatch, index), *fields)
@@ -196,13 +226,13 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
     times: list[int] = []
 
     def start(now: int, rank: _Rank, work: int) -> None:
-        visit = visits[work >> 1]
+        visit, kind = visits[work >> 2], work & 3
         action = visit.action
-        if work & 1:
-            action = Action(BACKWARD, action.microbatch, action.hop)
+        if kind != _FORWARD:
+            action = Action(_KINDS[kind], action.microbatch, action.hop)
         rank.order.append(action)
         rank.is_busy = True
-        end = now + (visit.cost << (work & 1))
+        end = now + visit.cost * _COST[kind]
         if end not in due:
             due[end] = []
             heappush(times, end)
@@ -221,7 +251,7 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
                 return
             rank = min(blocked, key=lambda rank: rank.entering[0])
             rank.in_flight += 1
-            start(now, rank, 2 * heappop(rank.entering))
+            start(now, rank, 4 * heappop(rank.entering) + _FORWARD)
         # All that ends at one instant ends before anyone chooses: a backward that frees a place
         # and the forward that takes it meet exactly in steady 1F1B.
         now = heappop(times)
@@ -230,21 +260,28 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
 
 def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> tuple[int, int]:
     """Ends a piece of work, makes what it enables ready, and returns the ranks concerned."""
-    index = work >> 1
+    index, kind = work >> 2, work & 3
     visit = visits[index]
     rank = ranks[visit.rank]
     rank.is_busy = False
-    if not work & 1:
-        if visit.is_last:
-            heappush(rank.under_way, work + 1)
-            return visit.rank, visit.rank
+    if kind == _FORWARD and not visit.is_last:
         after = visits[index + 1]
         ranks[after.rank].admit(index + 1, after)
         return visit.rank, after.rank
-    if visit.enters:
-        rank.in_flight -= 1
-    if visit.action.hop == 0:
+    if kind == _FORWARD:
+        _make_backward_ready(index, visits, ranks)
         return visit.rank, visit.rank
-    before = visits[index - 1]
-    heappush(ranks[before.rank].under_way, work - 2)
-    return visit.rank, before.rank
+    if kind == _INPUT:
+        heappush(rank.put_off, 4 * index + _WEIGHT)
+    elif visit.enters:
+        rank.in_flight -= 1
+    if kind == _WEIGHT or visit.action.hop == 0:
+        return visit.rank, visit.rank
+    _make_backward_ready(index - 1, visits, ranks)
+    return visit.rank, visits[index - 1].rank
+
+
+def _make_backward_ready(index: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
+    visit = visits[index]
+    rank = ranks[visit.rank]
+    heappush(rank.put_off if visit.is_put_off else rank.under_way, 4 * index + visit.backward)

@@ -1,7 +1,8 @@
 """The rules of a schedule that can be read off it without running it.
 
 Every route covers the model once, in order. Every hop has its forward and its backward once, on
-its own rank; where the way to the neighbouring hop leads to another rank there is a receive, a
+its own rank; the backward is whole or in two parts, but for the first hop's, whose input has no
+gradient. Where the way to the neighbouring hop leads to another rank there is a receive, a
 send, and one of each for the gradient. Within a rank an action stands behind those of the same
 rank that it needs. A bucket has two ranks or more, is reduced once on each of them, and behind
 every backward there that adds to it; buckets of one round share no rank.
@@ -15,6 +16,8 @@ from planaria.core.plan import Route
 from planaria.errors import ScheduleError
 from planaria.schedule.action import (
     BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
@@ -31,7 +34,8 @@ from planaria.schedule.action import (
 )
 
 _NO_LAYERS: frozenset[int] = frozenset()
-_BY_HOP = tuple(kind for kind in Kind if kind is not REDUCE)
+_PARTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
+_BY_HOP = tuple(kind for kind in Kind if kind is not REDUCE and kind not in _PARTS)
 
 
 def check_rules(schedule: Schedule, num_layers: int) -> None:
@@ -118,16 +122,25 @@ class _Checker:
         if not _has_peer(kind, before, after):
             return "has no other rank to talk to"
         slot = self._slots[microbatch] + index
-        if self._seen[kind][slot]:
+        if kind in _PARTS and not index:
+            return "is a part of a backward that cannot be split"
+        others = _PARTS if kind is BACKWARD else (BACKWARD,) if kind in _PARTS else ()
+        if self._seen[kind][slot] or any(self._seen[other][slot] for other in others):
             return "stands twice"
         self._seen[kind][slot] = 1
         needed = _needed(action, before, after, is_last=index + 1 == len(routes[microbatch]))
-        if needed and not self._seen[needed[0]][slot + needed[1]]:
+        if needed and not self._has(needed[0], slot + needed[1]):
             return f"needs {Action(needed[0], microbatch, index + needed[1])} before it"
         layers = range(hop.first_layer, hop.end_layer)
-        if kind is BACKWARD and not self._closed.get(rank, _NO_LAYERS).isdisjoint(layers):
+        adds = kind is BACKWARD or kind is BACKWARD_WEIGHT
+        if adds and not self._closed.get(rank, _NO_LAYERS).isdisjoint(layers):
             return "adds to gradients that are already reduced"
         return ""
+
+    def _has(self, kind: Kind, slot: int) -> bool:
+        """Whether the action was there; of a backward, the gradient of its input."""
+        is_split = kind is BACKWARD and self._seen[BACKWARD_INPUT][slot]
+        return bool(self._seen[kind][slot] or is_split)
 
     def _reduction_fault(self, rank: int, index: int) -> str:
         buckets = self._schedule.buckets
@@ -145,8 +158,11 @@ class _Checker:
             crossings = self._crossings[microbatch]
             for index, hop in enumerate(route):
                 slot = self._slots[microbatch] + index
+                is_split = self._seen[BACKWARD_INPUT][slot]
+                if is_split and not self._seen[BACKWARD_WEIGHT][slot]:
+                    return f"rank {hop.rank} lacks {Action(BACKWARD_WEIGHT, microbatch, index)}"
                 for kind in _BY_HOP:
-                    if not self._seen[kind][slot] and _has_peer(
+                    if not self._has(kind, slot) and _has_peer(
                         kind, crossings[index], crossings[index + 1]
                     ):
                         return f"rank {hop.rank} lacks {Action(kind, microbatch, index)}"
@@ -176,10 +192,12 @@ def _needed(action: Action, before: bool, after: bool, *, is_last: bool) -> tupl
         if before:
             return RECEIVE_FORWARD, 0
         return (FORWARD, -1) if action.hop else None
-    if action.kind is BACKWARD:
+    if action.kind is BACKWARD or action.kind is BACKWARD_INPUT:
         if after:
             return RECEIVE_BACKWARD, 0
         return (FORWARD, 0) if is_last else (BACKWARD, 1)
+    if action.kind is BACKWARD_WEIGHT:
+        return BACKWARD_INPUT, 0
     if action.kind is SEND_FORWARD:
         return FORWARD, 0
     if action.kind is SEND_BACKWARD:
