@@ -10,6 +10,7 @@ from torch import Tensor
 
 from planaria.engine.layers import SplitModel
 from planaria.engine.paced import WIDTH, PacedData, paced_model
+from planaria.engine.split_backward import input_gradient
 from planaria.transport.timekeeping import Timekeeper
 from strategies import layer_profile, model_profile
 
@@ -35,7 +36,7 @@ def test_a_model_takes_the_profiles_time(monkeypatch: pytest.MonkeyPatch) -> Non
     _train(model(*[0.2 / 40 / 3] * 40))
 
     assert seconds >= 0.2 - 1e-6
-    assert len(slept) == 80
+    assert len(slept) == 120
     assert sum(slept) == pytest.approx(0.2)
 
 
@@ -57,7 +58,27 @@ def test_forward_and_backward_take_their_own_times(monkeypatch: pytest.MonkeyPat
         hidden = layers.materialise(layer)(hidden)
     hidden.sum().backward()  # type: ignore[no-untyped-call]
 
-    assert slept == [1.0, 5.0, 10.0, 2.0]
+    assert slept == [1.0, 5.0, 5.0, 5.0, 2.0]
+
+
+def test_the_parts_of_a_split_backward_take_their_own_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All inputs first, and nothing of a weight until its part."""
+    slept: list[float] = []
+    monkeypatch.setattr(Timekeeper, "sleep", lambda _, seconds: slept.append(seconds))
+    layers = model(1.0, 5.0)
+    hidden = source = torch.ones(1, WIDTH, requires_grad=True)
+    modules = [layers.materialise(layer) for layer in range(2)]
+    for module in modules:
+        hidden = module(hidden)
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+
+    _, rest = input_gradient(hidden.sum(), None, source, parameters)
+
+    assert slept == [1.0, 5.0, 5.0, 1.0]
+    rest.run()
+    assert sorted(slept[4:]) == [1.0, 5.0]
 
 
 def test_sleeps_vary_by_the_jitter_and_last_what_the_profile_says_on_average(

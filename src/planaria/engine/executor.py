@@ -28,7 +28,9 @@ from planaria.engine.batches import Batches
 from planaria.engine.groups import reduce_bucket, reduce_vector
 from planaria.engine.guard import sampled_hashes
 from planaria.engine.layers import TiedGroup
+from planaria.engine.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, Stage
+from planaria.engine.tensors import receive_tensor, send_tensor
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import Channel, Links, Tag
@@ -36,15 +38,13 @@ from planaria.transport.pulse import Pulse
 
 RECEIVE_TIMEOUT_S = 600.0  # The coordinator finds a lost peer long before; this bounds a bug.
 
-_HEAD_BYTES = 64
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
-
-
 # Steps of an iteration at which a fault can be injected, by the action that is about to begin.
-_STEPS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.REDUCE: "reduce"}
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_STEPS = {Kind.FORWARD: "forward", Kind.REDUCE: "reduce"} | dict.fromkeys(_BACKWARDS, "backward")
 
 # An action is late when it takes this many times the longest of its kind so far.
 _LATE_FACTOR = 10.0
+_COMPUTING = (Kind.FORWARD, *_BACKWARDS, Kind.BACKWARD_WEIGHT)
 _WAITING = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
@@ -55,7 +55,7 @@ class Executor:
         layout: of the commit vector.
         pulse: is told when an action begins that should end in time.
         reached: is called at the steps at which a fault can be injected.
-        worked: is called after each forward and backward, with the seconds that it took.
+        worked: is called after each forward and backward, or part of one, with the seconds of it.
 
     Attributes:
         computing_s: of the iteration run last, in forwards and backwards alone.
@@ -99,6 +99,8 @@ class Executor:
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
@@ -128,6 +130,7 @@ class Executor:
         self._inputs: dict[tuple[int, int], Tensor] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
         self._output_gradients: dict[tuple[int, int], Tensor] = {}
+        self._put_off: dict[tuple[int, int], WeightGradients] = {}
         self._losses: dict[int, float] = {}
         self._ready: set[int] = set()
         self._submitted: list[Future[float]] = []
@@ -136,12 +139,13 @@ class Executor:
         self.computing_s = 0.0
         for held in self._held():
             held.clear()
-        begun: set[Kind] = set()
+        begun: set[str] = set()
         for action in self._actions:
             self._links.check_epoch()
-            if action.kind in _STEPS and action.kind not in begun:
-                begun.add(action.kind)
-                self._reached(_STEPS[action.kind], iteration)
+            step = _STEPS.get(action.kind)
+            if step and step not in begun:
+                begun.add(step)
+                self._reached(step, iteration)
             self._act(action)
         for reduction in self._submitted:
             self._links.timekeeper.reach(reduction.result(timeout=RECEIVE_TIMEOUT_S))
@@ -164,7 +168,7 @@ class Executor:
         if longest_s is not None and action.kind not in _WAITING:
             self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
         self._handlers[action.kind](action)
-        if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if action.kind in _COMPUTING:
             self._worked(self._now_s() - start_s)
             self.computing_s += self._now_s() - start_s
         self._pulse.wait()
@@ -209,9 +213,30 @@ class Executor:
         output = self._outputs.pop(key)
         torch.autograd.backward(output, self._output_gradients.pop(key, None))
         self._stage.accumulate(hop.first_layer, hop.end_layer)
+        self._hand_back(action)
+
+    def _backward_input(self, action: Action) -> None:
+        hop = self._schedule.routes[action.microbatch][action.hop]
+        key = (action.microbatch, action.hop)
+        source = self._inputs[key]
+        source.grad, self._put_off[key] = input_gradient(
+            self._outputs.pop(key),
+            self._output_gradients.pop(key, None),
+            source,
+            self._stage.parameters(hop.first_layer, hop.end_layer),
+        )
+        self._hand_back(action)
+
+    def _backward_weight(self, action: Action) -> None:
+        hop = self._schedule.routes[action.microbatch][action.hop]
+        self._put_off.pop((action.microbatch, action.hop)).run()
+        self._stage.accumulate(hop.first_layer, hop.end_layer)
+
+    def _hand_back(self, action: Action) -> None:
+        """Gives the gradient of a hop's input to the hop before, if that was on this rank too."""
         before = (action.microbatch, action.hop - 1)
         if before in self._outputs:
-            gradient = self._inputs.pop(key).grad
+            gradient = self._inputs.pop((action.microbatch, action.hop)).grad
             assert gradient is not None
             self._output_gradients[before] = gradient
 
@@ -223,7 +248,8 @@ class Executor:
 
     def _receive_forward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop - 1].rank
-        hidden = self._receive(source, Channel.FORWARD, action.microbatch, action.hop)
+        tag = Tag(Channel.FORWARD, self._iteration, action.microbatch, action.hop)
+        hidden = receive_tensor(self._links, source, tag, timeout_s=RECEIVE_TIMEOUT_S)
         self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
 
     def _send_backward(self, action: Action) -> None:
@@ -235,7 +261,8 @@ class Executor:
 
     def _receive_backward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop + 1].rank
-        gradient = self._receive(source, Channel.BACKWARD, action.microbatch, action.hop)
+        tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop)
+        gradient = receive_tensor(self._links, source, tag, timeout_s=RECEIVE_TIMEOUT_S)
         self._output_gradients[action.microbatch, action.hop] = gradient
 
     def _reduce(self, action: Action) -> None:
@@ -326,7 +353,7 @@ class Executor:
         vector = np.zeros(layout.size, dtype=np.float64)
         for held in self._held():
             if self._plan.holders(held.layer)[0] == self._rank:
-                vector[held.layer] = held.squared_norm(self._counted(held.layer))
+                vector[held.layer] = held.squared_norm(self._stage.counted(held.layer))
         for microbatch, loss in self._losses.items():
             vector[layout.losses + microbatch] = loss
         for microbatch, samples in self._batches.consumed.items():
@@ -366,32 +393,7 @@ class Executor:
             raise CorruptedError(age, own, layers)
         return total[: len(vector)]
 
-    def _counted(self, layer: int) -> list[str]:
-        """The layer's parameters without tied ones that an earlier layer counts."""
-        later = {
-            use.name for g in self._stage.model.tied for use in g.uses[1:] if use.layer == layer
-        }
-        return [name for name in self._stage.layers[layer].masters if name not in later]
-
-    # -- tensors on the wire ----------------------------------------------------------------------
-
     def _send(self, target: int, tag: Tag, tensor: Tensor, *, layer: int) -> None:
         """Sends the output of a layer, or its gradient."""
-        tensor = tensor.detach().contiguous()
-        head = np.zeros(_HEAD_BYTES // 8, dtype=np.int64)
-        assert tensor.dim() <= len(head) - 2
-        head[:2] = _DTYPES.index(tensor.dtype), tensor.dim()
-        head[2 : 2 + tensor.dim()] = tensor.shape
-        body = tensor.reshape(-1).view(torch.uint8).numpy()
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
-        self._links.send(target, tag, head, body, virtual_bytes=virtual_bytes)
-
-    def _receive(self, source: int, channel: Channel, microbatch: int, hop: int) -> Tensor:
-        tag = Tag(channel, self._iteration, microbatch, hop)
-        received = self._links.receive(source, tag, timeout_s=RECEIVE_TIMEOUT_S)
-        head = received[:_HEAD_BYTES].view(np.int64)
-        shape = head[2 : 2 + int(head[1])].tolist()
-        dtype = _DTYPES[int(head[0])]
-        # A view of no bytes as another dtype has no length that torch could tell.
-        body = torch.from_numpy(received[_HEAD_BYTES:])
-        return body.view(dtype).view(shape) if len(body) else torch.empty(shape, dtype=dtype)
+        send_tensor(self._links, target, tag, tensor, virtual_bytes=virtual_bytes)

@@ -29,44 +29,44 @@ NUM_SAMPLES = 1 << 20
 
 
 class _Sleep(torch.autograd.Function):
-    """x * weight, which takes its time forward and backward."""
+    """x as it is, whose gradient takes its time."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        timekeeper: Timekeeper,
-        forward_s: float,
-        backward_s: float,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, timekeeper: Timekeeper, backward_s: float) -> Tensor:
         ctx.timekeeper, ctx.backward_s = timekeeper, backward_s
-        timekeeper.sleep(forward_s)
-        return x * weight
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         ctx.timekeeper.sleep(ctx.backward_s)
-        return gradients[0] * weight, (gradients[0] * x).sum(dim=0), None, None, None
+        return gradients[0], None, None
 
 
 class _PacedLayer(nn.Module):
+    """x * weight; the gradient of x sleeps on its way, that of the weight on its own."""
+
     def __init__(self, profile: LayerProfile, *, timekeeper: Timekeeper, jitter: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(WIDTH))
         self._forward_s = profile.forward_s[1]
-        self._backward_s = profile.backward_s(1)
+        self._input_s = profile.backward_input_s[1]
+        self._weight_s = profile.backward_weight_s[1]
         self._timekeeper = timekeeper
         self._jitter = jitter
 
     def forward(self, x: Tensor) -> Tensor:
         forward, backward = _factors(self._jitter)
-        output: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self._timekeeper, forward * self._forward_s, backward * self._backward_s
+        # Where the input needs no gradient, as the data, that of the weight takes all the time.
+        weight_s = self._weight_s + (0.0 if x.requires_grad else self._input_s)
+        self._timekeeper.sleep(forward * self._forward_s)
+        slept = self._sleepy(x, backward * self._input_s)
+        return slept * self._sleepy(self.weight, backward * weight_s)
+
+    def _sleepy(self, tensor: Tensor, backward_s: float) -> Tensor:
+        same: Tensor = _Sleep.apply(  # type: ignore[no-untyped-call]
+            tensor, self._timekeeper, backward_s
         )
-        return output
+        return same
 
 
 def _factors(jitter: float) -> list[float]:

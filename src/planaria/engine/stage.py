@@ -253,6 +253,11 @@ class Stage:
                 hidden = _seeded_forward(module, hidden, seed)
         return hidden
 
+    def parameters(self, first_layer: int, end_layer: int) -> list[nn.Parameter]:
+        """Those of the layers that get gradients."""
+        held = [self.layers[layer] for layer in range(first_layer, end_layer)]
+        return [p for layer in held for p in layer.parameters.values() if p.requires_grad]
+
     def accumulate(self, first_layer: int, end_layer: int) -> None:
         """Adds what a backward through the layers left to their gradient sums."""
         for layer in range(first_layer, end_layer):
@@ -261,6 +266,11 @@ class Stage:
     def tied_uses(self, group: TiedGroup) -> list[tuple[HeldLayer, str]]:
         """This rank's uses of a tied parameter, in layer order."""
         return [(self.layers[u.layer], u.name) for u in group.uses if u.layer in self.layers]
+
+    def counted(self, layer: int) -> list[str]:
+        """The names of the layer's parameters without tied ones that an earlier layer counts."""
+        later = {use.name for g in self.model.tied for use in g.uses[1:] if use.layer == layer}
+        return [name for name in self.layers[layer].masters if name not in later]
 
 
 def _seeded_forward(module: nn.Module, hidden: Tensor, seed: int) -> Tensor:

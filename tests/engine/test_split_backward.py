@@ -1,0 +1,141 @@
+"""A backward in two parts has the bits of a whole one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, LlamaConfig
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from planaria.engine.split_backward import input_gradient
+
+WIDTH = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Uses(nn.Module):
+    """A parameter that is used twice, the first use on the way to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.weight + self.bias) * self.frozen
+        return hidden @ (self.weight * self.bias.exp()).T + x
+
+
+def mlp() -> nn.Module:
+    layers = (nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+    return nn.Sequential(*layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def gpt2_block() -> nn.Module:
+    config = GPT2Config(n_embd=WIDTH, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0)
+    config._attn_implementation = "eager"
+    block: nn.Module = GPT2Block(config, layer_idx=0)
+    return block
+
+
+def llama_parts() -> nn.Module:
+    config = LlamaConfig(hidden_size=WIDTH, intermediate_size=20, num_attention_heads=2)
+    return nn.Sequential(LlamaRMSNorm(WIDTH), LlamaMLP(config), LlamaRMSNorm(WIDTH))
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    output = module(x)
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+@pytest.mark.parametrize("make", [mlp, Uses, gpt2_block, llama_parts])
+@pytest.mark.parametrize("ends_in_loss", [False, True])
+def test_the_bits_are_those_of_a_whole_backward(
+    make: Callable[[], nn.Module], ends_in_loss: bool
+) -> None:
+    """Of the input at once, of all parameters afterwards, and of no other."""
+    torch.manual_seed(5)
+    module = make()
+    x = torch.randn(2, 7, WIDTH, requires_grad=True)
+    output = run(module, x)
+    gradient = None if ends_in_loss else torch.randn(output.shape)
+    loss = output.square().sum() if ends_in_loss else output
+    torch.autograd.backward(loss, gradient)
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    assert x.grad is not None
+    again = run(module, source := x.detach().requires_grad_())
+    loss = again.square().sum() if ends_in_loss else again
+
+    found, rest = input_gradient(loss, gradient, source, module.parameters())
+
+    assert torch.equal(x.grad, found)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    rest.run()
+    for name, parameter in module.named_parameters():
+        if (whole := expected[name]) is None:
+            assert parameter.grad is None, name
+        else:
+            assert parameter.grad is not None, name
+            assert torch.equal(whole, parameter.grad), name
+
+
+def test_microbatches_may_be_put_off_together() -> None:
+    """Their second parts run in any order, each with what its own first part noted."""
+    torch.manual_seed(5)
+    module = mlp()
+    inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
+    expected: list[list[Tensor]] = []
+    for x in inputs:
+        module(x).square().sum().backward()
+        expected.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+        module.zero_grad(set_to_none=True)
+
+    rests = [
+        input_gradient(module(x).square().sum(), None, x, module.parameters())[1] for x in inputs
+    ]
+
+    for index in (1, 2, 0):
+        rests[index].run()
+        found = [p.grad for p in module.parameters()]
+        assert all(
+            torch.equal(a, b) for a, b in zip(expected[index], found, strict=True) if b is not None
+        )
+        module.zero_grad(set_to_none=True)
+
+
+def test_the_first_part_computes_no_gradient_of_a_parameter() -> None:
+    """Or nothing would be won by putting off the second."""
+    ran: list[str] = []
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            ran.append(str(ctx.needs_input_grad))
+            return gradients[0]
+
+    weight = nn.Parameter(torch.randn(WIDTH))
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    marked: Tensor = Marked.apply(weight)  # type: ignore[no-untyped-call]
+    output = x * marked
+
+    _, rest = input_gradient(output, torch.ones_like(output), x, [weight])
+
+    assert not ran
+    rest.run()
+    assert len(ran) == 1
