@@ -241,6 +241,7 @@ def plan_job(
         num_microbatches=config.num_microbatches,
         failures_tolerated=config.resilience.failures_tolerated,
         is_deterministic=config.training.deterministic,
+        splits_backward=not config.training.activation_checkpointing,
         reduction_order=ReductionOrder(config.resilience.reductions),
     )
     epoch = manifest.epoch + 1 if manifest else 0

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planaria.core.plan import LayerProfile, Link, PipelineTemplate, Plan, Stage
-from planaria.estimator.memory import bytes_by_rank, peak_bytes
+from planaria.core.plan import (
+    LayerProfile,
+    Link,
+    NodeKind,
+    PipelineTemplate,
+    Plan,
+    Stage,
+    plain_plan,
+)
+from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.planner.reroutes import dealt, latest_s, rerouted, simulated_s
@@ -18,16 +26,20 @@ from planaria.schedule.lower import lowered
 from schedule.plan_examples import pipeline, plain_plans, random_plan
 from strategies import MEBIBYTE, layer_profile, model_profile
 
-# PAPERS: a greedy list schedule of ReCycle's idea, forward 1, backward 2: pipelines, places in
-# each, microbatches of each, (pipeline, place) of each loss, what an iteration takes.
+Lost = tuple[tuple[int, int], ...]
+
+ONE_A_STAGE = ((0, 0), (1, 1), (2, 2), (3, 3))
+# A greedy list schedule of ReCycle's idea where a forward and each part of a backward take 1:
+# pipelines, places in each, microbatches of each, (pipeline, place) of each loss, and what an
+# iteration takes with whole backwards, with split ones, and with split ones and ample memory.
 GREEDY = (
-    (4, 4, 8, (), 33),
-    (4, 4, 8, ((0, 1),), 41),
-    (4, 4, 8, ((0, 0), (1, 1)), 43),
-    (4, 4, 8, ((0, 0), (1, 1), (2, 2), (3, 3)), 44),
-    (8, 4, 8, ((0, 1),), 37),
-    (4, 8, 16, tuple((i % 4, i) for i in range(8)), 88),
-    (4, 4, 32, ((0, 0), (1, 1), (2, 2), (3, 3)), 145),
+    (4, 4, 8, (), (33, 30, 27)),
+    (4, 4, 8, ((0, 1),), (41, 35, 34)),
+    (4, 4, 8, ((0, 0), (1, 1)), (43, 37, 37)),
+    (4, 4, 8, ONE_A_STAGE, (44, 40, 37)),
+    (8, 4, 8, ((0, 1),), (37, 31, 31)),
+    (4, 8, 16, tuple((i % 4, i) for i in range(8)), (88, 79, 73)),
+    (4, 4, 32, ONE_A_STAGE, (145, 136, 133)),
 )
 
 
@@ -48,7 +60,7 @@ def unit_problem(num_layers: int, num_microbatches: int) -> Problem:
     )
 
 
-def grid(num_pipelines: int, num_places: int, lost: tuple[tuple[int, int], ...]) -> Plan:
+def grid(num_pipelines: int, num_places: int, lost: Lost) -> Plan:
     """Equal pipelines of one layer a place, with empty places; the routes are still to come."""
     pipelines = tuple(
         pipeline(range(num_places + 1), range(p * num_places, (p + 1) * num_places))
@@ -167,19 +179,27 @@ def test_without_losses_routes_are_the_planners() -> None:
 
 @pytest.mark.parametrize(("num_pipelines", "num_places", "each", "lost", "units"), GREEDY)
 def test_no_slower_than_a_greedy_schedule_of_recycle(
-    num_pipelines: int,
-    num_places: int,
-    each: int,
-    lost: tuple[tuple[int, int], ...],
-    units: int,
+    num_pipelines: int, num_places: int, each: int, lost: Lost, units: tuple[int, int, int]
 ) -> None:
-    """Whole backwards."""
-    problem = unit_problem(num_places, each * num_pipelines)
+    """With limited memory a place keeps S - i microbatches, twice as many after losses."""
+    plan = grid(num_pipelines, num_places, lost)
+    kinds = tuple(
+        NodeKind(device_memory_bytes=(num_places - place) * (2 if lost else 1) * MEBIBYTE)
+        for place in range(num_places)
+    )
+    template = replace(plan.pipelines[0].template, kinds=kinds)
+    limited = tuple(replace(pipeline, template=template) for pipeline in plan.pipelines)
+    split = unit_problem(num_places, each * num_pipelines)
+    whole = replace(split, splits_backward=False)
 
-    found = rerouted(problem, grid(num_pipelines, num_places, lost))
+    found = [
+        rerouted(whole, plan),
+        rerouted(split, replace(plan, pipelines=limited)),
+        rerouted(split, plan),
+    ]
 
-    assert found is not None
-    assert found.iteration_s <= units
+    assert all(one.iteration_s <= most for one, most in zip(found, units, strict=True) if one)
+    assert all(found)
 
 
 def test_the_bound_is_below_what_the_schedule_takes() -> None:
@@ -187,6 +207,7 @@ def test_the_bound_is_below_what_the_schedule_takes() -> None:
     for num_pipelines, num_places, each, lost, _ in GREEDY:
         plan = grid(num_pipelines, num_places, lost)
         problem = unit_problem(num_places, each * num_pipelines)
+        problem = replace(problem, splits_backward=False)
 
         found = dealt(problem, plan)
 
@@ -200,12 +221,15 @@ def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
     """Two ways to the same peaks: read off the schedule, and in closed form."""
     profile = problem_for(plan).profile
 
-    found = bytes_by_rank(profile, plan, lowered(plan), gradient_copies=copies)
+    found = bytes_by_rank(profile, plan, gradient_copies=copies)
+    schedule = lowered(plan)
 
     for one, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True):
         expected = peak_bytes(profile, one.template, num_microbatches=count, gradient_copies=copies)
         ranks = [stage_ranks[0] for stage_ranks in one.ranks_by_stage()]
-        assert tuple(found[rank].peak_bytes for rank in ranks) == expected
+        kept = [kept_bytes(profile, schedule, rank) for rank in ranks]
+        states = [found[rank].state_bytes for rank in ranks]
+        assert expected == tuple(map(sum, zip(states, kept, strict=True)))
 
 
 @given(broken_plans, st.integers(1, 6))
@@ -214,7 +238,7 @@ def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) ->
     """With room for few microbatches in flight, fewer are; never more, and never a wrong plan."""
     free = problem_for(plan)
     assume(rerouted(free, plan) is not None)
-    needs = bytes_by_rank(free.profile, plan, lowered(replace(plan, routes=())), gradient_copies=1)
+    needs = bytes_by_rank(free.profile, plan, gradient_copies=1)
     limit_bytes = max(x.state_bytes + num_in_flight * x.microbatch_bytes for x in needs.values())
     problem = problem_for(plan, device_memory_bytes=limit_bytes)
 
@@ -222,8 +246,35 @@ def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) ->
 
     if found is not None:
         schedule = lowered(found.plan)
-        held = bytes_by_rank(problem.profile, found.plan, schedule, gradient_copies=1)
-        assert all(of_rank.peak_bytes <= limit_bytes for of_rank in held.values())
+        held = bytes_by_rank(problem.profile, found.plan, gradient_copies=1)
+        for rank, of_rank in held.items():
+            most = of_rank.state_bytes + kept_bytes(problem.profile, schedule, rank)
+            assert most <= limit_bytes
+
+
+def test_a_split_backward_keeps_activations_and_gradients_until_its_second_part() -> None:
+    """By hand: layer 1 keeps 1 MiB of activations, and 4 MiB of its output's gradient."""
+    plan = plain_plan(0, (pipeline((0, 1, 2), (0, 1)),), (3,))
+    split = replace(plan, splits_backward=True, in_flight={0: 3, 1: 3})
+    layers = tuple(layer_profile(f"{i}", 0.01, output_bytes=4 * MEBIBYTE) for i in range(2))
+    profile = model_profile(layers)
+
+    schedule = lowered(split)  # Rank 1: F0 BI0 F1 BI1 F2 BI2 BW0 BW1 BW2.
+
+    assert kept_bytes(profile, schedule, 0) == 3 * MEBIBYTE
+    assert kept_bytes(profile, schedule, 1) == 3 * (1 + 4) * MEBIBYTE
+    held = bytes_by_rank(profile, split, gradient_copies=1)
+    assert [of_rank.microbatch_bytes for of_rank in held.values()] == [5 * MEBIBYTE] * 2
+
+
+def test_a_job_that_recomputes_activations_keeps_its_backwards_whole() -> None:
+    """Both parts would run the forward again."""
+    problem = replace(unit_problem(4, 32), splits_backward=False)
+
+    found = rerouted(problem, grid(4, 4, ((0, 1),)))
+
+    assert found is not None
+    assert not found.plan.splits_backward
 
 
 def test_less_memory_keeps_fewer_in_flight_and_takes_longer() -> None:
@@ -237,6 +288,7 @@ def test_less_memory_keeps_fewer_in_flight_and_takes_longer() -> None:
     assert with_plenty is not None
     assert with_one is not None
     assert set(with_one.plan.in_flight.values()) == {1}
+    assert with_plenty.plan.splits_backward
     assert with_one.iteration_s > with_plenty.iteration_s
     none = replace(problem, profile=replace(problem.profile, device_memory_bytes=MEBIBYTE - 1))
     assert rerouted(none, plan) is None

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from chaos import chaos_job, check_report, recoveries, struck
+from chaos import chaos_job, check_report, recoveries, sized_plan, struck
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
-from planaria.library import TrainingResult
+from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.schedule.action import Kind
 
 SEED = 20_261_121
 ITERATIONS = 16
@@ -98,6 +99,26 @@ def test_a_kill_in_a_recovery_is_gone_around(specs: tuple[str, ...], reroute: Ru
 
     assert {event.policy for event in recoveries(result)} == {"reroute"}
     assert len(result.report.final.nodes) == 4
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.long) for f in ("llama", "sequential"))]
+)
+def test_split_backwards_have_the_bits_of_whole_ones(
+    family: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """The same job twice; only the second puts gradients of weights off."""
+    found = []
+    for splits in (False, True):
+        config = chaos_job(family, tmp_path / f"run-{splits}", server)
+        plan = replace(sized_plan(config, (2, 2, 2)), splits_backward=splits)
+        result = Job(config).run(server=server, plan=plan, trace=True)
+        assert result.error is None
+        found.append(digests(result))
+        actions = {span.action.kind for one in result.measured_timelines() for span in one.spans}
+        assert (Kind.BACKWARD_WEIGHT in actions) == splits
+
+    assert found[0] == found[1]
 
 
 def test_the_next_loss_strikes_a_rerouted_plan_and_a_node_joins_it(reroute: Run) -> None:

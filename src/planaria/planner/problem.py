@@ -40,6 +40,8 @@ class Problem:
         num_microbatches: of the whole job, in one iteration.
         failures_tolerated: f; a plan has f + 1 pipelines or more.
         is_deterministic: gradients are summed in float64.
+        splits_backward: whether a plan may have the gradients of weights put off. Not with
+            activation checkpointing, which would run the forward anew for each of the two parts.
     """
 
     profile: ModelProfile
@@ -47,6 +49,7 @@ class Problem:
     num_microbatches: int
     failures_tolerated: int
     is_deterministic: bool = False
+    splits_backward: bool = True
     reduction_order: ReductionOrder = ReductionOrder.COLOURED
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ all pipelines are cut alike. Odyssey's equation 13 sums over stages what in trut
 it is the most loaded rank that counts, and then the schedule itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heapreplace
 from itertools import accumulate, groupby
@@ -24,7 +24,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from planaria.core.plan import Hop, Plan, Route
-from planaria.estimator.memory import bytes_by_rank
+from planaria.estimator.memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.schedule.action import Schedule
@@ -63,9 +63,7 @@ def rerouted(problem: Problem, plan: Plan) -> Priced | None:
     others = (
         detours.routes(problem.num_microbatches, number) for number in can[: max(0, num_tries - 1)]
     )
-    plans = (replace(plan, routes=routes, in_flight={}) for routes in (first, *others))
-    found = [one for one in (priced(problem, plan) for plan in plans) if one is not None]
-    return min(found, key=lambda one: one.iteration_s, default=None)
+    return _fastest(priced(problem, replace(plan, routes=routes)) for routes in (first, *others))
 
 
 def dealt(problem: Problem, plan: Plan) -> Priced | None:
@@ -74,7 +72,7 @@ def dealt(problem: Problem, plan: Plan) -> Priced | None:
     if not detours.covers_model():
         return None
     routes = detours.routes(problem.num_microbatches, None)
-    return priced(problem, replace(plan, routes=routes, in_flight={}))
+    return priced(problem, replace(plan, routes=routes))
 
 
 def latest_s(problem: Problem, plan: Plan) -> float:
@@ -87,23 +85,50 @@ def latest_s(problem: Problem, plan: Plan) -> float:
 
 
 def priced(problem: Problem, plan: Plan) -> Priced | None:
-    """The plan with whatever routes, run in virtual time, with as many microbatches in flight as
-    there is memory for; None if some device has none for one."""
-    schedule = _schedule(problem, plan)
-    if short := _short_of_memory(problem, plan, schedule):
-        if min(short.values()) < 1:
-            return None
-        plan = replace(plan, in_flight={**plan.in_flight, **short})
-        schedule = _schedule(problem, plan)
-        # Routes that visit ranks in both orders may have been let in over the limit.
-        if _short_of_memory(problem, plan, schedule):
-            return None
-    return Priced(plan, _iteration_s(problem, plan, schedule))
+    """The plan with its routes, run in virtual time, with whole or with split backwards and as many
+    microbatches in flight as there is memory for; None if some device has none for one."""
+    return _fastest((_whole(problem, plan), _split(problem, plan)))
 
 
 def simulated_s(problem: Problem, plan: Plan) -> float:
-    """As `priced`, whether there is memory for it or not."""
+    """The iteration of a plan as it is, run in virtual time; memory is not looked at."""
     return _iteration_s(problem, plan, _schedule(problem, plan))
+
+
+def _fastest(found: Iterable[Priced | None]) -> Priced | None:
+    """Of equals the first; None if there is none."""
+    return min(filter(None, found), key=lambda one: one.iteration_s, default=None)
+
+
+def _whole(problem: Problem, plan: Plan) -> Priced | None:
+    """With whole backwards, and what 1F1B keeps in flight where there is memory for that."""
+    plan = replace(plan, splits_backward=False, in_flight={})
+    schedule = _schedule(problem, plan)
+    if short := _short_of_memory(problem, plan, schedule):
+        plan = replace(plan, in_flight=_room(problem, plan, short))
+        return _if_it_fits(problem, plan)
+    return Priced(plan, _iteration_s(problem, plan, schedule))
+
+
+def _split(problem: Problem, plan: Plan) -> Priced | None:
+    """With split backwards, and as many microbatches in flight as there is memory for."""
+    if not problem.splits_backward:
+        return None
+    plan = replace(plan, splits_backward=True)
+    ranks = [rank for rank in plan.layers_by_rank if rank in _limits_bytes(problem, plan)]
+    return _if_it_fits(problem, replace(plan, in_flight=_room(problem, plan, ranks)))
+
+
+def _if_it_fits(problem: Problem, plan: Plan) -> Priced | None:
+    schedule = _schedule(problem, plan)
+    # Routes that visit ranks in both orders may have been let in over the limit.
+    if min(plan.in_flight.values()) < 1 or _short_of_memory(problem, plan, schedule):
+        return None
+    return Priced(plan, _iteration_s(problem, plan, schedule))
+
+
+def _schedule(problem: Problem, plan: Plan) -> Schedule:
+    return unchecked(plan, tied=problem.profile.tied, order=problem.reduction_order)
 
 
 def _iteration_s(problem: Problem, plan: Plan, schedule: Schedule) -> float:
@@ -112,29 +137,43 @@ def _iteration_s(problem: Problem, plan: Plan, schedule: Schedule) -> float:
     return timeline.iteration_s
 
 
-def _schedule(problem: Problem, plan: Plan) -> Schedule:
-    return unchecked(plan, tied=problem.profile.tied, order=problem.reduction_order)
+def _short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> list[int]:
+    """The ranks to which the schedule gives more than they can hold."""
+    limits_bytes = _limits_bytes(problem, plan)
+    if not any(limits_bytes.values()):
+        return []
+    profile, copies = problem.profile, problem.gradient_copies
+    held = bytes_by_rank(profile, plan, gradient_copies=copies)
+    return [
+        rank
+        for rank, of_rank in held.items()
+        if 0 < limits_bytes[rank] < of_rank.state_bytes + kept_bytes(profile, schedule, rank)
+    ]
 
 
-def _short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> dict[int, int]:
-    """By rank that the schedule gives too much to hold, the microbatches for which it has memory.
+def _room(problem: Problem, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:
+    """For how many microbatches each of these ranks has memory, at most all.
 
     Of equal bytes, that is: as if each had all layers of the rank's stage.
     """
-    limits_bytes = {
+    limits_bytes = _limits_bytes(problem, plan)
+    held = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
+    room = {}
+    for rank in ranks:
+        free_bytes = limits_bytes[rank] - held[rank].state_bytes
+        fit = free_bytes // max(1, held[rank].microbatch_bytes)
+        room[rank] = min(problem.num_microbatches, fit) if limits_bytes[rank] else len(plan.routes)
+    return room
+
+
+def _limits_bytes(problem: Problem, plan: Plan) -> dict[int, int]:
+    """What the devices of each stage may hold, by its first rank; 0 where there is no limit."""
+    return {
         ranks[0]: kind.device_memory_bytes or problem.profile.device_memory_bytes
         for pipeline in plan.pipelines
         for kind, ranks in zip(
             pipeline.template.stage_kinds(), pipeline.ranks_by_stage(), strict=True
         )
-    }
-    if not any(limits_bytes.values()):
-        return {}
-    held = bytes_by_rank(problem.profile, plan, schedule, gradient_copies=problem.gradient_copies)
-    return {
-        rank: (limits_bytes[rank] - of_rank.state_bytes) // max(1, of_rank.microbatch_bytes)
-        for rank, of_rank in held.items()
-        if 0 < limits_bytes[rank] < of_rank.peak_bytes
     }
 
 

@@ -24,7 +24,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Priced, dealt, latest_s, priced, rerouted
+from planaria.planner.reroutes import Priced, dealt, latest_s, rerouted, simulated_s
 from planaria.policies.policy import Policy, Prices, downtime_s
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.sources import transfer_rounds
@@ -76,8 +76,10 @@ class Reroute:
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
         around = _emptied(of_kinds(plan, kinds), alive, epoch=cluster.epoch)
-        is_same = around.gone == plan.gone
-        as_is = priced(self.problem, around) if is_same else rerouted(self.problem, around)
+        if around.gone == plan.gone:  # A worker is new, its node is not.
+            as_is: Priced | None = Priced(around, simulated_s(self.problem, around))
+        else:
+            as_is = rerouted(self.problem, around)
         if as_is is not None:
             yield REROUTE, as_is
         moved = self._normalised(around, alive, kinds)

@@ -109,7 +109,9 @@ class Unequal:
         """The plan as it is, at its true price."""
         after = replace(of_kinds(plan, kinds), epoch=cluster.epoch)
         every = self.alike.every
-        is_plain = sum(pipeline_microbatches(after)) == len(after.routes)
+        is_plain = not after.splits_backward and (
+            sum(pipeline_microbatches(after)) == len(after.routes)
+        )
         iteration_s = (
             plan_iteration_s(after, every.times) if is_plain else simulated_s(every.problem, after)
         )
