@@ -21,7 +21,7 @@ from planaria.core.plan import (
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import dealt, latest_s, rerouted, simulated_s
+from planaria.planner.reroutes import dealt, even_s, rerouted, simulated_s
 from planaria.schedule.lower import lowered
 from schedule.plan_examples import pipeline, plain_plans, random_plan
 from strategies import MEBIBYTE, layer_profile, model_profile
@@ -202,8 +202,8 @@ def test_no_slower_than_a_greedy_schedule_of_recycle(
     assert all(found)
 
 
-def test_the_bound_is_below_what_the_schedule_takes() -> None:
-    """The most loaded rank, without gaps and with one fill and drain."""
+def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
+    """The most loaded rank, without gaps and with one fill and drain: no deal is better."""
     for num_pipelines, num_places, each, lost, _ in GREEDY:
         plan = grid(num_pipelines, num_places, lost)
         problem = unit_problem(num_places, each * num_pipelines)
@@ -212,7 +212,7 @@ def test_the_bound_is_below_what_the_schedule_takes() -> None:
         found = dealt(problem, plan)
 
         assert found is not None
-        assert latest_s(problem, plan) <= found.iteration_s
+        assert 0.7 * found.iteration_s <= even_s(problem, plan) <= found.iteration_s
 
 
 @given(plain_plans(), st.sampled_from((1, 3)))

@@ -333,9 +333,8 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
 def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
     """How many nodes may be lost at once, whichever they are."""
     per_node = state.devices_per_node
-    places = {
-        (r // per_node, layer) for r, layers in plan.layers_by_rank.items() for layer in layers
-    }
+    held = plan.layers_by_rank.items()
+    places = {(rank // per_node, layer) for rank, layers in held for layer in layers}
     holders = Counter(layer for _, layer in places)
     return min(len(state.nodes) // rules.n0, *holders.values()) - 1
 

@@ -235,6 +235,8 @@ class Plan:
     @cached_property
     def layers_by_rank(self) -> Mapping[int, range]:
         """For every rank that computes the layers whose parameters it holds for that."""
+        per_node = self.pipelines[0].template.devices_per_node
+        empty = {node * per_node + device for node in self.gone for device in range(per_node)}
         return {
             rank: range(stage.first_layer, stage.end_layer)
             for pipeline in self.pipelines
@@ -242,7 +244,7 @@ class Plan:
                 pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
             )
             for rank in ranks
-            if rank // pipeline.template.devices_per_node not in self.gone
+            if rank not in empty
         }
 
     @cached_property

@@ -75,13 +75,41 @@ def dealt(problem: Problem, plan: Plan) -> Priced | None:
     return priced(problem, replace(plan, routes=routes))
 
 
-def latest_s(problem: Problem, plan: Plan) -> float:
-    """As `dealt`, when the rank that ends last would end without gaps; infinite if there are no
-    routes."""
-    detours = _Detours(problem, plan)
-    if not detours.covers_model():
+def even_s(problem: Problem, plan: Plan) -> float:
+    """When the rank that ends last would end, if all holders of each layer shared its work evenly.
+
+    Infinite if a layer has none. It is what `dealt` aims at, in O(layers + ranks).
+    """
+    stages = [
+        (stage, kind.speed, ranks[0])
+        for pipeline in plan.pipelines
+        for stage, kind, ranks in zip(
+            pipeline.template.stages,
+            pipeline.template.stage_kinds(),
+            pipeline.ranks_by_stage(),
+            strict=True,
+        )
+    ]
+    # By layer, how many times a holder's own speed all of them are, and what each has to do.
+    speeds = [0.0] * plan.num_layers
+    seconds = [0.0] * plan.num_layers
+    for stage, speed, rank in stages:
+        if rank in plan.layers_by_rank:
+            for layer in range(stage.first_layer, stage.end_layer):
+                speeds[layer] += speed
+                profile = problem.profile.layers[layer]
+                count = stage.num_devices
+                seconds[layer] = profile.forward_s[count] + profile.backward_s(count)
+    if not all(speeds):
         return inf
-    return detours.latest_s(detours.routes(problem.num_microbatches, None))
+    shares_s = [s * problem.num_microbatches / v for s, v in zip(seconds, speeds, strict=True)]
+    until_s = list(accumulate(shares_s, initial=0.0))
+    lead_s = list(accumulate(seconds, initial=0.0))
+    return max(
+        lead_s[stage.first_layer] + until_s[stage.end_layer] - until_s[stage.first_layer]
+        for stage, _, rank in stages
+        if rank in plan.layers_by_rank
+    )
 
 
 def priced(problem: Problem, plan: Plan) -> Priced | None:
@@ -115,8 +143,8 @@ def _split(problem: Problem, plan: Plan) -> Priced | None:
     if not problem.splits_backward:
         return None
     plan = replace(plan, splits_backward=True)
-    ranks = [rank for rank in plan.layers_by_rank if rank in _limits_bytes(problem, plan)]
-    return _if_it_fits(problem, replace(plan, in_flight=_room(problem, plan, ranks)))
+    firsts = plan.layers_by_rank.keys() & _limits_bytes(problem, plan).keys()
+    return _if_it_fits(problem, replace(plan, in_flight=_room(problem, plan, sorted(firsts))))
 
 
 def _if_it_fits(problem: Problem, plan: Plan) -> Priced | None:
@@ -289,14 +317,6 @@ class _Detours:
         """How many of the routes begin in pipelines with empty places."""
         whole = {self._routes[index] for index in self._whole}
         return sum(route not in whole for route in routes)
-
-    def latest_s(self, routes: Sequence[Route]) -> float:
-        """When the rank that ends last ends, if no rank waits between two microbatches."""
-        ends_s = dict(self._lead_s)
-        for route in routes:
-            for hop in route:
-                ends_s[hop.rank] += self._seconds(hop)
-        return max(ends_s.values())
 
     def can_deal(self, num_microbatches: int, num_around: int) -> bool:
         """Whether so many of the microbatches can begin in pipelines with empty places."""

@@ -24,7 +24,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Priced, dealt, latest_s, rerouted, simulated_s
+from planaria.planner.reroutes import Priced, dealt, even_s, rerouted, simulated_s
 from planaria.policies.policy import Policy, Prices, downtime_s
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.sources import transfer_rounds
@@ -35,6 +35,7 @@ REROUTE: Final = "reroute"
 NORMALISED: Final = "reroute-normalised"
 
 _MOVES_RUN: Final = 3  # Of all possible ones, those that are run in virtual time.
+_HOPS_MAX: Final = 1 << 11  # Of all that are run; one is always.
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,15 @@ class Reroute:
         self, plan: Plan, alive: Collection[int], kinds: Mapping[int, NodeKind]
     ) -> Priced | None:
         """The plan once nodes have moved to empty places; None if no move helps."""
+        num_hops = len(plan.routes) * max(len(p.template.stages) for p in plan.pipelines)
+        num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // max(1, num_hops))
         now = dealt(self.problem, plan)
         moved = plan
         for _ in range(len(plan.gone)):
             idle = tuple(sorted(set(alive).difference(moved.nodes)))
             options = [of_kinds(one, kinds) for one in _moves(moved, idle or moved.nodes)]
-            options.sort(key=lambda one: latest_s(self.problem, one))
-            found = [one for one in (dealt(self.problem, o) for o in options[:_MOVES_RUN]) if one]
+            options.sort(key=lambda one: even_s(self.problem, one))
+            found = [one for one in (dealt(self.problem, o) for o in options[:num_run]) if one]
             best = min(found, key=lambda one: one.iteration_s, default=None)
             if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
                 break
@@ -147,11 +150,12 @@ def _moves(plan: Plan, movers: Collection[int]) -> Iterator[Plan]:
         for pipeline in plan.pipelines
         for position, node in enumerate(pipeline.nodes)
     }
+    layers_at = _layers_by_node(plan)
     seen = set()
     for mover in movers:
         for empty in plan.gone:
             sort = (sort_of.get(mover), sort_of[empty])
-            if sort in seen or _layers_at(plan, mover) == _layers_at(plan, empty):
+            if sort in seen or layers_at.get(mover) == layers_at[empty]:
                 continue
             seen.add(sort)
             swapped = {mover: empty, empty: mover}
@@ -169,11 +173,12 @@ def _gone_positions(plan: Plan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(position for position, node in enumerate(nodes) if node in plan.gone)
 
 
-def _layers_at(plan: Plan, node: int) -> tuple[tuple[int, int], ...]:
-    """The layers of a node's place, device by device; of one that has none, none."""
-    return tuple(
-        (stage.first_layer, stage.end_layer)
-        for pipeline in plan.pipelines
-        for stage, ranks in zip(pipeline.template.stages, pipeline.ranks_by_stage(), strict=True)
-        if ranks[0] // pipeline.template.devices_per_node == node
-    )
+def _layers_by_node(plan: Plan) -> dict[int, list[tuple[int, int]]]:
+    """Of every place by its node, the layers of each of its devices."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for pipeline in plan.pipelines:
+        stages, per_node = pipeline.template.stages, pipeline.template.devices_per_node
+        for stage, ranks in zip(stages, pipeline.ranks_by_stage(), strict=True):
+            for rank in ranks:
+                found.setdefault(rank // per_node, []).append((stage.first_layer, stage.end_layer))
+    return found
