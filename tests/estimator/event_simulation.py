@@ -21,6 +21,8 @@ RECEIVES = {
     Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1),
 }
 
+_COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
 
 def simulated(
     schedule: Schedule, profile: ModelProfile, *, plan: Plan, reduce_bytes_factor: float
@@ -72,7 +74,7 @@ class _Iteration:
         actions = self._actions[rank]
         while actions:
             action = actions[0]
-            if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            if action.kind in _COMPUTING:
                 hop = self._routes[action.microbatch][action.hop]
                 layers = range(hop.first_layer, hop.end_layer)
                 seconds = self._cluster.compute_s(action.kind, rank, layers)
@@ -172,8 +174,9 @@ class _Cluster:
         for layer in (self._profile.layers[index] for index in layers):
             if kind is Kind.FORWARD:
                 seconds += layer.forward_s[stage.num_devices]
-            else:
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 seconds += layer.backward_input_s[stage.num_devices]
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 seconds += layer.backward_weight_s[stage.num_devices]
         return seconds / self._speeds[rank]
 

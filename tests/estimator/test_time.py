@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import isclose
 from random import Random
@@ -188,6 +189,14 @@ def test_timelines_of_rerouted_plans_equal_a_simulation_by_events(number: int) -
 
     assert len(found) == 6
     assert min(found.values()) > number / 20, found
+
+
+def test_timelines_of_split_backwards_equal_a_simulation_by_events() -> None:
+    """Each part with its own seconds, and reductions behind the second."""
+    for seed in range(SEED, SEED + 100):
+        rng = Random(seed)
+        plan = replace(routed_plan(rng, num_layers_max=8), splits_backward=True)
+        assert_timeline_is_simulated(plan, rng, seed)
 
 
 def test_timelines_of_plain_plans_equal_a_simulation_by_events() -> None:
