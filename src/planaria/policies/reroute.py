@@ -25,7 +25,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
 from planaria.planner.reroutes import Priced, dealt, even_s, rerouted, simulated_s
-from planaria.policies.policy import Policy, Prices, downtime_s
+from planaria.policies.policy import Policy, Prices, downtime_s, least_exposed
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
@@ -69,9 +69,9 @@ class Reroute:
         # A node that stays a member without work would wait for it until the next loss.
         most = max((len(transition.after.nodes) for transition in found), default=0)
         found = tuple(one for one in found if len(one.after.nodes) == most)
-        if most == len(cluster.nodes):
-            return found
-        return (*found, *self.otherwise.propose(plan, cluster, event, prices))
+        if most < len(cluster.nodes):
+            found = (*found, *self.otherwise.propose(plan, cluster, event, prices))
+        return least_exposed(found, cluster)
 
     def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, Priced]]:
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
