@@ -235,8 +235,12 @@ class Plan:
     @cached_property
     def layers_by_rank(self) -> Mapping[int, range]:
         """For every rank that computes the layers whose parameters it holds for that."""
-        per_node = self.pipelines[0].template.devices_per_node
-        empty = {node * per_node + device for node in self.gone for device in range(per_node)}
+        empty = {
+            node * pipeline.template.devices_per_node + device
+            for pipeline in self.pipelines[:1]  # All have as many.
+            for node in self.gone
+            for device in range(pipeline.template.devices_per_node)
+        }
         return {
             rank: range(stage.first_layer, stage.end_layer)
             for pipeline in self.pipelines

@@ -184,23 +184,27 @@ def _entries(route: Route) -> list[bool]:
 
 
 class _Costs:
-    """Virtual time in integers, so that what is simultaneous is so exactly."""
+    """Virtual time in integers, so that what is simultaneous is so exactly, and what a rank does
+    depends on no pipeline that it never meets."""
 
     def __init__(self, plan: Plan) -> None:
-        scale = lcm(*(len(pipeline.template.stages) for pipeline in plan.pipelines))
         self._layers = plan.layers_by_rank
-        self._stage_cost = {
-            rank: plan.num_layers * scale // len(pipeline.template.stages)
+        # By rank, into how many equal parts of the model its pipeline's time falls, a layer each.
+        parts = {
+            rank: len(pipeline.template.stages) * (stage.end_layer - stage.first_layer)
             for pipeline in plan.pipelines
-            for index in range(len(pipeline.template.stages))
-            for rank in pipeline.stage_ranks(index)
+            for stage, ranks in zip(
+                pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
+            )
+            for rank in ranks
         }
+        scale = lcm(*parts.values())
+        self._layer_cost = {rank: scale // number for rank, number in parts.items()}
 
     def forward(self, hop: Hop) -> int:
         layers = self._layers[hop.rank]
         assert layers.start <= hop.first_layer < hop.end_layer <= layers.stop
-        share = self._stage_cost[hop.rank] * (hop.end_layer - hop.first_layer)
-        return max(1, share // len(layers))
+        return self._layer_cost[hop.rank] * (hop.end_layer - hop.first_layer)
 
 
 def _limits(plan: Plan) -> dict[int, int]:
