@@ -50,6 +50,17 @@ def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = TIM
         time.sleep(0.005)
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """What is started in between heeds Ctrl-C, also where the tests run in the background: a shell
+    has its background jobs ignore it, and they hand that on."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Command:
     """A running `planaria` command, in a process group of its own as a shell makes it.
 
@@ -61,7 +72,11 @@ class Command:
         self.mark = uuid.uuid4().hex
         self._output = directory / f"{self.mark}.out"
         self._errors = directory / f"{self.mark}.err"
-        with self._output.open("wb") as output, self._errors.open("wb") as errors:
+        with (
+            self._output.open("wb") as output,
+            self._errors.open("wb") as errors,
+            _interruptible(),
+        ):
             self.process = subprocess.Popen(
                 arguments,
                 cwd=directory,
