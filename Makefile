@@ -13,6 +13,9 @@ SEED ?= 0
 RUNS ?= 1000
 MINUTES ?= 30
 
+# Where Python may not keep bytecode, every process that imports torch compiles it first.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 READY := .venv/ready
 # torch goes in first and every version is pinned: whatever else needs torch would otherwise pull
