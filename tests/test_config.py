@@ -132,6 +132,7 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
             "resilience.policy",
             'one of "reinstantiate", "reroute"',
         ),
+        ({"resilience": {"failure_rate": -1.0}}, "resilience.failure_rate", "at least 0"),
         ({"resilience": {"when_below": "halt"}}, "resilience.when_below", '"continue", "stop"'),
         ({"cluster": {"nodes": 0}}, "cluster.nodes", "must be at least 1"),
         ({"cluster": {"nodes": 4, "max_nodes": 3}}, "cluster.max_nodes", "cluster.nodes = 4; or 0"),

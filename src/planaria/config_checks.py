@@ -22,6 +22,7 @@ _MINIMUM = {
     "training.gradient_clip": 0,
     "training.seed": 0,
     "resilience.failures_tolerated": 0,
+    "resilience.failure_rate": 0,
     "checkpoint.persist_every": 0,
     "checkpoint.keep": 0,
     "cluster.nodes": 1,

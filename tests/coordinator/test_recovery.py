@@ -45,7 +45,7 @@ from planaria.core.messages import (
     StartEpoch,
     StopRequested,
 )
-from planaria.core.records import Decided, Members, Recovering
+from planaria.core.records import Decided, FailureHistory, Members, Recovering
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 TOP_HEAVY = shaped_plan((3, 1), 6)  # Rank 3 holds all, rank 2 the last four.
@@ -122,7 +122,10 @@ def test_a_loss_in_every_phase_leads_to_the_next_epoch(phase: str, kind: str) ->
     assert (notice.iteration, notice.lost_s) == (before.next_iteration, NOW_S)
     gone_so_far = tuple(sorted({*before.gone, *evicted}))
     assert evict == ([Evict(evicted)] if evicted else [])
-    assert record == RecordMembers(Members(epoch=state.epoch, term=3, nodes=left, gone=gone_so_far))
+    history = FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S)
+    assert record == RecordMembers(
+        Members(epoch=state.epoch, term=3, nodes=left, gone=gone_so_far, history=history)
+    )
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -12,7 +12,7 @@ from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import best_transition
+from planaria.policies.policy import Outlook, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from policies.losses import (
     NUM_LAYERS,
@@ -262,8 +262,10 @@ def test_the_best_answer_depends_on_when_the_next_failure_is_expected() -> None:
     iterations_s = sorted(transition.iteration_s for transition in found)
     batch = NUM_SAMPLES
 
-    soon = best_transition(found, global_batch_size=batch, time_to_failure_s=downtimes_s[1])
-    late = best_transition(found, global_batch_size=batch, time_to_failure_s=1e9)
+    soon, late = (
+        best_transition(found, global_batch_size=batch, outlook=Outlook(failures_per_s=rate))
+        for rate in (1e4 / downtimes_s[1], 1e-9)
+    )
 
     assert [transition.answer for transition in found] == ["merge", "global"]
     assert (soon.answer, soon.downtime_s) == ("merge", downtimes_s[0])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, Plan, Transition
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import best_transition
+from planaria.policies.policy import Outlook, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
 from planaria.policies.unequal import Unequal
@@ -153,7 +153,8 @@ def test_a_node_for_which_there_is_no_place_is_left_to_the_other_policy() -> Non
 
     found = policy(book).propose(plan, ClusterState(1, nodes), event, prices(book))
 
-    best = best_transition(found, global_batch_size=NUM_SAMPLES, time_to_failure_s=1e9)
+    rare = Outlook(failures_per_s=1e-9)
+    best = best_transition(found, global_batch_size=NUM_SAMPLES, outlook=rare)
     assert best.policy == "reinstantiate"
     assert 8 in best.after.nodes
 

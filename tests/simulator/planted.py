@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.coordinator import agent_state, coordinator, leadership, recovery, start, trust
+from planaria.coordinator import (
+    agent_state,
+    choice,
+    coordinator,
+    leadership,
+    recovery,
+    start,
+    trust,
+)
 from planaria.coordinator.agent_state import AgentState
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
@@ -231,7 +239,7 @@ def recoveries_keep_the_plan(patch: pytest.MonkeyPatch) -> None:
         found = real(transitions, **keys)
         return replace(found, after=replace(found.after, pipelines=found.after.pipelines[:1]))
 
-    patch.setattr(recovery, "best_transition", best)
+    patch.setattr(choice, "best_transition", best)
 
 
 def jobs_begin_again(patch: pytest.MonkeyPatch) -> None:

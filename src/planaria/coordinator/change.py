@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.recovery import candidates_of, degraded_text, left_text, tolerated
+from planaria.coordinator.choice import candidates_of, time_to_failure_s
+from planaria.coordinator.recovery import degraded_text, left_text, tolerated
 from planaria.coordinator.state import (
     Change,
     JobState,
@@ -246,6 +247,7 @@ def _with_switch(state: JobState) -> Step:
         gone=gone,
         is_planned=True,
         failures=dict(state.failures),
+        history=state.history,
     )
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
@@ -338,6 +340,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
         asked_s=change.began_s,
         pause_s=change.pause_s,
         now_s=now_s,
+        time_to_failure_s=time_to_failure_s(rules, state, now_s),
         reason=change.reason,
         degraded=degraded,
     )

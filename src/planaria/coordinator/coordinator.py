@@ -28,6 +28,7 @@ from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
 from planaria.coordinator.crashes import ended, link_broken, worker_exited
+from planaria.coordinator.history import begun_history
 from planaria.coordinator.recovery import decided, lost, refuted
 from planaria.coordinator.saves import layers_saved, save_failed
 from planaria.coordinator.slowness import observed
@@ -173,8 +174,8 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
         case Phase.JOINING:
             return _joined(rules, state, now_s)
         case Phase.STARTING if has_all(state.ready, state.plan.all_ranks):
-            began_s = state.began_s or now_s
-            state = replace(state, phase=Phase.TRAINING, began_s=began_s, is_entered=True)
+            history = begun_history(state.history, now_s)
+            state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):
             return refuted(rules, state, now_s)

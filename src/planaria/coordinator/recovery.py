@@ -18,9 +18,10 @@ test_commit_search.py shows to be needed.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
+from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
+from planaria.coordinator.history import with_failure
 from planaria.coordinator.state import (
     Command,
     End,
@@ -41,10 +42,7 @@ from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Plan, Transition
-from planaria.core.records import Candidate, Decided, Decision, Members, Outcome, Recovering
-from planaria.policies.policy import best_transition, expected_samples_per_s
-
-TIME_TO_FAILURE_S_MIN: Final = 60.0
+from planaria.core.records import Decided, Decision, Members, Outcome, Recovering
 
 
 def lost(
@@ -63,7 +61,9 @@ def lost(
         kind: of what happened, as the report names it.
         node: the one concerned where none is gone.
     """
-    state = with_failures(state, nodes, now_s)
+    state, history = with_failures(state, nodes, now_s), state.history
+    if kind != "leader":
+        history = with_failure(history, now_s, lease_s=rules.job.cluster.lease_s)
     alive = tuple(member for member in state.all_nodes if member not in nodes)
     joined = _needed_candidates(rules, state, len(alive), now_s)
     left = tuple(sorted({*alive, *joined}))
@@ -93,7 +93,7 @@ def lost(
         decision=None,
         saves={},
         loss=loss,
-        losses=state.losses + 1,
+        history=history,
         unreachable_s=0.0,
         unreached=(),
     )
@@ -111,6 +111,7 @@ def _members(state: JobState) -> Members:
         nodes=state.nodes,
         gone=state.gone,
         failures=dict(state.failures),
+        history=state.history,
     )
 
 
@@ -269,6 +270,7 @@ def _resume(
         redone_samples=best.redone_samples,
         joined=state.loss.joined,
         detected_s=now_s,
+        time_to_failure_s=time_to_failure_s(rules, state, state.loss.lost_s),
         degraded=degraded,
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
@@ -281,38 +283,6 @@ def _resume(
         is_degraded=state.is_degraded or bool(degraded),
     )
     return state, (Notify(notice), RecordDecision(outcome, decision))
-
-
-def candidates_of(
-    rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
-) -> tuple[Transition | None, tuple[Candidate, ...]]:
-    """The best of the transitions, None if there are none, and the prices of all."""
-    if not transitions:
-        return None, ()
-    batch = rules.job.training.global_batch_size
-    up_s = now_s - state.began_s if state.began_s else 0.0
-    time_to_failure_s = max(TIME_TO_FAILURE_S_MIN, up_s / max(1, state.losses))
-    best = best_transition(
-        transitions, global_batch_size=batch, time_to_failure_s=time_to_failure_s
-    )
-    return best, _candidates(transitions, batch, time_to_failure_s)
-
-
-def _candidates(
-    transitions: tuple[Transition, ...], batch: int, time_to_failure_s: float
-) -> tuple[Candidate, ...]:
-    return tuple(
-        Candidate(
-            policy=transition.policy,
-            answer=transition.answer,
-            iteration_s=transition.iteration_s,
-            downtime_s=transition.downtime_s,
-            score=expected_samples_per_s(
-                transition, global_batch_size=batch, time_to_failure_s=time_to_failure_s
-            ),
-        )
-        for transition in transitions
-    )
 
 
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:

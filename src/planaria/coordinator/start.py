@@ -68,6 +68,7 @@ def restored_step(
         nodes=members.nodes,
         gone=members.gone,
         failures=members.failures,
+        history=members.history,
         plan=plan,
         saves_since=members.epoch,
         next_iteration=progress.num_committed if progress else rules.first_iteration,
@@ -77,7 +78,6 @@ def restored_step(
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         speeds=plan.slow_nodes,
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
-        losses=1,
     )
     if decision is None and plan.epoch == members.epoch:
         # The one before was killed while it recorded how the job begins.

@@ -19,7 +19,7 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.core.plan import NodeKind, Plan, Transfer, Transition
-from planaria.core.records import Decision, Members, Outcome, ToLauncher
+from planaria.core.records import Decision, FailureHistory, Members, Outcome, ToLauncher
 from planaria.policies.policy import Policy, Prices
 
 
@@ -278,11 +278,11 @@ class JobState:
         unsaved: why saves of this run failed, by (iteration, epoch).
         ends: the last committed iteration was the job's last.
         loss: what this epoch answers to, None in the first.
-        losses: how many there were.
         gone: nodes that were members and are not any more.
         machines: on which nodes run.
         missing_ticks: in how many ticks of this coordinator members had yet to come.
         failures: of machines, how many and when the last one was.
+        history: how often the job has failed.
         candidates: nodes that are there and no members.
         leaving: nodes that are to leave in peace.
         change: that is being made.
@@ -318,12 +318,12 @@ class JobState:
     ends: bool = False
     stop_requested: bool = False
     loss: Loss | None = None
-    losses: int = 0
     is_degraded: bool = False
     gone: tuple[int, ...] = ()
     machines: Growing[int, str] = field(default_factory=Growing)
     missing_ticks: int = 0
     failures: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    history: FailureHistory = field(default_factory=FailureHistory)
     candidates: Mapping[int, Candidate] = field(default_factory=dict)
     leaving: Mapping[int, Leave] = field(default_factory=dict)
     change: Change | None = None
@@ -338,7 +338,6 @@ class JobState:
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
     broken_links: int = 0
-    began_s: float = 0.0
 
     @property
     def ranks(self) -> tuple[int, ...]:

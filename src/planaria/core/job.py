@@ -90,6 +90,9 @@ class ResilienceConfig:
         "who answers a loss; reinstantiate: pipelines made anew (Oobleck); reroute: microbatches "
         "go around lost nodes (ReCycle)",
     )
+    failure_rate: float = _key(
+        0.0, "failures of the whole job in an hour, to choose answers by; 0: learned from its own"
+    )
     assignment: Literal["least_bytes", "naive"] = _key(
         "least_bytes",
         "who takes which place after a loss; least_bytes: such that the fewest bytes move, sent by "

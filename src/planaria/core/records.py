@@ -25,6 +25,20 @@ from planaria.core.messages import (
 from planaria.core.plan import Plan
 
 
+class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a job has failed; see coordinator/history.py.
+
+    Attributes:
+        since_s: when it first trained, 0 if it has not yet.
+        weight: of its failures when the last one was, older ones count less.
+        last_s: when the last one was.
+    """
+
+    since_s: float = 0.0
+    weight: float = 0.0
+    last_s: float = 0.0
+
+
 class Members(msgspec.Struct, frozen=True, kw_only=True):
     """Who belongs to an epoch.
 
@@ -33,6 +47,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         is_planned: the epoch begins at a commit of the one before, or never; no decision is
             recorded before it has.
         failures: of machines, how many and when the last one was.
+        history: of failures of the job.
     """
 
     epoch: int
@@ -41,6 +56,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     gone: tuple[int, ...] = ()
     is_planned: bool = False
     failures: dict[str, tuple[int, float]] = {}
+    history: FailureHistory = FailureHistory()
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +142,9 @@ class Recovering(Message, frozen=True, kw_only=True):
 class Decided(Message, frozen=True, kw_only=True):
     """How the job goes on; `plan` may leave nodes out only if there is no work for them.
 
-    `joined` are nodes that had waited to be members.
+    Attributes:
+        joined: nodes that had waited to be members.
+        time_to_failure_s: mean time to the next failure, as the candidates are weighed by it.
     """
 
     epoch: int
@@ -141,6 +159,7 @@ class Decided(Message, frozen=True, kw_only=True):
     redone_samples: int
     detected_s: float
     joined: tuple[int, ...] = ()
+    time_to_failure_s: float = 0.0
     degraded: str = ""
 
 
@@ -162,7 +181,7 @@ class Changed(Message, frozen=True, kw_only=True):
 
     Attributes:
         kinds: of each node concerned: join, preempt, drain or slow.
-        candidates: answers, as in Decided.
+        candidates, time_to_failure_s: as in Decided.
         asked_s: when the change was begun.
         pause_s: for how long ranks did not train, all switches together.
         reason: in words, where the kinds do not tell it.
@@ -182,6 +201,7 @@ class Changed(Message, frozen=True, kw_only=True):
     asked_s: float
     pause_s: float
     now_s: float
+    time_to_failure_s: float = 0.0
     reason: str = ""
     degraded: str = ""
 

@@ -1,7 +1,8 @@
 """What a policy is, what its answers cost, and which of them is the best.
 
 A policy answers an event with transitions, as many as it has ideas, none if it cannot go on. All
-are priced alike: the downtime by the bytes that move, the iteration by the policy's estimate.
+are priced alike: the downtime by the bytes that move, the iteration by the policy's estimate. The
+best makes the most samples that count before the next failure.
 
 Source: DESIGN 6 (Policies).
 """
@@ -9,6 +10,7 @@ Source: DESIGN 6 (Policies).
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp, inf
 from typing import Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -29,6 +31,23 @@ class Prices:
     links: Mapping[str, Link]
     layer_bytes: tuple[int, ...]
     regroup_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is to be expected of the next failure.
+
+    Attributes:
+        failures_per_s: of the whole job; 0 if none is expected.
+        unsaved_samples: that would be trained again if it took the last copy of a layer.
+    """
+
+    failures_per_s: float
+    unsaved_samples: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert 0.0 <= self.failures_per_s < inf
+        assert 0.0 <= self.unsaved_samples < inf
 
 
 class Policy(Protocol):
@@ -93,28 +112,54 @@ def least_exposed(
     return tuple(one for one, number in zip(transitions, exposed, strict=True) if number == fewest)
 
 
+def sole_holders(plan: Plan) -> frozenset[int]:
+    """The nodes whose loss would take the last copy of some layer. O(layers * nodes)."""
+    num_whole = sum(not set(pipeline.nodes).intersection(plan.gone) for pipeline in plan.pipelines)
+    if num_whole > 1:  # Each of them holds the whole model: the usual case.
+        return frozenset()
+    per_node = plan.pipelines[0].template.devices_per_node
+    holders: dict[int, set[int]] = {}
+    for rank, layers in plan.layers_by_rank.items():
+        for layer in layers:
+            holders.setdefault(layer, set()).add(rank // per_node)
+    return frozenset(node for nodes in holders.values() if len(nodes) == 1 for node in nodes)
+
+
 def expected_samples_per_s(
-    transition: Transition, *, global_batch_size: int, time_to_failure_s: float
+    transition: Transition, *, global_batch_size: int, outlook: Outlook
 ) -> float:
-    """The goodput until the next failure, if that comes exactly when it is expected.
+    """The samples that count until the next failure, as expected, over the time until then.
 
-    In the time to the next failure T nothing is done for the downtime D, then a batch of B samples
-    every iteration; R samples are done again and do not count: (B / iteration_s * (T - D) - R) / T.
-    A downtime that outlasts T makes no samples.
+    That time is exponential with rate L. Nothing counts for t: the downtime, and the time in which
+    R samples are done again; then a batch of B counts every iteration. With v = B / iteration_s
 
-    Args:
-        time_to_failure_s: above 0; infinite if none is expected, which leaves B / iteration_s.
+        t = downtime_s + R / v
+        samples until the next failure = v * integral over T of L * exp(-L * T) * max(0, T - t)
+                                       = v * exp(-L * t) / L
+
+    If the next failure strikes a node that is the only holder of some layer, the job goes back to
+    its newest save. Of N nodes one is struck, each as likely; with n such nodes U samples, those
+    that are not saved by then, are lost with probability n / N. Over 1 / L together:
+
+        v * exp(-L * t) - L * U * n / N
+
+    With L = 0 that is v: the fastest iteration. Where L is high the least t is best.
+
+    Source: DESIGN 6 (Policies); Odyssey, equation 8, for the first term.
+    Differs: samples that are redone are time in which nothing counts; last copies have a price.
     """
-    assert time_to_failure_s > 0
-    up_share = max(0.0, 1.0 - transition.downtime_s / time_to_failure_s)
     samples_per_s = global_batch_size / transition.iteration_s
-    return samples_per_s * up_share - transition.redone_samples / time_to_failure_s
+    nothing_s = transition.downtime_s + transition.redone_samples / samples_per_s
+    useful_per_s = samples_per_s * exp(-outlook.failures_per_s * nothing_s)
+    after = transition.after
+    share_at_risk = len(sole_holders(after)) / len(after.nodes)
+    return useful_per_s - outlook.failures_per_s * outlook.unsaved_samples * share_at_risk
 
 
 def best_transition(
-    transitions: Sequence[Transition], *, global_batch_size: int, time_to_failure_s: float
+    transitions: Sequence[Transition], *, global_batch_size: int, outlook: Outlook
 ) -> Transition:
-    """The one with the highest expected goodput; of equals that with the least downtime, the first.
+    """The one with the most expected samples; of equals that with the least downtime, the first.
 
     Args:
         transitions: at least one.
@@ -122,9 +167,9 @@ def best_transition(
     assert transitions
 
     def rank(transition: Transition) -> tuple[float, float]:
-        goodput = expected_samples_per_s(
-            transition, global_batch_size=global_batch_size, time_to_failure_s=time_to_failure_s
+        expected = expected_samples_per_s(
+            transition, global_batch_size=global_batch_size, outlook=outlook
         )
-        return -goodput, transition.downtime_s
+        return -expected, transition.downtime_s
 
     return min(transitions, key=rank)

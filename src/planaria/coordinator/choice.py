@@ -1,0 +1,62 @@
+"""Which of the answers is taken: what is to be expected of the next failure, and all prices."""
+
+from typing import Final
+
+from planaria.coordinator.history import learned_failures_per_s
+from planaria.coordinator.state import JobState, Rules
+from planaria.core.plan import Transition
+from planaria.core.records import Candidate
+from planaria.policies.policy import Outlook, best_transition, expected_samples_per_s
+
+_S_PER_HOUR: Final = 3600.0
+
+
+def candidates_of(
+    rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
+) -> tuple[Transition | None, tuple[Candidate, ...]]:
+    """The best of the transitions, None if there are none, and the prices of all."""
+    if not transitions:
+        return None, ()
+    batch = rules.job.training.global_batch_size
+    expected = outlook(rules, state, transitions, now_s)
+    best = best_transition(transitions, global_batch_size=batch, outlook=expected)
+    candidates = tuple(
+        Candidate(
+            policy=transition.policy,
+            answer=transition.answer,
+            iteration_s=transition.iteration_s,
+            downtime_s=transition.downtime_s,
+            score=expected_samples_per_s(transition, global_batch_size=batch, outlook=expected),
+        )
+        for transition in transitions
+    )
+    return best, candidates
+
+
+def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
+    """The mean time to the next failure: as the job says, else learned from its failures."""
+    per_hour = rules.job.resilience.failure_rate
+    if per_hour:
+        return _S_PER_HOUR / per_hour
+    return 1.0 / learned_failures_per_s(state.history, now_s)
+
+
+def outlook(
+    rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
+) -> Outlook:
+    """The rate of failures, and what is not saved when the next one is to be expected.
+
+    That is what there is since the newest save of this run, and what the fastest of the answers
+    makes until then; no more than is trained between two saves, where the job saves as it goes.
+    """
+    training, every = rules.job.training, rules.job.checkpoint.persist_every
+    to_failure_s = time_to_failure_s(rules, state, now_s)
+    saved = max(rules.first_iteration, state.published)
+    fastest_s = min(transition.iteration_s for transition in transitions)
+    num_unsaved = state.next_iteration - saved + to_failure_s / fastest_s
+    if every:
+        num_unsaved = min(num_unsaved, every)
+    return Outlook(
+        failures_per_s=1.0 / to_failure_s,
+        unsaved_samples=num_unsaved * training.global_batch_size,
+    )

@@ -1,0 +1,136 @@
+"""What the coordinator expects of the next failure: learned or told, in bursts, after restarts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from coordinated import FIRST, LEASE_S, NOW_S, NUM_MICROBATCHES, Survivors, of_type, small_rules
+from fake_cluster import FakeCluster
+from jobs import shaped_plan
+from planaria.coordinator.choice import outlook, time_to_failure_s
+from planaria.coordinator.history import (
+    MEMORY_S,
+    PRIOR_S,
+    begun_history,
+    learned_failures_per_s,
+    with_failure,
+)
+from planaria.coordinator.state import Rules
+from planaria.core.cluster import NodesLost, survivors
+from planaria.core.records import Decided, FailureHistory
+
+PLAN = shaped_plan((2, 2), NUM_MICROBATCHES)
+HOUR_S = 3600.0
+
+
+def failed_at(*times_s: float, began_s: float = 1.0) -> FailureHistory:
+    history = begun_history(FailureHistory(), began_s)
+    for now_s in times_s:
+        history = with_failure(history, now_s, lease_s=LEASE_S)
+    return history
+
+
+def trained(rules: Rules) -> FakeCluster:
+    cluster = FakeCluster(rules, PLAN)
+    cluster.begin()
+    cluster.train(FIRST)
+    return cluster
+
+
+def test_the_first_expectation_is_a_failure_an_hour_and_calm_time_lowers_it() -> None:
+    """Bounded by what is remembered: nobody knows that there will never be one."""
+    calm = failed_at()
+
+    rates = [learned_failures_per_s(calm, 1.0 + hours * HOUR_S) for hours in (0, 1, 5, 1000)]
+
+    assert rates[0] == 1.0 / PRIOR_S
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(1.0 / (PRIOR_S + MEMORY_S))
+    assert learned_failures_per_s(FailureHistory(), NOW_S) == 1.0 / PRIOR_S
+
+
+@pytest.mark.parametrize("per_hour", [0.5, 2.0, 20.0])
+def test_the_rate_of_failures_is_learned(per_hour: float) -> None:
+    """Over 200 drawn jobs of two days, the mean of what each has learned is near the truth; an hour
+    of prior knowledge in seven is what separates them."""
+    rng = np.random.default_rng(11)
+    learned = []
+    for _ in range(200):
+        gaps_s = rng.exponential(HOUR_S / per_hour, int(60 * per_hour) + 20) + LEASE_S
+        times_s = [float(t) for t in 1.0 + np.cumsum(gaps_s) if t < 48 * HOUR_S]
+        learned.append(learned_failures_per_s(failed_at(*times_s), 48 * HOUR_S) * HOUR_S)
+
+    expected = (1.0 + 6.0 * per_hour) / 7.0
+    assert np.mean(learned) == pytest.approx(expected, rel=0.08)
+
+
+def test_what_is_long_ago_is_forgotten() -> None:
+    """A cluster that had a bad day is not a bad cluster."""
+    bad = failed_at(*(100.0 * n for n in range(1, 40)))
+    soon, late = (learned_failures_per_s(bad, 4000.0 + s) for s in (0.0, 48 * HOUR_S))
+
+    assert soon > 15 / HOUR_S
+    assert late == pytest.approx(1.0 / (PRIOR_S + MEMORY_S), rel=0.05)
+
+
+def test_losses_within_a_lease_of_each_other_are_one_failure() -> None:
+    """Eight nodes behind one switch are not eight failures, however they are noticed."""
+    one = failed_at(1000.0)
+    burst = failed_at(*(1000.0 + 0.9 * LEASE_S * n for n in range(8)))
+    apart = failed_at(*(1000.0 + 1.1 * LEASE_S * n for n in range(8)))
+
+    assert burst.weight == pytest.approx(one.weight, rel=0.01)
+    assert apart.weight == pytest.approx(8 * one.weight, rel=0.01)
+
+
+def test_the_job_file_overrides_what_is_learned() -> None:
+    """In failures of the whole job in an hour."""
+    cluster = trained(small_rules(failure_rate=4.0))
+    cluster.lose(3)
+
+    assert time_to_failure_s(cluster.rules, cluster.state, NOW_S) == HOUR_S / 4.0
+    (notice,) = of_type(cluster.commands, Decided)
+    assert notice.time_to_failure_s == HOUR_S / 4.0
+
+
+def test_a_new_coordinator_knows_what_the_one_before_it_learned() -> None:
+    """It stands in the newest record of members, also in one that a change has made."""
+    cluster = trained(small_rules())
+    cluster.lose(3)
+    before = cluster.state.history
+    assert before == FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S)
+    cluster.join(4)
+    cluster.train(cluster.state.next_iteration)
+
+    cluster.restart()
+
+    assert cluster.state.history == before
+
+
+def test_a_coordinator_that_is_lost_is_no_failure_of_nodes() -> None:
+    """Training goes on without it."""
+    cluster = trained(small_rules())
+    cluster.restart()
+
+    assert cluster.state.history.weight == 0.0
+
+
+def test_what_is_not_saved_is_what_was_trained_and_what_will_be_but_not_beyond_a_save() -> None:
+    """A failure in 100 s, the fastest answer takes 1 s, one iteration is done: 101 iterations."""
+    rules = small_rules(failure_rate=36.0)
+    state = trained(rules).state
+    found = Survivors().propose(
+        PLAN, survivors(PLAN, (3,), epoch=1), NodesLost((3,), 0), rules.prices
+    )
+
+    never = outlook(rules, state, found, NOW_S)
+    checkpoint = replace(rules.job.checkpoint, persist_every=5)
+    saving = replace(rules, job=replace(rules.job, checkpoint=checkpoint))
+    often = outlook(saving, state, found, NOW_S)
+    published = outlook(rules, replace(state, published=FIRST + 1), found, NOW_S)
+
+    assert never.failures_per_s == pytest.approx(0.01)
+    assert never.unsaved_samples == pytest.approx(101 * NUM_MICROBATCHES)
+    assert often.unsaved_samples == 5 * NUM_MICROBATCHES
+    assert published.unsaved_samples == pytest.approx(100 * NUM_MICROBATCHES)
