@@ -85,10 +85,11 @@ class ResilienceConfig:
     failures_tolerated: int = _key(
         1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
     )
-    policy: Literal["reinstantiate", "reroute"] = _key(
+    policy: Literal["adaptive", "reinstantiate", "reroute"] = _key(
         "reinstantiate",
         "who answers a loss; reinstantiate: pipelines made anew (Oobleck); reroute: microbatches "
-        "go around lost nodes (ReCycle)",
+        "go around lost nodes (ReCycle); adaptive: whichever is expected to train the most samples "
+        "before the next failure",
     )
     failure_rate: float = _key(
         0.0, "failures of the whole job in an hour, to choose answers by; 0: learned from its own"

@@ -11,6 +11,7 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
+from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
@@ -51,9 +52,14 @@ def policy_of(job: JobConfig, every: EveryPlan) -> Policy:
     """The policy that a job names, and that its nodes' speeds are answered with."""
     restoring = _RESTORING[job.resilience.assignment]
     anew = Unequal(Reinstantiate(every, restoring))
-    if job.resilience.policy == "reroute":
-        return Reroute(every.problem, anew, restoring)
-    return anew
+    match job.resilience.policy:
+        case "reinstantiate":
+            return anew
+        case "reroute":
+            return Reroute(every.problem, anew, restoring)
+        case "adaptive":
+            around = Reroute(every.problem, Adaptive(()), restoring)
+            return Adaptive((anew, around))
 
 
 def rules_of(spec: LeaderSpec) -> Rules:

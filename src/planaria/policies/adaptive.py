@@ -1,0 +1,42 @@
+"""The answers of several policies to the same event, for one choice among all of them.
+
+What the best of them is depends on when the next failure comes, and on what it would take with it;
+`expected_samples_per_s` weighs that. Here are all that it can choose from, each plan once.
+
+Source: Odyssey, section III: adaptive selection of the fault tolerance policy.
+Differs: any number of policies; all are priced by one estimator, with what each one moves.
+"""
+
+from dataclasses import dataclass
+
+from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.plan import Plan, Transition
+from planaria.policies.policy import Policy, Prices, least_exposed
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """The policy.
+
+    Attributes:
+        policies: that it asks; of equals an answer of the first is taken.
+    """
+
+    policies: tuple[Policy, ...]
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The answers of all policies but of those that leave more nodes without work than another.
+
+        Where a policy leaves out slow nodes, it proposes plans with them, too.
+        """
+        answers = [policy.propose(plan, cluster, event, prices) for policy in self.policies]
+        at_work = [max((len(one.after.nodes) for one in found), default=0) for found in answers]
+        most = max(at_work, default=0)
+        distinct: list[Transition] = []
+        for found, number in zip(answers, at_work, strict=True):
+            for transition in found if number == most else ():
+                if all(transition.after != other.after for other in distinct):
+                    distinct.append(transition)
+        return least_exposed(distinct, cluster)

@@ -1,0 +1,126 @@
+"""The choice among the answers of several policies, against all of them tried one by one."""
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
+from planaria.core.plan import Plan, Transition
+from planaria.planner.plans import EveryPlan
+from planaria.policies.adaptive import Adaptive
+from planaria.policies.policy import Outlook, Policy, Prices, best_transition
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.reroute import Reroute
+from planaria.policies.unequal import Unequal
+from policies.losses import NUM_SAMPLES, every, plan_of, prices
+
+
+def policies(book: EveryPlan) -> tuple[Policy, Policy]:
+    """Pipelines made anew, and rerouting alone."""
+    return Unequal(Reinstantiate(book)), Reroute(book.problem, Adaptive(()))
+
+
+def proposed(
+    book: EveryPlan, policy: Policy, plan: Plan, lost: tuple[int, ...]
+) -> tuple[Transition, ...]:
+    cluster = survivors(plan, lost, epoch=plan.epoch + 1)
+    return policy.propose(plan, cluster, NodesLost(lost, NUM_SAMPLES), prices(book))
+
+
+def expected_samples(transition: Transition, outlook: Outlook) -> float:
+    """The objective once more, from the definition: who holds what is counted layer by layer."""
+    rate, after = outlook.failures_per_s, transition.after
+    redone_s = transition.iteration_s * transition.redone_samples / NUM_SAMPLES
+    made = NUM_SAMPLES / transition.iteration_s * exp(-rate * (transition.downtime_s + redone_s))
+    nodes_of = [set(after.holders(x)) for x in range(after.num_layers)]
+    alone = {rank for ranks in nodes_of if len(ranks) == 1 for rank in ranks}
+    return made - rate * outlook.unsaved_samples * len(alone) / len(after.nodes)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
+    book = every(sum(sizes), n0=1, f=1)
+    return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.data())
+def test_the_choice_is_the_best_of_all_candidates(
+    job: tuple[EveryPlan, Plan], data: st.DataObject
+) -> None:
+    """Losses one after the other, each answered by the choice; rates from one in a second to one
+    in a year. No answer of any policy is better, and none is missing or there twice."""
+    book, plan = job
+    while True:
+        lost = tuple(
+            sorted(data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1, max_size=2)))
+        )
+        outlook = Outlook(
+            failures_per_s=10.0 ** data.draw(st.floats(-7.5, 0.0)),
+            unsaved_samples=data.draw(st.floats(0.0, 1e6)),
+        )
+        apart = [one for p in policies(book) for one in proposed(book, p, plan, lost)]
+        together = proposed(book, Adaptive(policies(book)), plan, lost)
+
+        plans = [one.after for one in together]
+        assert all(one not in plans[:index] for index, one in enumerate(plans))
+        assert all(one.after in plans for one in apart)
+        if not apart:
+            return
+        best = best_transition(together, global_batch_size=NUM_SAMPLES, outlook=outlook)
+        most = max(expected_samples(one, outlook) for one in apart)
+        assert expected_samples(best, outlook) == pytest.approx(most)
+        plan = best.after
+
+
+def test_one_job_is_answered_by_either_policy() -> None:
+    """Pipelines made anew take 20 s and are a quarter faster: they pay where failures are rare, or
+    where the node that rerouting leaves as the only holder of its layers would take much along."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    large = tuple(10_000 * size for size in prices(book).layer_bytes)
+    found = Adaptive(policies(book)).propose(
+        plan,
+        survivors(plan, (2,), epoch=1),
+        NodesLost((2,), NUM_SAMPLES),
+        replace(prices(book), layer_bytes=large),
+    )
+    assert {one.policy for one in found} == {"reroute", "reinstantiate"}
+
+    def chosen(failures_per_s: float, unsaved_samples: float) -> str:
+        outlook = Outlook(failures_per_s=failures_per_s, unsaved_samples=unsaved_samples)
+        return best_transition(found, global_batch_size=NUM_SAMPLES, outlook=outlook).policy
+
+    assert chosen(0.001, 0.0) == "reinstantiate"
+    assert chosen(0.03, 0.0) == "reroute"
+    assert chosen(0.03, 5000.0) == "reinstantiate"
+
+
+class Idler:
+    """A policy whose answers leave a node without work."""
+
+    def __init__(self, book: EveryPlan) -> None:
+        self.book = book
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        fewer = ClusterState(cluster.epoch, cluster.nodes[1:])
+        return Reinstantiate(self.book).propose(plan, fewer, event, prices)
+
+
+def test_every_survivor_works_where_some_policy_has_work_for_it() -> None:
+    """Even if the others would be as fast without it."""
+    book = every(8, n0=2, f=1)
+    cluster, event = survivors(plan_of(book, (4, 4)), (2,), epoch=1), NodesLost((2,), 0)
+    plan = plan_of(book, (4, 4))
+    policy = Adaptive((Idler(book), policies(book)[0]))
+
+    found = policy.propose(plan, cluster, event, prices(book))
+
+    assert found
+    assert all(len(one.after.nodes) == 7 for one in found)

@@ -1,0 +1,56 @@
+"""Nodes die under resilience.policy = "adaptive": whichever answer is taken, with the same bits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos import chaos_job, check_report, recoveries, struck
+from jobs import digests
+from planaria.library import TrainingResult
+from planaria.nodes.forkserver import ForkServer
+
+ITERATIONS = 16
+
+Run = Callable[..., TrainingResult]
+
+
+@pytest.fixture(scope="module")
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The digests of the job without failures, on six nodes."""
+    directory = tmp_path_factory.mktemp("calm") / "run"
+    result = struck(chaos_job("gpt2", directory, server, iterations=ITERATIONS), server)
+    assert result.error is None
+    return digests(result)
+
+
+@pytest.fixture
+def adaptive(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
+    """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
+
+    def run(*specs: str, failure_rate: float = 0.0) -> TrainingResult:
+        config = chaos_job("gpt2", tmp_path / "run", server, f=2, iterations=ITERATIONS)
+        resilience = replace(config.resilience, policy="adaptive", failure_rate=failure_rate)
+        result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
+        assert result.error is None, f"{specs}: {result.error}"
+        assert digests(result) == calm, specs
+        assert len(result.report.iterations) == ITERATIONS
+        assert all(event.fired for event in result.report.events), specs
+        check_report(result)
+        return result
+
+    return run
+
+
+def test_the_best_of_all_answers_is_taken(adaptive: Run) -> None:
+    """Losses one after the other; each event tells all that could have been done."""
+    result = adaptive("kill:1@3", "kill:4@6.backward")
+
+    found = recoveries(result)
+    assert len(found) == 2
+    for event in found:
+        scores = {str(c["answer"]): c["score"] for c in event.candidates}
+        assert {c["policy"] for c in event.candidates} == {"reinstantiate", "reroute"}
+        assert scores[event.answer] == max(scores.values())
+    assert len(result.report.final.nodes) == 4
