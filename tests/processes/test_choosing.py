@@ -50,7 +50,7 @@ def test_the_best_of_all_answers_is_taken(adaptive: Run) -> None:
     found = recoveries(result)
     assert len(found) == 2
     for event in found:
-        scores = {str(c["answer"]): c["score"] for c in event.candidates}
+        scores = {str(c["answer"]): float(str(c["score"])) for c in event.candidates}
         assert {c["policy"] for c in event.candidates} == {"reinstantiate", "reroute"}
         assert scores[event.answer] == max(scores.values())
     assert len(result.report.final.nodes) == 4

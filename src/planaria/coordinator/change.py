@@ -1,4 +1,5 @@
-"""Changes while training goes on: nodes that come, nodes that leave in peace, and slow ones.
+"""Changes while training goes on: nodes that come, nodes that leave in peace, slow ones, and better
+plans than a quick answer to a loss.
 
 A change leads from the plan to one for other nodes in switches, each of which begins an epoch at a
 commit that all ranks agree upon, so that nothing is done again:
@@ -40,12 +41,13 @@ from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
 from planaria.core.plan import Plan, Transfer, Transition
-from planaria.core.records import Changed, Decision, Members, Outcome, Warned
+from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
 from planaria.policies.policy import Prices
 from planaria.policies.unequal import STAY
 
 JOIN: Final = "join"
 SLOW: Final = "slow"
+REFORM: Final = "reform"
 GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
 
 
@@ -54,7 +56,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if state.change is not None or state.ends or state.stop_requested:
         return state, ()
     known, speeds = state.plan.slow_nodes, state.speeds
-    if not (state.leaving or state.candidates or known or speeds or state.idle):
+    around = _gone_around(rules, state)
+    if not (state.leaving or state.candidates or known or speeds or state.idle or around):
         return state, ()  # As after nearly every report.
     leaving = tuple(sorted(set(state.leaving).intersection(state.nodes)))
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
@@ -62,7 +65,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         n for n in state.idle if n in state.nodes and n not in {*speeds, *state.plan.nodes}
     )
     asked = (state.nodes, joining, leaving, tuple(speeds), tuple(speeds.values()), tried)
-    if not (joining or leaving or known or speeds or tried) or asked == state.asked:
+    if not (joining or leaving or known or speeds or tried or around) or asked == state.asked:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
@@ -78,12 +81,15 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     event = NodesChanged(joining, leaving, slow)
     transitions = _proposed(rules, state, event, staying, now_s=now_s)
     best, candidates = candidates_of(rules, state, transitions, now_s)
+    is_asked_for = bool(slow or joining or leaving)
     if best is None:
+        if not is_asked_for:
+            return state, ()
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
         warning = Warned(text=text, undrained=leaving)
         return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
-    if not placed and not leaving and not pays(best, transitions):
+    if not placed and not leaving and not pays(rules, candidates):
         still = tuple(node for node in slow if node in speeds)
         if joining or not still:
             return state, ()
@@ -91,21 +97,42 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     change = Change(
         kinds=dict.fromkeys(slow, SLOW)
         | dict.fromkeys(placed, JOIN)
-        | {node: state.leaving[node].kind for node in leaving},
+        | {node: state.leaving[node].kind for node in leaving}
+        | ({} if is_asked_for else dict.fromkeys(_moved(best), REFORM)),
         transition=best,
         candidates=candidates,
         waves=_waves(state.plan, best, leaving=leaving, prices=rules.prices),
         began_s=now_s,
         silent=state.plan.silent,
-        reason=_slow_text(state, slow) if slow else "",
+        reason=_slow_text(state, slow) if slow else around,
     )
     return _with_switch(replace(state, change=change))
 
 
-def pays(best: Transition, transitions: Sequence[Transition]) -> bool:
-    """Whether it is enough faster than what there is; a needless change is a pause for nothing."""
-    as_is = [transition for transition in transitions if transition.answer == STAY]
-    return bool(as_is) and best.iteration_s < (1.0 - GAIN_MIN) * as_is[0].iteration_s
+def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
+    """Whether the best is enough better than what there is; a needless change is a pause for
+    nothing."""
+    as_is = [candidate for candidate in candidates if candidate.answer == STAY]
+    if not as_is:
+        return False
+    samples_per_s = rules.job.training.global_batch_size / as_is[0].iteration_s
+    gain = max(candidate.score for candidate in candidates) - as_is[0].score
+    return gain > GAIN_MIN * samples_per_s
+
+
+def _gone_around(rules: Rules, state: JobState) -> str:
+    """That a loss was answered by rerouting, in words, where better answers may follow at a commit;
+    empty if not."""
+    if not state.plan.gone or rules.job.resilience.policy != "adaptive":
+        return ""
+    return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
+
+
+def _moved(transition: Transition) -> tuple[int, ...]:
+    """The nodes that compute other layers afterwards."""
+    before, after = transition.before.layers_by_rank, transition.after.layers_by_rank
+    per_node = transition.after.pipelines[0].template.devices_per_node
+    return tuple(sorted({r // per_node for r in after if before.get(r) != after[r]}))
 
 
 def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
@@ -236,7 +263,7 @@ def _with_switch(state: JobState) -> Step:
         wave = ()
         plan = replace(change.transition.after, epoch=epoch)
         there = sorted({*state.nodes, *joined})
-        nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in (JOIN, SLOW))
+        nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in (JOIN, SLOW, REFORM))
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.gone, *set(state.nodes).difference(nodes)}))

@@ -89,7 +89,7 @@ class NodesLost:
 @dataclass(frozen=True, slots=True)
 class NodesChanged:
     """Nodes have come, are about to leave, or have another speed, while training goes on; nothing
-    is done again."""
+    is done again. If none has, a better plan for those that there are is looked for."""
 
     joined: tuple[int, ...]
     leaving: tuple[int, ...]

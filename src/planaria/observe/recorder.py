@@ -199,7 +199,12 @@ class Recorder:
                     [replace(one, num_joining=num_left)] if num_left > 0 else []
                 )
                 return one.event
-        told = {"join": "joined", "drain": "drained", "preempt": "drained"}.get(kind, kind)
+        told = {
+            "join": "joined",
+            "drain": "drained",
+            "preempt": "drained",
+            "reform": "reformed",
+        }.get(kind, kind)
         return EventRecord(kind=told, nodes=nodes, iteration=-1)
 
     def starting(self, message: Starting) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Plan, Transition
 from planaria.policies.policy import Policy, Prices, least_exposed
+from planaria.policies.unequal import STAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +40,6 @@ class Adaptive:
             for transition in found if number == most else ():
                 if all(transition.after != other.after for other in distinct):
                     distinct.append(transition)
-        return least_exposed(distinct, cluster)
+        stay = tuple(transition for transition in distinct if transition.answer == STAY)
+        others = [transition for transition in distinct if transition.answer != STAY]
+        return (*stay, *least_exposed(others, cluster))

@@ -2,7 +2,7 @@
 
 Where some node is slow, or was, every answer for equal nodes is taken as it is, with microbatches
 dealt and the iteration priced by the true speeds. While training goes on, and time is left to look
-for more, there are besides:
+for more, there are besides, also where all are equal and just a better plan is looked for:
 
 - stay: nothing changes; what the others are compared to.
 - recut: in the best of these answers, stages of pipelines with a slow node cut for its speed.
@@ -55,7 +55,10 @@ class Unequal:
         """The answers for equal nodes, dealt for these, then the others that there are."""
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         before = of_kinds(plan, {})
-        is_news = isinstance(event, NodesChanged) and bool(event.slow)
+        # Without nodes that come or leave the question is whether there is a better plan.
+        is_news = isinstance(event, NodesChanged) and (
+            bool(event.slow) or not (event.joined or event.leaving)
+        )
         is_alike = before == plan and all(kind == NodeKind() for kind in kinds.values())
         if is_alike and not is_news:
             return self.alike.propose(plan, cluster, event, prices)

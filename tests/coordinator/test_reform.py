@@ -1,0 +1,119 @@
+"""A loss that was answered by rerouting is answered again at commits, where that is worth it."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+import fake_cluster
+from coordinated import FIRST, of_type, small_rules
+from coordinator.test_slow_nodes import END, book
+from fake_cluster import FakeCluster
+from planaria.core.messages import StartEpoch
+from planaria.core.plan import Link
+from planaria.core.records import Changed, Committed, Decided, Recovering
+from planaria.planner.plans import bind
+from planaria.policies.adaptive import Adaptive
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.reroute import Reroute
+from planaria.policies.unequal import Unequal
+
+Name = Literal["adaptive", "reroute"]
+
+BYTES_PER_S = 1000.0  # A layer takes longer than it is to the next failure.
+
+
+@pytest.fixture(autouse=True)
+def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cluster, "END", END)
+
+
+def lost_one(*, policy: Name = "adaptive", failure_rate: float = 600.0) -> FakeCluster:
+    """Two pipelines of three nodes train, with a failure every six seconds; node 1 is lost."""
+    every = book(6, n0=2)
+    around = Reroute(every.problem, Adaptive(()))
+    made = small_rules(n0=2, failure_rate=failure_rate)
+    resilience = replace(made.job.resilience, policy=policy)
+    training = replace(made.job.training, iterations=END)
+    prices = profile_prices(every.problem.profile, regroup_s=0.05)
+    made = replace(
+        made,
+        job=replace(made.job, resilience=resilience, training=training),
+        policy=Adaptive((Unequal(Reinstantiate(every)), around)),
+        prices=replace(prices, links={"inter_node": Link(0.0, BYTES_PER_S)}),
+    )
+    templates = [every.templates[3]] * 2
+    cluster = FakeCluster(made, bind(every.problem, templates, range(6), epoch=0))
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.lose(1)
+    return cluster
+
+
+def train(cluster: FakeCluster, number: int) -> None:
+    for _ in range(number):
+        cluster.train(cluster.state.next_iteration)
+
+
+def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_goes_on() -> None:
+    """Layers move to silent members, nothing is redone, and it ends: the plan is looked at once."""
+    cluster = lost_one()
+    (decided,) = of_type(cluster.commands, Decided)
+    assert decided.policy == "reroute"
+    assert cluster.state.plan.gone == (1,)
+    train(cluster, 40)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.policy == "reinstantiate"
+    assert set(changed.kinds.values()) == {"reform"}
+    assert changed.reason == "microbatches went around node 1"
+    assert changed.transfer_bytes > 0
+    scores = {candidate.answer: candidate.score for candidate in changed.candidates}
+    assert scores[changed.answer] == max(scores.values()) > scores["stay"]
+    assert not cluster.state.plan.gone
+    assert cluster.state.plan.nodes == cluster.state.nodes == (0, 2, 3, 4, 5)
+    iterations = [notice.iteration for notice in of_type(cluster.commands, Committed)]
+    assert iterations == list(range(FIRST, cluster.state.next_iteration))
+    assert len(of_type(cluster.commands, Recovering)) == 1
+    assert cluster.state.change is None
+    number = len(of_type(cluster.commands, StartEpoch))
+    train(cluster, 10)
+    assert len(of_type(cluster.commands, StartEpoch)) == number
+
+
+def test_who_fixed_rerouting_by_name_keeps_it() -> None:
+    """To compare it with others."""
+    cluster = lost_one(policy="reroute")
+    train(cluster, 40)
+
+    assert of_type(cluster.commands, Changed) == []
+    assert cluster.state.plan.gone == (1,)
+
+
+LATER = [(node, later) for node in (0, 2, 3, 5) for later in (0, 1, 3, 7)]
+
+
+@pytest.mark.parametrize(("node", "later"), [*LATER, (4, 7)])
+def test_a_loss_in_the_middle_is_answered_like_any_other(node: int, later: int) -> None:
+    """What silent members hold by then they keep, and the rest is looked at anew. Node 4 was the
+    only holder of what node 1 had held, too; seven iterations later it is not any more."""
+    cluster = lost_one()
+    train(cluster, later)
+    cluster.lose(node)
+    train(cluster, 60)
+
+    assert cluster.state.nodes == tuple(sorted({0, 2, 3, 4, 5} - {node}))
+    assert set(cluster.state.plan.nodes) == set(cluster.state.nodes)
+    iterations = [notice.iteration for notice in of_type(cluster.commands, Committed)]
+    assert iterations == list(range(FIRST, cluster.state.next_iteration))
+
+
+def test_a_new_coordinator_goes_on_with_it() -> None:
+    """The plan on record has an empty place: that is all it needs to know."""
+    cluster = lost_one()
+    train(cluster, 2)
+    cluster.restart()
+    train(cluster, 60)
+
+    assert not cluster.state.plan.gone
