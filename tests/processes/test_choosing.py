@@ -8,8 +8,10 @@ import pytest
 
 from chaos import chaos_job, check_report, recoveries, struck
 from jobs import digests
+from planaria.core.profile_json import encode_profile
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.planning import given_profile
 
 ITERATIONS = 16
 
@@ -54,3 +56,35 @@ def test_the_best_of_all_answers_is_taken(adaptive: Run) -> None:
         assert {c["policy"] for c in event.candidates} == {"reinstantiate", "reroute"}
         assert scores[event.answer] == max(scores.values())
     assert len(result.report.final.nodes) == 4
+
+
+def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """The profile says that a layer's state takes ten seconds to move, and the job that it fails
+    every three: the loss is rerouted, and layers move while training goes on. Nothing but the loss
+    is done again."""
+    config = chaos_job("gpt2", tmp_path / "run", server, iterations=ITERATIONS)
+    profile = given_profile(config)
+    assert profile is not None
+    links = {kind: replace(link, bandwidth_bytes_per_s=1e7) for kind, link in profile.links.items()}
+    layers = tuple(replace(layer, optimizer_bytes=10**8) for layer in profile.layers)
+    path = tmp_path / "large-state.json"
+    path.write_bytes(encode_profile(replace(profile, layers=layers, links=links)))
+    config = replace(
+        config,
+        model=replace(config.model, profile=str(path)),
+        resilience=replace(config.resilience, policy="adaptive", failure_rate=1200.0),
+        cluster=replace(config.cluster, device_memory_bytes=1 << 50),
+    )
+
+    result = struck(config, server, "kill:1@2", sizes=(3, 3))
+
+    assert result.error is None
+    assert digests(result) == calm
+    lost, reformed = recoveries(result)
+    assert (lost.policy, lost.transfer_bytes) == ("reroute", 0)
+    assert (reformed.kind, reformed.policy) == ("reformed", "reinstantiate")
+    assert reformed.transfer_bytes > 0
+    assert reformed.redone_samples == 0
+    assert len(result.report.final.nodes) == 5

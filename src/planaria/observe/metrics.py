@@ -50,6 +50,7 @@ class EventRecord:
         nodes: concerned.
         fired: False for an injected fault whose place never came.
         candidates: the answers that were proposed, with their prices; `answer` was taken.
+        time_to_failure_s: mean time to the next failure, by which they were weighed.
         detect_s: from the loss until every member had left the old epoch and answered.
         decide_s: until the plan was on record and told.
         regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
@@ -65,6 +66,7 @@ class EventRecord:
     policy: str = ""
     answer: str = ""
     candidates: tuple[Mapping[str, object], ...] = ()
+    time_to_failure_s: float = 0.0
     detect_s: float = 0.0
     decide_s: float = 0.0
     regroup_s: float = 0.0

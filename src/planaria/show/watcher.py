@@ -20,6 +20,7 @@ from planaria.core.records import (
 )
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
+from planaria.show.choice import choice_text
 
 
 class Progress(Protocol):
@@ -161,8 +162,9 @@ class Watcher:
         for event in self._recorder.changed(message, predicted_peak_bytes=peak_bytes):
             nodes = ", ".join(str(node) for node in event.nodes)
             self._display.note(
-                f"{event.kind}: node {nodes}: {event.answer}; {event.transfer_bytes / 1e6:.1f} MB "
-                f"moved while training went on, which paused for {1000 * event.downtime_s:.0f} ms"
+                f"{event.kind}: node {nodes}: {choice_text(event)}; "
+                f"{event.transfer_bytes / 1e6:.1f} MB moved while training went on, which paused "
+                f"for {1000 * event.downtime_s:.0f} ms"
             )
         if message.degraded:
             self._display.note(f"degraded: {message.degraded}")
@@ -185,14 +187,8 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
         ("transfer", event.transfer_s),
     )
     parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in phases)
-    scores = {str(c["answer"]): f"{c['score']:.1f}" for c in event.candidates}
-    others = [f"{answer} {score}" for answer, score in scores.items() if answer != event.answer]
-    rejected = f", not {' or '.join(others)}" if others else ""
-    answer = (
-        f"{event.answer} for {scores[event.answer]} samples/s{rejected}; "
-        f"{event.transfer_bytes / 1e6:.1f} MB moved, {event.redone_samples} samples redone"
-    )
     return (
         f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}",
-        answer,
+        choice_text(event),
+        f"{event.transfer_bytes / 1e6:.1f} MB moved, {event.redone_samples} samples redone",
     )

@@ -50,6 +50,14 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / unit_s:,.{2 if unit == 's' else 1}f} {unit}"
 
 
+def duration_text(seconds: float) -> str:
+    """Roughly, such as "40 s", "30 min" or "7 h"."""
+    for unit, unit_s, seconds_max in (("s", 1.0, 120.0), ("min", 60.0, 7200.0)):
+        if seconds < seconds_max:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 3600.0:,.0f} h"
+
+
 def seconds_unit(seconds: float) -> tuple[str, float]:
     """The largest unit of which there are 1 or more, and its length in seconds."""
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))

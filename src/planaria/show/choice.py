@@ -1,0 +1,31 @@
+"""Why an answer was chosen, in a sentence: its price, those of the others, and for how long."""
+
+from collections.abc import Mapping
+
+from planaria.observe.metrics import EventRecord
+from planaria.show.words import duration_text, seconds_text
+
+
+def choice_text(event: EventRecord) -> str:
+    """Such as "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms;
+    the next failure is expected in 40 min".
+
+    Args:
+        event: that was answered.
+    """
+    taken = [c for c in event.candidates if _name(c) == (event.policy, event.answer)]
+    others = [c for c in event.candidates if _name(c) != (event.policy, event.answer)]
+    parts = [f"{event.answer}: {_price(c, 'an iteration ')}" for c in taken[:1]] or [event.answer]
+    parts += [f"{candidate['answer']} would be {_price(candidate)}" for candidate in others]
+    if others and event.time_to_failure_s:
+        parts.append(f"the next failure is expected in {duration_text(event.time_to_failure_s)}")
+    return "; ".join(parts)
+
+
+def _name(candidate: Mapping[str, object]) -> tuple[object, object]:
+    return candidate["policy"], candidate["answer"]
+
+
+def _price(candidate: Mapping[str, object], of_what: str = "") -> str:
+    iteration_s, downtime_s = (float(str(candidate[k])) for k in ("iteration_s", "downtime_s"))
+    return f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"
