@@ -60,7 +60,7 @@ def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_g
     """Layers move to silent members, nothing is redone, and it ends: the plan is looked at once."""
     cluster = lost_one()
     (decided,) = of_type(cluster.commands, Decided)
-    assert decided.policy == "reroute"
+    assert (decided.policy, decided.answer) == ("reroute", "reroute, then simple")
     assert cluster.state.plan.gone == (1,)
     train(cluster, 40)
 

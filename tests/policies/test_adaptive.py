@@ -1,5 +1,6 @@
 """The choice among the answers of several policies, against all of them tried one by one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
 
@@ -31,13 +32,25 @@ def proposed(
 
 
 def expected_samples(transition: Transition, outlook: Outlook) -> float:
-    """The objective once more, from the definition: who holds what is counted layer by layer."""
-    rate, after = outlook.failures_per_s, transition.after
+    """The objective once more, from the definition: who holds what is counted layer by layer, and
+    what follows is worth its own as soon as it begins."""
+    rate = outlook.failures_per_s
     redone_s = transition.iteration_s * transition.redone_samples / NUM_SAMPLES
-    made = NUM_SAMPLES / transition.iteration_s * exp(-rate * (transition.downtime_s + redone_s))
-    nodes_of = [set(after.holders(x)) for x in range(after.num_layers)]
-    alone = {rank for ranks in nodes_of if len(ranks) == 1 for rank in ranks}
-    return made - rate * outlook.unsaved_samples * len(alone) / len(after.nodes)
+    begins_s, plans = [transition.downtime_s + redone_s], [transition]
+    if transition.then is not None:
+        begins_s.append(begins_s[0] + transition.then.downtime_s)
+        plans.append(transition.then)
+    total = 0.0
+    for index, one in enumerate(plans):
+        left, over = exp(-rate * begins_s[index]), 0.0
+        if index + 1 < len(plans):
+            over = exp(-rate * begins_s[index + 1])
+        holders = [set(one.after.holders(x)) for x in range(one.after.num_layers)]
+        alone = {rank for ranks in holders if len(ranks) == 1 for rank in ranks}
+        at_risk = rate * outlook.unsaved_samples * len(alone) / len(one.after.nodes)
+        total += NUM_SAMPLES / one.iteration_s * (left - over)
+        total -= at_risk * ((left if index else 1.0) - over)
+    return total
 
 
 @st.composite
@@ -66,13 +79,16 @@ def test_the_choice_is_the_best_of_all_candidates(
         apart = [one for p in policies(book) for one in proposed(book, p, plan, lost)]
         together = proposed(book, Adaptive(policies(book)), plan, lost)
 
-        plans = [one.after for one in together]
+        plans = [one.after for one in together if one.then is None]
         assert all(one not in plans[:index] for index, one in enumerate(plans))
         assert all(one.after in plans for one in apart)
         if not apart:
             return
         best = best_transition(together, global_batch_size=NUM_SAMPLES, outlook=outlook)
-        most = max(expected_samples(one, outlook) for one in apart)
+        whole = [one for one in apart if not one.after.gone]
+        fastest = min(whole, key=lambda one: one.iteration_s, default=None)
+        followed = [replace(one, then=fastest) for one in apart if one.after.gone and fastest]
+        most = max(expected_samples(one, outlook) for one in (*apart, *followed))
         assert expected_samples(best, outlook) == pytest.approx(most)
         plan = best.after
 
@@ -91,13 +107,19 @@ def test_one_job_is_answered_by_either_policy() -> None:
     )
     assert {one.policy for one in found} == {"reroute", "reinstantiate"}
 
-    def chosen(failures_per_s: float, unsaved_samples: float) -> str:
+    def chosen(
+        options: Sequence[Transition], failures_per_s: float, unsaved_samples: float
+    ) -> tuple[str, str]:
         outlook = Outlook(failures_per_s=failures_per_s, unsaved_samples=unsaved_samples)
-        return best_transition(found, global_batch_size=NUM_SAMPLES, outlook=outlook).policy
+        best = best_transition(options, global_batch_size=NUM_SAMPLES, outlook=outlook)
+        return best.policy, best.answer
 
-    assert chosen(0.001, 0.0) == "reinstantiate"
-    assert chosen(0.03, 0.0) == "reroute"
-    assert chosen(0.03, 5000.0) == "reinstantiate"
+    single = [one for one in found if one.then is None]
+    assert chosen(single, 0.001, 0.0) == ("reinstantiate", "global")
+    assert chosen(single, 0.03, 0.0) == ("reroute", "reroute")
+    assert chosen(single, 0.03, 5000.0)[0] == "reinstantiate"
+    assert chosen(found, 0.001, 0.0) == ("reroute", "reroute, then global")
+    assert chosen(found, 0.03, 5000.0)[0] == "reinstantiate"
 
 
 class Idler:

@@ -92,6 +92,20 @@ def test_expected_samples_are_those_made_before_an_exponential_failure(
     assert expected == pytest.approx(drawn, abs=0.01 * 8 / 2.0)
 
 
+def test_a_plan_that_is_followed_by_another_is_worth_both() -> None:
+    """4 samples/s from 1 s on, and 8 from 6 s on: against a million failures that are drawn."""
+    later = transition(downtime_s=5.0, iteration_s=1.0)
+    followed = replace(transition(downtime_s=1.0, iteration_s=2.0), then=later)
+    times_s = np.random.default_rng(8).exponential(10.0, 1_000_000)
+
+    expected = expected_samples_per_s(
+        followed, global_batch_size=8, outlook=Outlook(failures_per_s=0.1)
+    )
+
+    made = 4.0 * np.maximum(0.0, times_s - 1.0) + 4.0 * np.maximum(0.0, times_s - 6.0)
+    assert expected == pytest.approx(float(made.mean()) / 10.0, rel=0.01)
+
+
 def test_without_failures_the_fastest_iteration_is_best_and_with_many_the_least_downtime() -> None:
     """The limits; in between exp(-L * 9 s) = 2 / 3, so at a failure in 22 s, they are equal."""
     quick = transition(downtime_s=1.0, iteration_s=3.0, answer="quick")

@@ -304,6 +304,8 @@ class Transition:
         redone_samples: that the job had already computed and computes again.
         policy: that proposes it.
         answer: how the policy would do it, such as "borrow" or "global".
+        then: what the job may change to at commits, while it trains by `after`; its downtime is for
+            how long layers move.
     """
 
     before: Plan
@@ -314,6 +316,7 @@ class Transition:
     redone_samples: int
     policy: str
     answer: str
+    then: "Transition | None" = None
 
     def __post_init__(self) -> None:
         assert self.after.epoch > self.before.epoch

@@ -7,9 +7,10 @@ Source: Odyssey, section III: adaptive selection of the fault tolerance policy.
 Differs: any number of policies; all are priced by one estimator, with what each one moves.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Plan, Transition
 from planaria.policies.policy import Policy, Prices, least_exposed
 from planaria.policies.unequal import STAY
@@ -29,6 +30,7 @@ class Adaptive:
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         """The answers of all policies but of those that leave more nodes without work than another.
+        After a loss besides, of those with empty places, each followed by the fastest without.
 
         Where a policy leaves out slow nodes, it proposes plans with them, too.
         """
@@ -42,4 +44,18 @@ class Adaptive:
                     distinct.append(transition)
         stay = tuple(transition for transition in distinct if transition.answer == STAY)
         others = [transition for transition in distinct if transition.answer != STAY]
-        return (*stay, *least_exposed(others, cluster))
+        found = least_exposed(others, cluster)
+        return (*stay, *found, *(_followed(found) if isinstance(event, NodesLost) else ()))
+
+
+def _followed(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
+    """Quick answers now, and a better one at the commits after (coordinator/change.py)."""
+    whole = [transition for transition in transitions if not transition.after.gone]
+    if not whole:
+        return ()
+    then = min(whole, key=lambda transition: transition.iteration_s)
+    return tuple(
+        replace(quick, answer=f"{quick.answer}, then {then.answer}", then=then)
+        for quick in transitions
+        if quick.after.gone
+    )

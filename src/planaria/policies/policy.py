@@ -143,17 +143,31 @@ def expected_samples_per_s(
 
         v * exp(-L * t) - L * U * n / N
 
+    If another plan follows, m after the first has begun, what is beyond t + m is worth what that
+    one makes and risks, not the first: exp(-L * (t + m)) times their difference is added.
+
     With L = 0 that is v: the fastest iteration. Where L is high the least t is best.
 
     Source: DESIGN 6 (Policies); Odyssey, equation 8, for the first term.
     Differs: samples that are redone are time in which nothing counts; last copies have a price.
     """
     samples_per_s = global_batch_size / transition.iteration_s
-    nothing_s = transition.downtime_s + transition.redone_samples / samples_per_s
-    useful_per_s = samples_per_s * exp(-outlook.failures_per_s * nothing_s)
-    after = transition.after
-    share_at_risk = len(sole_holders(after)) / len(after.nodes)
-    return useful_per_s - outlook.failures_per_s * outlook.unsaved_samples * share_at_risk
+    begin_s = transition.downtime_s + transition.redone_samples / samples_per_s
+    rate = outlook.failures_per_s
+    lost_per_s = rate * outlook.unsaved_samples
+    useful_per_s = samples_per_s * exp(-rate * begin_s) - lost_per_s * _share_at_risk(transition)
+    then = transition.then
+    if then is None:
+        return useful_per_s
+    end_s = begin_s + then.downtime_s
+    until_then = samples_per_s - lost_per_s * _share_at_risk(transition)
+    then_per_s = global_batch_size / then.iteration_s - lost_per_s * _share_at_risk(then)
+    return useful_per_s + exp(-rate * end_s) * (then_per_s - until_then)
+
+
+def _share_at_risk(transition: Transition) -> float:
+    """Of the nodes that have work, those that hold some layer alone."""
+    return len(sole_holders(transition.after)) / len(transition.after.nodes)
 
 
 def best_transition(
