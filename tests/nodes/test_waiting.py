@@ -1,12 +1,15 @@
 """What a launcher hears of its coordinator, and when it has it killed."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from planaria.nodes.waiting import heard_while_running
+from planaria.nodes.waiting import computed_s, heard_while_running
 from tasks import TIMEOUT_S
 
 LEASE_S = 0.3
@@ -15,9 +18,11 @@ BEAT_S = LEASE_S / 10
 
 def listened(
     speak: Callable[[socket.socket], Coroutine[Any, Any, None]],
+    *,
+    pid: int = 0,
 ) -> tuple[bytes, list[float]]:
     """What was heard of a coordinator that says this, and for how long it had been silent when it
-    was taken for one that stands still, which closes its connection."""
+    was taken for one that stands still, which closes its connection. 0 is no process's pid."""
     silences_s: list[float] = []
 
     async def run() -> bytes:
@@ -30,7 +35,8 @@ def listened(
 
         speaking = asyncio.create_task(speak(theirs))
         heard = [
-            data async for data in heard_while_running(reader, lease_s=LEASE_S, stopped=stopped)
+            data
+            async for data in heard_while_running(reader, pid, lease_s=LEASE_S, stopped=stopped)
         ]
         await speaking
         writer.close()
@@ -50,6 +56,31 @@ def test_a_coordinator_that_falls_silent_is_killed_once() -> None:
     assert heard == b"I lead"
     (silent_s,) = silences_s
     assert silent_s > LEASE_S / 2
+
+
+def test_a_coordinator_that_is_silent_because_it_computes_is_left_alone() -> None:
+    """It was killed in the middle of a long decision; the next one would have been, too."""
+
+    async def speak(line: socket.socket) -> None:
+        line.send(b"I lead")
+        await asyncio.sleep(3 * LEASE_S)
+        line.send(b", and have decided")
+        line.close()
+
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        assert listened(speak, pid=busy.pid) == (b"I lead, and have decided", [])
+        busy.kill()
+
+
+def test_what_a_process_has_computed_is_told_also_where_it_is_gone() -> None:
+    begin_s = computed_s(os.getpid())
+    while time.process_time() < begin_s + 0.05:
+        pass
+
+    assert computed_s(os.getpid()) > begin_s
+    child = subprocess.Popen(["true"])
+    child.wait()
+    assert computed_s(child.pid) == 0.0
 
 
 def test_a_coordinator_that_beats_is_left_alone() -> None:

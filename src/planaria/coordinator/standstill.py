@@ -1,8 +1,9 @@
 """Whether the coordinator stands still, as its launcher sees it.
 
-A coordinator beats while it runs. Nodes whose heartbeats it leaves unanswered write no saves after
-a lease, and end themselves after two (agent_lease.py), so it is killed, and another started, before
-that. Once its connections are closed nodes keep their leases and wait for the next one.
+A coordinator beats while it runs, but for a long decision, in which it computes. Nodes whose
+heartbeats it leaves unanswered write no saves after a lease, and end themselves after two
+(agent_lease.py), so one that does neither is killed, and another started, before that. Once its
+connections are closed nodes keep their leases and wait for the next one.
 """
 
 from math import ceil
@@ -19,8 +20,8 @@ def stands_still(silent_ticks: int, *, has_begun: bool, lease_s: float) -> bool:
     """Whether a coordinator has been silent for too long.
 
     Args:
-        silent_ticks: of the launcher, since it heard the coordinator last. Not seconds: in time in
-            which the launcher itself was stopped it could hear nobody.
+        silent_ticks: of the launcher, in a row, in which the coordinator neither said anything nor
+            computed. Not seconds: while the launcher itself was stopped it could hear nobody.
         has_begun: it was heard at all. Before, it reads its records, from a disk that may be slow,
             and no agent is connected to it.
     """

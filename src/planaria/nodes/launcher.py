@@ -268,7 +268,9 @@ class Launcher:
         """Takes in what the coordinator says until it is gone."""
         decoder = FrameDecoder()
         lease_s = self._spec.job.cluster.lease_s
-        async for data in heard_while_running(reader, lease_s=lease_s, stopped=self._kill_leader):
+        async for data in heard_while_running(
+            reader, self._leader_pid, lease_s=lease_s, stopped=self._kill_leader
+        ):
             for body in decoder.feed(data):
                 message = _decoder.decode(body)
                 match message:

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Final
 
+import psutil
+
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.standstill import stands_still
 
@@ -16,20 +18,26 @@ _READ_BYTES: Final = 1 << 20
 
 
 async def heard_while_running(
-    reader: asyncio.StreamReader, *, lease_s: float, stopped: Callable[[float], None]
+    reader: asyncio.StreamReader, pid: int, *, lease_s: float, stopped: Callable[[float], None]
 ) -> AsyncIterator[bytes]:
     """What a coordinator says until it is gone.
 
+    One that works on a long decision is silent, too, and left alone: killed, it would have to begin
+    again, and the next one as well.
+
     Args:
+        pid: of the coordinator.
         stopped: is told since when one stands still, and kills it.
     """
     has_begun, silent_ticks, heard_s = False, 0, time.monotonic()
+    now_computed_s = computed_s(pid)
     while True:
         try:
             async with asyncio.timeout(lease_s / TICKS_PER_LEASE):
                 data = await reader.read(_READ_BYTES)
         except TimeoutError:
-            silent_ticks += 1
+            before_s, now_computed_s = now_computed_s, computed_s(pid)
+            silent_ticks = 0 if now_computed_s > before_s else silent_ticks + 1
             if stands_still(silent_ticks, has_begun=has_begun, lease_s=lease_s):
                 stopped(heard_s)
             continue
@@ -68,6 +76,15 @@ def interrupts(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> 
         for number, old in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, old)
+
+
+def computed_s(pid: int) -> float:
+    """The seconds that a process has computed, 0 if it is gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def kill_group(pid: int) -> None:
