@@ -1,12 +1,14 @@
 """Jobs that lose nodes: small ones, whose devices are too small for the model, so that n0 = 2."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from jobs import tiny_job
+from jobs import digests, tiny_job
 from planaria.config import load_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
@@ -43,10 +45,11 @@ def small_job(family: str, directory: Path, **training: Any) -> JobConfig:
 
 
 @cache
-def measured(family: str, server: ForkServer, directory: Path) -> tuple[ModelProfile, int]:
+def measured(family: str, server: ForkServer) -> tuple[ModelProfile, int]:
     """The profile of a family's job, and a device memory that makes n0 = 2."""
-    config = small_job(family, directory)
-    profile = Job(config).profile(server=server)
+    with TemporaryDirectory() as directory:
+        config = small_job(family, Path(directory))
+        profile = Job(config).profile(server=server)
     memory_bytes = 1 << 24
     while True:
         problem = Problem(
@@ -66,7 +69,7 @@ def chaos_job(
 ) -> JobConfig:
     """A job of eight iterations, with a profile, so that nothing is measured again."""
     profiles = directory.parent
-    profile, memory_bytes = measured(family, server, profiles)
+    profile, memory_bytes = measured(family, server)
     path = profiles / f"{family}.json"
     path.write_bytes(encode_profile(profile))
     config = small_job(family, directory, **({"iterations": ITERATIONS} | training))
@@ -109,6 +112,15 @@ def struck(
 def recoveries(result: TrainingResult) -> list[EventRecord]:
     """The events that were answered."""
     return [event for event in result.report.events if event.answer]
+
+
+def check_survived(result: TrainingResult, specs: Sequence[str], calm: tuple[str, str]) -> None:
+    """The job has done all its iterations, with the bits of the calm run; every fault struck."""
+    assert result.error is None, f"{specs}: {result.error}"
+    assert digests(result) == calm, specs
+    assert len(result.report.iterations) == result.planned.config.training.iterations
+    assert all(event.fired for event in result.report.events), specs
+    check_report(result)
 
 
 def check_report(result: TrainingResult) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chaos import chaos_job, check_report, recoveries, sized_plan, struck
+from chaos import chaos_job, check_survived, recoveries, sized_plan, struck
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.library import Job, TrainingResult
@@ -51,11 +51,7 @@ def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
         config = chaos_job("gpt2", tmp_path / "run", server, f=2, iterations=ITERATIONS)
         resilience = replace(config.resilience, policy="reroute")
         result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
-        assert result.error is None, f"{specs}: {result.error}"
-        assert digests(result) == calm, specs
-        assert len(result.report.iterations) == ITERATIONS
-        assert all(event.fired for event in result.report.events), specs
-        check_report(result)
+        check_survived(result, specs, calm)
         return result
 
     return run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import chaos_job, check_report, recoveries, struck
+from chaos import chaos_job, check_survived, recoveries, struck
 from jobs import digests
 from planaria.core.profile_json import encode_profile
 from planaria.library import TrainingResult
@@ -35,11 +35,7 @@ def adaptive(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
         config = chaos_job("gpt2", tmp_path / "run", server, f=2, iterations=ITERATIONS)
         resilience = replace(config.resilience, policy="adaptive", failure_rate=failure_rate)
         result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
-        assert result.error is None, f"{specs}: {result.error}"
-        assert digests(result) == calm, specs
-        assert len(result.report.iterations) == ITERATIONS
-        assert all(event.fired for event in result.report.events), specs
-        check_report(result)
+        check_survived(result, specs, calm)
         return result
 
     return run

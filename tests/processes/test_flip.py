@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chaos import ITERATIONS, chaos_job, check_report, recoveries, struck
+from chaos import ITERATIONS, chaos_job, check_survived, recoveries, struck
 from jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.tiers import DiskTier
 from planaria.core.inject import parse_injection
@@ -34,11 +34,7 @@ def outvoted(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Outvo
     def run(*specs: str) -> TrainingResult:
         config = chaos_job("gpt2", tmp_path / "run", server)
         result = struck(config, server, *specs, sizes=(2, 2, 2))
-        assert result.error is None, f"{specs}: {result.error}"
-        assert digests(result) == calm, specs
-        assert len(result.report.iterations) == ITERATIONS
-        assert all(event.fired for event in result.report.events), specs
-        check_report(result)
+        check_survived(result, specs, calm)
         return result
 
     return run

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chaos import ITERATIONS, N0, chaos_job, check_report, every_plan_for, recoveries, struck
+from chaos import ITERATIONS, N0, chaos_job, check_survived, every_plan_for, recoveries, struck
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.job import JobConfig
@@ -53,11 +53,7 @@ def survive(
     ) -> TrainingResult:
         config = chaos_job(family, tmp_path / "run", server, nodes=nodes, f=f)
         result = struck(config, server, *specs, sizes=sizes)
-        assert result.error is None, f"{specs}: {result.error}"
-        assert digests(result) == calm(family), specs
-        assert len(result.report.iterations) == ITERATIONS
-        assert all(event.fired for event in result.report.events), specs
-        check_report(result)
+        check_survived(result, specs, calm(family))
         return result
 
     return run
