@@ -30,7 +30,7 @@ def test_ends_are_those_of_a_run_for_each_number() -> None:
     """Also far beyond where the run was left: there it is the run's own period that is repeated."""
     rng = random.Random(SEED)
     num_beyond = 0
-    for case in range(40):
+    for case in range(20):
         pipelines = [random_stages(rng) for _ in range(rng.randint(1, 5))]
         most = rng.choice((1, 7, 60, 1000))
         for seconds, ends in zip(pipelines, stage_ends(pipelines, most), strict=True):

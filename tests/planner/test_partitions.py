@@ -25,7 +25,7 @@ from planaria.planner.refine import slowest_cycle_s, table_of
 from planaria.planner.templates import pipeline_template
 
 SEED = 20_261_121
-NUM_INSTANCES = 500
+NUM_INSTANCES = 200
 SOME = [100, pytest.param(1500, marks=pytest.mark.long)]
 
 

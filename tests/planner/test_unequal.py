@@ -24,8 +24,8 @@ from planaria.schedule.lower import lowered
 from strategies import MEBIBYTE, equal_problem
 
 SEED = 20_261_121
-NUM_PIPELINES = 300
-NUM_CLUSTERS = 150
+NUM_PIPELINES = 150
+NUM_CLUSTERS = 60
 
 
 def kinds(rng: random.Random, problem: Problem) -> list[NodeKind]:
@@ -89,8 +89,8 @@ def test_the_lowest_bound_of_unequal_nodes_is_that_of_exhaustive_search() -> Non
         num_mixed += min(counts) > 0
         lowest_s = min(bound_s(problem, template) for template in every)
         assert found.bound_s == pytest.approx(lowest_s, rel=1e-12), where
-    assert num_impossible > 10
-    assert num_mixed > 50
+    assert num_impossible > 5
+    assert num_mixed > NUM_PIPELINES / 4
 
 
 def parts(counts: Counts) -> Iterator[Counts]:

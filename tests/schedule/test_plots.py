@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
+from planaria.estimator.drift import Compared
 from planaria.estimator.time import Span, Timeline
+from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import parse_action
 from planaria.show.plots import chrome_trace
 
@@ -16,6 +18,7 @@ PREDICTED = Timeline(
     2.0,
 )
 MEASURED = Timeline((Span(0, "compute", parse_action("0F0"), 0.25, 1.0),), 3.0)
+COMPARED = Compared(0, PREDICTED, MEASURED)
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -24,7 +27,7 @@ def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
 
 def test_a_trace_names_a_process_per_node_and_a_thread_per_lane() -> None:
     """Rank 3 is device 1 of node 1; measured nodes are processes of their own."""
-    trace = chrome_trace(PREDICTED, [MEASURED], devices_per_node=2)
+    trace = chrome_trace([COMPARED], devices_per_node=2)
 
     named = {
         (event["pid"], event["tid"]): event["args"]["name"]
@@ -32,10 +35,10 @@ def test_a_trace_names_a_process_per_node_and_a_thread_per_lane() -> None:
         if event["name"] == "thread_name"
     }
     assert named == {
-        (0, 0): "rank 0 compute",
-        (0, 1): "rank 0 send",
-        (1, 5): "rank 3 reduce",
-        (2, 0): "rank 0 compute",
+        (1, 0): "rank 0 compute",
+        (1, 1): "rank 0 send",
+        (2, 5): "rank 3 reduce",
+        (4, 0): "rank 0 compute",
     }
     assert [
         event["args"]["name"] for event in events(trace, "M") if event["name"] == "process_name"
@@ -44,7 +47,7 @@ def test_a_trace_names_a_process_per_node_and_a_thread_per_lane() -> None:
 
 def test_spans_are_microseconds_and_named_by_their_action() -> None:
     """As the format wants it, and plain enough for json."""
-    trace = json.loads(json.dumps(chrome_trace(PREDICTED, [])))
+    trace = json.loads(json.dumps(chrome_trace([Compared(0, PREDICTED, Timeline((), 0.0))])))
 
     assert [(event["name"], event["ts"], event["dur"]) for event in events(trace, "X")] == [
         ("0F0", 0.0, 5e5),
@@ -57,7 +60,9 @@ def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
     """A slow iteration moves the next one; a fast one leaves room for its prediction."""
     fast = Timeline(MEASURED.spans, 1.0)
 
-    trace = chrome_trace(PREDICTED, [MEASURED, fast, MEASURED])
+    trace = chrome_trace(
+        [Compared(i, PREDICTED, one) for i, one in enumerate((MEASURED, fast, MEASURED))]
+    )
 
     starts = {True: [], False: []}  # type: dict[bool, list[float]]
     for event in events(trace, "X"):
@@ -65,3 +70,48 @@ def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
             starts[event["pid"] >= 4].append(event["ts"])
     assert starts[False] == [0.0, 3e6, 5e6]
     assert starts[True] == [0.25e6, 3.25e6, 5.25e6]
+
+
+def test_a_transition_stands_before_the_iteration_after_it_in_both_its_forms() -> None:
+    """What is predicted begins with the choice; both leave room for the longer of the two."""
+    lost = EventRecord(
+        kind="lost",
+        nodes=(1,),
+        iteration=1,
+        answer="simple",
+        detect_s=1.0,
+        decide_s=0.25,
+        regroup_s=0.25,
+        transfer_s=0.5,
+        downtime_s=2.0,
+        predicted_downtime_s=3.0,
+        predicted_transfer_s=0.75,
+    )
+    after = Compared(1, PREDICTED, MEASURED)
+
+    found = events(chrome_trace([COMPARED, after], [lost]), "X")
+
+    phases = {
+        (event["pid"], event["name"]): (event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in found
+        if event["cat"] == "transition"
+    }
+    assert phases == {
+        (0, "simple: decide and regroup"): (4.0, 2.25),
+        (0, "simple: transfer"): (6.25, 0.75),
+        (5, "simple: detect"): (3.0, 1.0),
+        (5, "simple: decide"): (4.0, 0.25),
+        (5, "simple: regroup"): (4.25, 0.25),
+        (5, "simple: transfer"): (4.5, 0.5),
+    }
+    forwards = [event["ts"] / 1e6 for event in found if event["name"] == "0F0"]
+    assert forwards == [0.0, 7.0, 0.25, 7.25]
+
+
+def test_iterations_that_nothing_was_measured_of_have_no_transitions() -> None:
+    """A report's other events are no phases of anything."""
+    slow = EventRecord(kind="slow", nodes=(1,), iteration=0, answer="recut", downtime_s=0.1)
+
+    trace = chrome_trace([COMPARED], [slow])
+
+    assert not [event for event in events(trace, "X") if event["cat"] == "transition"]

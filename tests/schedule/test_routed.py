@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.core.plan import Hop, Plan, Route, plain_plan
+from planaria.core.plan import Hop, Plan, Route, Ticks, plain_plan
 from planaria.schedule.action import Action, Kind, format_schedule
 from planaria.schedule.lower import execution_order, place_transfers, validate
 from planaria.schedule.routed import routed_1f1b
@@ -66,6 +66,23 @@ def test_deep_pipelines_run_textbook_1f1b(num_stages: int, num_microbatches: int
     for stage in range(num_stages):
         expected = textbook_1f1b(stage, num_stages, list(range(num_microbatches)))
         assert expected == texts(schedule.actions[stage])
+
+
+def test_what_stages_take_decides_what_is_ready_first() -> None:
+    """Two stages, letter for letter. Where the first takes four times as long, a microbatch is back
+    from the second when the next one's forward is over; where messages take their time, too, when
+    that after next is."""
+    plan = plain_plan(0, (pipeline((0, 1, 2), (0, 1)),), (4,))
+    plan = replace(plan, in_flight={0: 4, 1: 4})
+    equal, far = Ticks(1, 1, 1, 0), Ticks(1, 1, 1, 1)
+
+    def first_rank(ticks: dict[int, Ticks]) -> str:
+        return " ".join(texts(routed_1f1b(replace(plan, ticks=ticks)).actions[0]))
+
+    assert first_rank({}) == first_rank({0: equal, 1: equal})
+    assert first_rank({0: equal, 1: equal}) == "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
+    assert first_rank({0: Ticks(4, 4, 4, 0), 1: equal}) == "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3"
+    assert first_rank({0: Ticks(4, 4, 4, 0), 1: far}) == "0F0 0F1 0F2 0B0 0B1 0B2 0F3 0B3"
 
 
 def test_weight_gradients_go_where_a_rank_would_wait() -> None:

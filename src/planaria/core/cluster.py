@@ -74,16 +74,33 @@ class ClusterState:
 
 
 @dataclass(frozen=True, slots=True)
+class SavePoint:
+    """The newest state of the whole model on disk, or that before the first iteration.
+
+    Attributes:
+        iteration: the first to run from there.
+        source: the version of the disk tier; "" where only the seed or given weights tell it.
+        redone_samples: if all go back to it.
+    """
+
+    iteration: int
+    source: str
+    redone_samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodesLost:
     """Nodes are gone, all at once as far as the job can tell.
 
     Attributes:
         nodes: may be empty: the node of a worker that ended lives, and holds less.
         redone_samples: of the iteration in flight, if its outcome is to redo it; else 0.
+        saved: what all could go back to, None if they must not.
     """
 
     nodes: tuple[int, ...]
     redone_samples: int
+    saved: SavePoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

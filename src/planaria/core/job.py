@@ -6,7 +6,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
+
+PolicyName = Literal["absorb", "adaptive", "morph", "reinstantiate", "reroute", "repartition"]
+POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
 
 
 def _key(default: Any, about: str) -> Any:
@@ -85,14 +88,26 @@ class ResilienceConfig:
     failures_tolerated: int = _key(
         1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
     )
-    policy: Literal["adaptive", "reinstantiate", "reroute"] = _key(
+    policy: PolicyName = _key(  # noqa: RUF009 (an alias of a Literal)
         "reinstantiate",
         "who answers a loss; reinstantiate: pipelines made anew (Oobleck); reroute: microbatches "
-        "go around lost nodes (ReCycle); adaptive: whichever is expected to train the most samples "
-        "before the next failure",
+        "go around lost nodes (ReCycle); repartition: pipelines of any depth, searched for the "
+        "nodes that are left (Odyssey); morph: the best grid of equal pipelines, from the newest "
+        "save (Varuna); absorb: a neighbour computes a lost node's layers, which it keeps in step, "
+        "in about twice the memory (Bamboo); adaptive: whichever is expected to train the most "
+        "samples before the next failure",
     )
     failure_rate: float = _key(
         0.0, "failures of the whole job in an hour, to choose answers by; 0: learned from its own"
+    )
+    dp_range: int = _key(
+        2, "repartition: pipelines more or fewer than there are that are searched, at most"
+    )
+    pp_range: int = _key(
+        2, "repartition: nodes of a pipeline more or fewer than an even share, at most"
+    )
+    failures_ahead: int = _key(
+        2, "losses at once that answers are searched for before they come; 0: none"
     )
     assignment: Literal["least_bytes", "naive"] = _key(
         "least_bytes",

@@ -14,6 +14,8 @@ from planaria.core.plan import Plan, Transfer
 
 # The iteration of a StartEpoch that begins when the ranks of the epoch before agree to.
 AT_COMMIT: Final = -1
+# The rank of a SaveFailed about the manifest.
+BY_PUBLISHER: Final = -1
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +74,7 @@ class Stopped(Message, frozen=True, kw_only=True):
         vector: the newest commit vector that the rank holds, of iteration vector_iteration; -1
             and empty if it has none.
         hashes: sampled, of the layers' parameters at these ages; empty if none are compared.
+        since: as in StartEpoch, of the newest order that the rank has carried out.
     """
 
     rank: int
@@ -81,6 +84,7 @@ class Stopped(Message, frozen=True, kw_only=True):
     vector_iteration: int = -1
     vector: bytes = b""
     hashes: dict[int, int] = {}
+    since: int = -1
 
 
 class EpochReady(Message, frozen=True, kw_only=True):
@@ -109,7 +113,8 @@ class IterationDone(Message, frozen=True, kw_only=True):
             commit vector.
         seconds: since this rank ended the iteration before.
         stall_s: of those, spent in copying state for a save.
-        computing_s: of those, spent in forwards and backwards, waits and reductions left out.
+        action_s: of those, spent in forwards ("F") and backwards ("B", or "BI" and "BW"); waits and
+            reductions are left out.
         peak_bytes: most resident memory above that of the worker before it held a layer.
         ends: this iteration is the last one (the end, target_loss, or a request to stop).
         switches: it is the last one of this epoch; the rank goes on with the order that it has.
@@ -128,8 +133,13 @@ class IterationDone(Message, frozen=True, kw_only=True):
     ends: bool
     switches: bool = False
     received_bytes: int = 0
-    computing_s: float = 0.0
+    action_s: dict[str, float] = {}
     spans: tuple[MeasuredSpan, ...] = ()
+
+    @property
+    def computing_s(self) -> float:
+        """In forwards and backwards together."""
+        return sum(self.action_s.values())
 
 
 class Corrupted(Message, frozen=True, kw_only=True):
@@ -274,12 +284,15 @@ class StartEpoch(Message, frozen=True, kw_only=True):
             commit at which all ranks of the epoch before ask for this one; whoever has no part
             in that one begins at once.
         vector: of iteration - 1, to be applied first by whoever has not; empty before the first
-            iteration of a run. Gradients of any other iteration are dropped.
-        source: before the first iteration of a run, the version of the disk tier in which all
-            layers are, "" if the seed or given weights tell them.
+            iteration of a run, or after the job went back to a save. Gradients of any other
+            iteration are dropped.
+        source: where there is no vector, the version of the disk tier in which all layers are, ""
+            if the seed or given weights tell them.
         rounds: of transfers of the layers that a rank lacks; those of the silent ones arrive while
             training goes on.
         persists: save to disk before the first iteration.
+        since: the epoch in which the job last went back to a save, -1 if never. What a rank has
+            from before that counts no more, and is dropped.
     """
 
     epoch: int
@@ -290,6 +303,7 @@ class StartEpoch(Message, frozen=True, kw_only=True):
     source: str = ""
     rounds: tuple[tuple[Transfer, ...], ...] = ()
     persists: bool = False
+    since: int = -1
 
 
 class SaveLayers(Message, frozen=True, kw_only=True):
@@ -297,13 +311,14 @@ class SaveLayers(Message, frozen=True, kw_only=True):
 
     Attributes:
         layers: that each rank writes.
-        vector: as in StartEpoch.
+        vector, since: as in StartEpoch.
     """
 
     epoch: int
     iteration: int
     layers: dict[int, tuple[int, ...]]
     vector: bytes = b""
+    since: int = -1
 
 
 class Shutdown(Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 NUM_CHUNKS: Final = 64  # Of a layer's state, which several holders may send.
 
@@ -182,6 +182,21 @@ class Hop:
 Route = tuple[Hop, ...]
 
 
+class Ticks(NamedTuple):
+    """What a stage takes in the virtual time of a schedule (schedule/routed.py), in any unit.
+
+    Attributes:
+        forward: of all its layers.
+        backward_input, backward_weight: the parts of their backward.
+        arrival: of its input, from the rank before; the gradient that goes back takes as long.
+    """
+
+    forward: int
+    backward_input: int
+    backward_weight: int
+    arrival: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Who computes what: pipelines, and the route of every microbatch of an iteration.
@@ -196,6 +211,9 @@ class Plan:
         in_flight: by rank, how many microbatches it may keep in flight at most, where that is not
             as many as the schedule would (schedule/routed.py).
         splits_backward: whether gradients of weights are put off into bubbles.
+        ticks: of the stage of each rank; empty if the stages of a pipeline count as equal.
+        shadows: layers that a rank holds besides, reduces and steps like their holders, to compute
+            them once the node that does is lost; their forwards it computes ahead of that.
     """
 
     epoch: int
@@ -205,6 +223,8 @@ class Plan:
     gone: tuple[int, ...] = ()
     in_flight: Mapping[int, int] = field(default_factory=dict)
     splits_backward: bool = False
+    ticks: Mapping[int, Ticks] = field(default_factory=dict)
+    shadows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -263,10 +283,10 @@ class Plan:
 
     @cached_property
     def held_by_rank(self) -> Mapping[int, frozenset[int]]:
-        """As `layers_by_rank`, of all ranks, with what they have silently."""
-        computed = self.layers_by_rank
+        """As `layers_by_rank`, of all ranks, with their shadows and what they have silently."""
+        parts = (self.layers_by_rank, self.shadows, self.silent)
         return {
-            rank: frozenset((*computed.get(rank, ()), *self.silent.get(rank, ())))
+            rank: frozenset(layer for part in parts for layer in part.get(rank, ()))
             for rank in self.all_ranks
         }
 
@@ -306,6 +326,7 @@ class Transition:
         answer: how the policy would do it, such as "borrow" or "global".
         then: what the job may change to at commits, while it trains by `after`; its downtime is for
             how long layers move.
+        goes_back: all ranks drop what they hold, and go on from the newest save on disk.
     """
 
     before: Plan
@@ -317,6 +338,7 @@ class Transition:
     policy: str
     answer: str
     then: "Transition | None" = None
+    goes_back: bool = False
 
     def __post_init__(self) -> None:
         assert self.after.epoch > self.before.epoch

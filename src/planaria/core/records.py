@@ -39,6 +39,24 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
     last_s: float = 0.0
 
 
+class Findings(msgspec.Struct, frozen=True, kw_only=True):
+    """How far seconds are from what a job's profile says, as measured in the job.
+
+    Attributes:
+        layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
+            coordinator/drift.py.
+        linked_s: that links took when the job began, 0 if that is not known.
+        overheads_s: of the newest recoveries, what they took beside moving layers, the newest last.
+            See coordinator/overhead.py.
+        pauses_s: of the newest switches, for how long ranks did not train.
+    """
+
+    layer_factors: tuple[float, ...] = ()
+    linked_s: float = 0.0
+    overheads_s: tuple[float, ...] = ()
+    pauses_s: tuple[float, ...] = ()
+
+
 class Members(msgspec.Struct, frozen=True, kw_only=True):
     """Who belongs to an epoch.
 
@@ -48,6 +66,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
             recorded before it has.
         failures: of machines, how many and when the last one was.
         history: of failures of the job.
+        findings: of the job's seconds.
     """
 
     epoch: int
@@ -57,24 +76,42 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     is_planned: bool = False
     failures: dict[str, tuple[int, float]] = {}
     history: FailureHistory = FailureHistory()
+    findings: Findings = Findings()
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where what the job has trained begins: its start, or the save that all went back to last.
+
+    Attributes:
+        iteration: the first to run from there.
+        source: the version of the disk tier with all layers, "" for the seed or given weights.
+        epoch: in which all went back to it; -1 for the start.
+    """
+
+    iteration: int = 0
+    source: str = ""
+    epoch: int = -1
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Where all go on: COMMIT of iteration - 1, which is REDO of iteration.
+    """Where all go on: COMMIT of iteration - 1, which is REDO of iteration, or back at a save.
 
-    The ranks do the same in both: whoever has not applied iteration - 1 does so, by its vector,
-    and gradients of later iterations are dropped.
+    The ranks do the same in the first two: whoever has not applied iteration - 1 does so, by its
+    vector, and gradients of later iterations are dropped. Back at a save, all drop what they have.
 
     Attributes:
         iteration: the next to run.
-        vector: of iteration - 1; empty before the first iteration of a run.
+        vector: of iteration - 1; empty where the iteration is the origin's.
         is_redo: every member had applied iteration - 1, so what they had begun is lost.
+        origin: on which the iterations before are built. It is of this epoch if all go back in it;
+            later outcomes inherit it.
     """
 
     epoch: int
     iteration: int
     vector: bytes = b""
     is_redo: bool = True
+    origin: Origin = Origin()
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,12 +132,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far the job has come; `ends` if the last of these iterations was the job's last.
 
-    `stop_reason` says why it had to stop before its end, "" if it had not.
+    `stop_reason` says why it had to stop before its end, "" if it had not. `since` is the epoch in
+    which the job last went back to a save, as in StartEpoch.
     """
 
     num_committed: int
     ends: bool
     stop_reason: str = ""
+    since: int = -1
 
 
 Record = Members | Outcome | Decision | Progress
@@ -143,7 +182,10 @@ class Decided(Message, frozen=True, kw_only=True):
     """How the job goes on; `plan` may leave nodes out only if there is no work for them.
 
     Attributes:
+        predicted_transfer_s: of the downtime, what moving layers is to take.
         joined: nodes that had waited to be members.
+        source: the version of the disk tier that all go back to; "" if live layers serve, or none
+            was saved.
         time_to_failure_s: mean time to the next failure, as the candidates are weighed by it.
     """
 
@@ -155,10 +197,12 @@ class Decided(Message, frozen=True, kw_only=True):
     plan: Plan
     predicted_s: float
     predicted_downtime_s: float
+    predicted_transfer_s: float
     transfer_bytes: int
     redone_samples: int
     detected_s: float
     joined: tuple[int, ...] = ()
+    source: str = ""
     time_to_failure_s: float = 0.0
     degraded: str = ""
 
@@ -206,8 +250,28 @@ class Changed(Message, frozen=True, kw_only=True):
     degraded: str = ""
 
 
+class ProfileCorrected(Message, frozen=True, kw_only=True):
+    """The profile is corrected: layers take other seconds than were predicted so far.
+
+    Attributes:
+        iteration: the first that is predicted by them.
+        layer_factors: how many times the profile's seconds each layer takes.
+        predicted_s: of an iteration of the plan in use.
+        warning: in words, where they are far from the profile and were not before; else empty.
+    """
+
+    epoch: int
+    iteration: int
+    layer_factors: tuple[float, ...]
+    predicted_s: float
+    warning: str = ""
+
+
 class Committed(Message, frozen=True, kw_only=True):
-    """Every member has applied the iteration; `reports` are those of the ranks that could."""
+    """Every member has applied the iteration; `reports` are those of the ranks that could.
+
+    After the job went back to a save, in epoch `since`, iterations are committed once more.
+    """
 
     iteration: int
     epoch: int
@@ -217,6 +281,7 @@ class Committed(Message, frozen=True, kw_only=True):
     ends: bool
     reports: tuple[IterationDone, ...]
     now_s: float
+    since: int = -1
 
 
 class Saved(Message, frozen=True, kw_only=True):
@@ -235,10 +300,16 @@ class Unsaved(Message, frozen=True, kw_only=True):
 
 
 class Warned(Message, frozen=True, kw_only=True):
-    """Something went wrong that does not stop the job; `undrained` are nodes that stay."""
+    """Something went wrong that does not stop the job.
+
+    Attributes:
+        undrained: nodes that stay.
+        untold: an iteration that is committed though nobody can report it, -1 for none.
+    """
 
     text: str
     undrained: tuple[int, ...] = ()
+    untold: int = -1
 
 
 class Ended(Message, frozen=True, kw_only=True):
@@ -285,6 +356,7 @@ ToLauncher = (
     | Decided
     | Running
     | Changed
+    | ProfileCorrected
     | Committed
     | Saved
     | Unsaved

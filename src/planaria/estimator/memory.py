@@ -86,7 +86,9 @@ def bytes_by_rank(
         for stage, (rank, *_) in stages:
             if rank in at_work:
                 layers = profile.layers[stage.first_layer : stage.end_layer]
-                state_bytes = _state_bytes(layers, stage.num_devices, gradient_copies)
+                shadows = [profile.layers[layer] for layer in plan.shadows.get(rank, ())]
+                held = (*layers, *shadows)
+                state_bytes = _state_bytes(held, stage.num_devices, gradient_copies)
                 kept_bytes = sum(layer.activation_bytes for layer in layers)
                 if plan.splits_backward:
                     kept_bytes += sum(layer.output_bytes for layer in layers)

@@ -12,7 +12,7 @@ Not modelled: links that share a wire.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, overload
 
@@ -28,6 +28,7 @@ from planaria.schedule.action import (
     REDUCE,
     SEND_BACKWARD,
     SEND_FORWARD,
+    SHADOW,
     Action,
     Kind,
     Schedule,
@@ -40,6 +41,7 @@ LANES: Mapping[Kind, str] = {
     BACKWARD: "compute",
     BACKWARD_INPUT: "compute",
     BACKWARD_WEIGHT: "compute",
+    SHADOW: "compute",
     SEND_FORWARD: "send",
     SEND_BACKWARD: "send",
     REDUCE: "reduce",
@@ -135,6 +137,7 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
         BACKWARD_WEIGHT: [visit.backward_s - visit.input_s for visit in visits],
         SEND_FORWARD: [visit.onward.transfer_s for visit in visits],
         SEND_BACKWARD: [visit.back.transfer_s for visit in visits],
+        SHADOW: [s for route in schedule.routes for s in cluster.shadows_s(route)],
         REDUCE: reduce_s,
     }
     starts_s = {kind: [0.0] * len(lasts) for kind, lasts in lasts_s.items()}
@@ -157,7 +160,7 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
             clocks_s[rank] = max(clocks_s[rank], forward_arrivals_s[slot])
         elif kind is RECEIVE_BACKWARD:
             clocks_s[rank] = max(clocks_s[rank], backward_arrivals_s[slot])
-        elif kind is BACKWARD_INPUT or kind is BACKWARD_WEIGHT:
+        elif kind is BACKWARD_INPUT or kind is BACKWARD_WEIGHT or kind is SHADOW:
             starts_s[kind][slot] = now_s = clocks_s[rank]
             clocks_s[rank] = now_s + lasts_s[kind][slot]
         elif kind is REDUCE:
@@ -263,6 +266,7 @@ class _Cluster:
             for rank in pipeline.stage_ranks(index)
         }
         self._visits: dict[Route, tuple[_Visit, ...]] = {}
+        self._shadows_s: dict[Route, tuple[float, ...]] = {}
         self._links: dict[tuple[int, int], int] = {}
 
     @property
@@ -278,6 +282,13 @@ class _Cluster:
             ways = zip(route, [*onward, _NO_WAY], [_NO_WAY, *back], strict=True)
             self._visits[route] = tuple(_Visit(*self._compute_s(hop), *both) for hop, *both in ways)
         return self._visits[route]
+
+    def shadows_s(self, route: Route) -> tuple[float, ...]:
+        """By hop, what its forward takes on the rank of the hop before; 0 for the first."""
+        if route not in self._shadows_s:
+            moved = (replace(hop, rank=before.rank) for before, hop in pairwise(route))
+            self._shadows_s[route] = (0.0, *(self._compute_s(hop)[0] for hop in moved))
+        return self._shadows_s[route]
 
     def _compute_s(self, hop: Hop) -> tuple[float, float, float]:
         """Seconds of the forward and the backward of a hop, and of the latter's first part."""

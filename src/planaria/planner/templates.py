@@ -161,7 +161,7 @@ def fastest_templates(
         for (counts, shape), seconds in zip(pairs, makespans_s.tolist(), strict=True):
             best[counts] = min(best.get(counts, (seconds, shape)), (seconds, shape))
     return {
-        counts: RankedTemplate(_template(costs, shape), seconds, found[counts].bound_s)
+        counts: RankedTemplate(template_of(costs, shape), seconds, found[counts].bound_s)
         for counts, (seconds, shape) in sorted(best.items())
     }
 
@@ -174,7 +174,7 @@ def paper_templates(
     costs = stage_costs(_without_memory(problem))
     found = {size: paper_partition(costs, size) for size in sizes}
     return {
-        size: RankedTemplate(_template(costs, shape), seconds, seconds, is_paper=True)
+        size: RankedTemplate(template_of(costs, shape), seconds, seconds, is_paper=True)
         for size, (seconds, shape) in ((n, one) for n, one in found.items() if one is not None)
     }
 
@@ -183,10 +183,11 @@ def paper_template(problem: Problem, num_nodes: int) -> PipelineTemplate | None:
     """One of them, of any number of nodes; None if there is no partition."""
     costs = stage_costs(_without_memory(problem))
     found = paper_partition(costs, num_nodes)
-    return None if found is None else _template(costs, found[1])
+    return None if found is None else template_of(costs, found[1])
 
 
-def _template(costs: StageCosts, shape: Shape) -> PipelineTemplate:
+def template_of(costs: StageCosts, shape: Shape) -> PipelineTemplate:
+    """The template with this partition."""
     firsts = (0, *(end for end, _ in shape))
     stages = []
     kinds = []

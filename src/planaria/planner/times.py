@@ -86,27 +86,9 @@ class PlainTimes:
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> Iteration:
         """As `iteration_s`, with its reductions."""
-        profile = self._problem.profile
-        plan = Plan(0, pipelines_of(templates, range(sum(t.num_nodes for t in templates))), ())
         both = list(zip(templates, microbatches, strict=True))
         stages_s = {pair: self.ends(pair[0]).of(pair[1]).tolist() for pair in set(both)}
-        ends_s: dict[int, float] = {}
-        for pipeline, pair in zip(plan.pipelines, both, strict=True):
-            for ranks, end_s in zip(pipeline.ranks_by_stage(), stages_s[pair], strict=True):
-                ends_s[ranks[0]] = end_s
-        buckets = buckets_of(plan, tied=profile.tied, order=self._problem.reduction_order)
-        # A stage's other devices hand over at once: they add nothing to its first one's.
-        handed_over_s = [max(ends_s.get(rank, 0.0) for rank in b.ranks) for b in buckets]
-        factor = self._problem.reduce_bytes_factor
-        reductions = Reductions(profile, plan, bytes_factor=factor)
-        reduce_s = [reductions.seconds(bucket) for bucket in buckets]
-        starts_s = reduction_starts_s(buckets, handed_over_s, reduce_s)
-        run = tuple(
-            Reduction(bucket, start_s, start_s + lasts_s)
-            for bucket, start_s, lasts_s in zip(buckets, starts_s, reduce_s, strict=True)
-        )
-        last_s = max((*ends_s.values(), *(one.end_s for one in run)))
-        return Iteration(run, last_s + reductions.commit_s())
+        return iteration_after(self._problem, templates, [stages_s[pair] for pair in both])
 
     def bubble_share(
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
@@ -129,6 +111,35 @@ class PlainTimes:
         seconds = [stage_seconds(self._problem.profile, template) for template in new]
         ends = stage_ends(seconds, self._problem.num_microbatches)
         self._ends.update(zip(new, ends, strict=True))
+
+
+def iteration_after(
+    problem: Problem, templates: Sequence[PipelineTemplate], ends_s: Sequence[Sequence[float]]
+) -> Iteration:
+    """The reductions that follow the ends of stages, whatever schedule led to these.
+
+    Args:
+        ends_s: by pipeline, when each of its stages has done its last backward.
+    """
+    profile = problem.profile
+    plan = Plan(0, pipelines_of(templates, range(sum(t.num_nodes for t in templates))), ())
+    end_s_of = {
+        ranks[0]: end_s
+        for pipeline, stages_s in zip(plan.pipelines, ends_s, strict=True)
+        for ranks, end_s in zip(pipeline.ranks_by_stage(), stages_s, strict=True)
+    }
+    buckets = buckets_of(plan, tied=profile.tied, order=problem.reduction_order)
+    # A stage's other devices hand over at once: they add nothing to its first one's.
+    handed_over_s = [max(end_s_of.get(rank, 0.0) for rank in b.ranks) for b in buckets]
+    reductions = Reductions(profile, plan, bytes_factor=problem.reduce_bytes_factor)
+    reduce_s = [reductions.seconds(bucket) for bucket in buckets]
+    starts_s = reduction_starts_s(buckets, handed_over_s, reduce_s)
+    run = tuple(
+        Reduction(bucket, start_s, start_s + lasts_s)
+        for bucket, start_s, lasts_s in zip(buckets, starts_s, reduce_s, strict=True)
+    )
+    last_s = max((*end_s_of.values(), *(one.end_s for one in run)))
+    return Iteration(run, last_s + reductions.commit_s())
 
 
 def pipelines_of(

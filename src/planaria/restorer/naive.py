@@ -40,7 +40,7 @@ def whole_transfers(
         first.update(dict.fromkeys(held[rank], rank))
     return tuple(
         Transfer(layer, first[layer], rank, layer_bytes[layer])
-        for rank, layers in sorted(after.layers_by_rank.items())
+        for rank, layers in sorted(after.held_by_rank.items())
         for layer in layers
         if layer not in held[rank]
     )

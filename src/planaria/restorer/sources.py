@@ -61,7 +61,7 @@ def balanced_transfers(
             holders[layer][rank // per_node] = rank
     found: list[Transfer] = []
     groups: dict[tuple[int, ...], list[_Need]] = {}
-    for rank, layers in after.layers_by_rank.items():
+    for rank, layers in after.held_by_rank.items():
         for layer in layers:
             if layer in held[rank]:
                 continue

@@ -7,7 +7,8 @@ stands, the peer follows from the route of the microbatch.
 Text: an action is `{hop}{kind}{microbatch}`, so `0F3` is the forward of microbatch 3 at hop 0 of
 its route and `1SB2` sends the gradient of microbatch 2 from hop 1 back to hop 0. A backward is
 whole, `1B2`, or its input's gradient `1BI2` and, some time later, its weights' `1BW2`. A reduction
-is `R{bucket}`. A schedule is one line a rank: `0: 0F0 0F1 0B0 0B1 R0`.
+is `R{bucket}`. An eager forward of hop 1 on the rank of the hop before it (redundant.py) is `1E3`.
+A schedule is one line a rank: `0: 0F0 0F1 0B0 0B1 R0`.
 
 Source: the text form follows torch.distributed.pipelining's `_Action`.
 Differs: the number in front is the hop of the microbatch's own route, not a stage of the job:
@@ -36,6 +37,7 @@ class Kind(StrEnum):
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
+    SHADOW = "E"
     REDUCE = "R"
 
 
@@ -49,6 +51,7 @@ SEND_FORWARD = Kind.SEND_FORWARD
 RECEIVE_FORWARD = Kind.RECEIVE_FORWARD
 SEND_BACKWARD = Kind.SEND_BACKWARD
 RECEIVE_BACKWARD = Kind.RECEIVE_BACKWARD
+SHADOW = Kind.SHADOW
 REDUCE = Kind.REDUCE
 
 
@@ -130,7 +133,7 @@ def crossings_of(routes: Sequence[Route]) -> list[tuple[bool, ...]]:
     return [by_route[route] for route in routes]
 
 
-_ACTION = re.compile(r"(\d+)(F|B|BI|BW|SF|RF|SB|RB)(\d+)")
+_ACTION = re.compile(r"(\d+)(F|B|BI|BW|SF|RF|SB|RB|E)(\d+)")
 _REDUCE = re.compile(r"R(\d+)")
 
 # A table of at most this many steps and ranks is printed whole.

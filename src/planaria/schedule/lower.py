@@ -34,6 +34,7 @@ from planaria.schedule.action import (
     slots_of,
 )
 from planaria.schedule.buckets import ReductionOrder, buckets_of
+from planaria.schedule.redundant import place_shadows
 from planaria.schedule.routed import routed_1f1b
 from planaria.schedule.rules import check_rules
 
@@ -57,7 +58,7 @@ def unchecked(
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
     """As `lowered`, not validated: for searches, which would spend half their time on that."""
-    schedule = place_transfers(routed_1f1b(plan))
+    schedule = place_shadows(place_transfers(routed_1f1b(plan)), plan)
     return place_reductions(schedule, plan, tied=tied, order=order)
 
 
@@ -75,7 +76,7 @@ def lowered_for(
     that meet, and reductions cannot block each other, for every rank runs them in one order.
     """
     part, microbatches = _met(plan, rank)
-    schedule = place_transfers(routed_1f1b(part))
+    schedule = place_shadows(place_transfers(routed_1f1b(part)), part)
     validate(schedule, plan.num_layers)
     actions = tuple(
         action._replace(microbatch=microbatches[action.microbatch])

@@ -21,8 +21,9 @@ stages, a loss in each of two of them: 40 units with it, 51 without.) A plan may
 device has so much memory.
 
 Virtual time counts a whole stage as one unit of its pipeline, 1 / S of the model, whatever its
-layers: the planner balances stages in seconds, which layer counts do not show. A hop over part
-of a stage costs its share of the layers; a backward costs two forwards.
+layers: the planner balances stages in seconds, which layer counts do not show. A backward costs two
+forwards. Where losses have made ranks unequal a plan tells the ticks of each stage; what is ready
+when then comes out as it will. A hop over part of a stage costs its share of the layers.
 
 A rank that microbatches of several pipelines visit serves them evenly: a microbatch's turn is its
 place among those with which it shares the rank of its route that fewest visit, as a fraction of
@@ -45,7 +46,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import lcm
 
-from planaria.core.plan import Hop, Plan, Route
+from planaria.core.plan import Hop, Plan, Route, Ticks
 from planaria.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -58,7 +59,7 @@ from planaria.schedule.action import (
 # A piece of work is 4 * visit + one of these, so that what is older comes first.
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
 _KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-_COST = (1, 2, 1, 1)  # In forwards.
+_Times = tuple[int, int, int, int]  # In virtual time, of each of the four.
 
 
 def routed_1f1b(plan: Plan) -> Schedule:
@@ -81,7 +82,9 @@ class _Visit:
 
     Attributes:
         action: its forward.
-        cost: virtual time of the forward.
+        costs: virtual time of its forward, its whole backward and both parts of it.
+        arrives: virtual time of what comes from the hop before, if that is on another rank; the
+            gradient that goes back takes as long.
         enters: whether the microbatch comes to this rank for the first time.
         is_last: whether it is the last hop of the route.
         backward: _BACKWARD, or _INPUT where it has two parts.
@@ -90,7 +93,8 @@ class _Visit:
 
     action: Action
     rank: int
-    cost: int
+    costs: _Times
+    arrives: int
     enters: bool
     is_last: bool
     backward: int
@@ -134,7 +138,7 @@ class _Rank:
 def _visits(plan: Plan) -> list[_Visit]:
     """All hops of all microbatches, sorted by the microbatch's turn: a smaller index is older."""
     costs = _Costs(plan)
-    by_route: dict[Route, list[tuple[int, int, bool, bool, int, bool]]] = {}
+    by_route: dict[Route, list[tuple[int, _Times, int, bool, bool, int, bool]]] = {}
     visits: list[_Visit] = []
     for microbatch in _turns(plan.routes):
         route = plan.routes[microbatch]
@@ -142,7 +146,8 @@ def _visits(plan: Plan) -> list[_Visit]:
             by_route[route] = [
                 (
                     hop.rank,
-                    costs.forward(hop),
+                    costs.of(hop),
+                    costs.arrival(route[index - 1], hop) if index else 0,
                     enters,
                     hop.end_layer == plan.num_layers,
                     _INPUT if plan.splits_backward and index else _BACKWARD,
@@ -189,22 +194,31 @@ class _Costs:
 
     def __init__(self, plan: Plan) -> None:
         self._layers = plan.layers_by_rank
-        # By rank, into how many equal parts of the model its pipeline's time falls, a layer each.
+        self._ticks = plan.ticks or dict.fromkeys(plan.ranks, Ticks(1, 1, 1, 0))
+        # By rank, into how many equal parts its stage falls, a layer each; without ticks those of
+        # the model that its pipeline's time falls into.
         parts = {
-            rank: len(pipeline.template.stages) * (stage.end_layer - stage.first_layer)
+            rank: (1 if plan.ticks else len(pipeline.template.stages))
+            * (stage.end_layer - stage.first_layer)
             for pipeline in plan.pipelines
             for stage, ranks in zip(
                 pipeline.template.stages, pipeline.ranks_by_stage(), strict=True
             )
             for rank in ranks
         }
-        scale = lcm(*parts.values())
-        self._layer_cost = {rank: scale // number for rank, number in parts.items()}
+        self._scale = lcm(*parts.values())
+        self._layer_cost = {rank: self._scale // number for rank, number in parts.items()}
 
-    def forward(self, hop: Hop) -> int:
+    def of(self, hop: Hop) -> _Times:
         layers = self._layers[hop.rank]
         assert layers.start <= hop.first_layer < hop.end_layer <= layers.stop
-        return self._layer_cost[hop.rank] * (hop.end_layer - hop.first_layer)
+        cost = self._layer_cost[hop.rank] * (hop.end_layer - hop.first_layer)
+        ticks = self._ticks[hop.rank]
+        first, second = cost * ticks.backward_input, cost * ticks.backward_weight
+        return cost * ticks.forward, first + second, first, second
+
+    def arrival(self, before: Hop, hop: Hop) -> int:
+        return 0 if before.rank == hop.rank else self._scale * self._ticks[hop.rank].arrival
 
 
 def _limits(plan: Plan) -> dict[int, int]:
@@ -229,6 +243,12 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
     due: dict[int, list[int]] = {}
     times: list[int] = []
 
+    def put(at: int, work: int) -> None:
+        if at not in due:
+            due[at] = []
+            heappush(times, at)
+        due[at].append(work)
+
     def start(now: int, rank: _Rank, work: int) -> None:
         visit, kind = visits[work >> 2], work & 3
         action = visit.action
@@ -236,11 +256,7 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
             action = Action(_KINDS[kind], action.microbatch, action.hop)
         rank.order.append(action)
         rank.is_busy = True
-        end = now + visit.cost * _COST[kind]
-        if end not in due:
-            due[end] = []
-            heappush(times, end)
-        due[end].append(work)
+        put(now + visit.costs[kind], work)
 
     now = 0
     touched = set(ranks)
@@ -259,33 +275,48 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
         # All that ends at one instant ends before anyone chooses: a backward that frees a place
         # and the forward that takes it meet exactly in steady 1F1B.
         now = heappop(times)
-        touched = {number for work in due.pop(now) for number in _finish(work, visits, ranks)}
+        touched = set()
+        for work in due.pop(now):
+            if work < 0:
+                touched.add(_arrive(~work, visits, ranks))
+                continue
+            touched.add(visits[work >> 2].rank)
+            for message, arrives in _finish(work, visits, ranks):
+                if arrives:
+                    put(now + arrives, ~message)
+                else:
+                    touched.add(_arrive(message, visits, ranks))
 
 
-def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> tuple[int, int]:
-    """Ends a piece of work, makes what it enables ready, and returns the ranks concerned."""
+def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> list[tuple[int, int]]:
+    """Ends a piece of work; returns what it enables elsewhere, and how long that is on its way.
+
+    What is on its way is a piece of work too: the forward, or the backward, of the visit it is for.
+    """
     index, kind = work >> 2, work & 3
     visit = visits[index]
     rank = ranks[visit.rank]
     rank.is_busy = False
-    if kind == _FORWARD and not visit.is_last:
-        after = visits[index + 1]
-        ranks[after.rank].admit(index + 1, after)
-        return visit.rank, after.rank
     if kind == _FORWARD:
-        _make_backward_ready(index, visits, ranks)
-        return visit.rank, visit.rank
+        if visit.is_last:
+            return [(4 * index + visit.backward, 0)]
+        return [(4 * (index + 1) + _FORWARD, visits[index + 1].arrives)]
     if kind == _INPUT:
         heappush(rank.put_off, 4 * index + _WEIGHT)
     elif visit.enters:
         rank.in_flight -= 1
     if kind == _WEIGHT or visit.action.hop == 0:
-        return visit.rank, visit.rank
-    _make_backward_ready(index - 1, visits, ranks)
-    return visit.rank, visits[index - 1].rank
+        return []
+    return [(4 * (index - 1) + visits[index - 1].backward, visit.arrives)]
 
 
-def _make_backward_ready(index: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
+def _arrive(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> int:
+    """Makes a piece of work ready, and returns its rank."""
+    index, kind = work >> 2, work & 3
     visit = visits[index]
     rank = ranks[visit.rank]
-    heappush(rank.put_off if visit.is_put_off else rank.under_way, 4 * index + visit.backward)
+    if kind == _FORWARD:
+        rank.admit(index, visit)
+    else:
+        heappush(rank.put_off if visit.is_put_off else rank.under_way, work)
+    return visit.rank

@@ -5,7 +5,8 @@ its own rank; the backward is whole or in two parts, but for the first hop's, wh
 gradient. Where the way to the neighbouring hop leads to another rank there is a receive, a
 send, and one of each for the gradient. Within a rank an action stands behind those of the same
 rank that it needs. A bucket has two ranks or more, is reduced once on each of them, and behind
-every backward there that adds to it; buckets of one round share no rank.
+every backward there that adds to it; buckets of one round share no rank. An eager forward is on the
+rank of the hop before, while the output of that is there.
 
 Whether receives meet their sends in an order that can finish is for `lower.validate` to find out.
 """
@@ -24,6 +25,7 @@ from planaria.schedule.action import (
     REDUCE,
     SEND_BACKWARD,
     SEND_FORWARD,
+    SHADOW,
     Action,
     Bucket,
     Kind,
@@ -35,7 +37,7 @@ from planaria.schedule.action import (
 
 _NO_LAYERS: frozenset[int] = frozenset()
 _PARTS = (BACKWARD_INPUT, BACKWARD_WEIGHT)
-_BY_HOP = tuple(kind for kind in Kind if kind is not REDUCE and kind not in _PARTS)
+_BY_HOP = tuple(kind for kind in Kind if kind not in (REDUCE, SHADOW, *_PARTS))
 
 
 def check_rules(schedule: Schedule, num_layers: int) -> None:
@@ -116,6 +118,8 @@ class _Checker:
         if not (0 <= microbatch < len(routes) and 0 <= index < len(routes[microbatch])):
             return "is no hop of a route"
         hop = routes[microbatch][index]
+        if kind is SHADOW:
+            return self._shadow_fault(rank, microbatch, index)
         if hop.rank != rank:
             return f"belongs to rank {hop.rank}"
         before, after = self._crossings[microbatch][index : index + 2]
@@ -136,6 +140,17 @@ class _Checker:
         if adds and not self._closed.get(rank, _NO_LAYERS).isdisjoint(layers):
             return "adds to gradients that are already reduced"
         return ""
+
+    def _shadow_fault(self, rank: int, microbatch: int, index: int) -> str:
+        slot = self._slots[microbatch] + index
+        if not index or self._schedule.routes[microbatch][index - 1].rank != rank:
+            return "belongs to the rank of the hop before"
+        if self._seen[SHADOW][slot]:
+            return "stands twice"
+        self._seen[SHADOW][slot] = 1
+        if not self._has(FORWARD, slot - 1):
+            return f"needs {Action(FORWARD, microbatch, index - 1)} before it"
+        return "has no output to begin with" if self._has(BACKWARD, slot - 1) else ""
 
     def _has(self, kind: Kind, slot: int) -> bool:
         """Whether the action was there; of a backward, the gradient of its input."""

@@ -1,0 +1,106 @@
+"""Over how many pipelines nodes may be spread, how deep each, and with how many microbatches.
+
+Ways to spread nodes are taken the most even first, for pipelines of one depth seldom wait for each
+other; of many pipelines there are more ways than can be looked at.
+
+Source: Odyssey, section IV-A: DP/PP parallelism and batch distribution.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final
+
+from planaria.planner.problem import Problem
+from planaria.planner.templates import smallest_num_nodes
+
+DEPTHS_MAX: Final = 512  # Ways to spread nodes over one number of pipelines that are looked at.
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """How far a layout may be from what there is.
+
+    Attributes:
+        dp: pipelines more or fewer.
+        pp: nodes of a pipeline more or fewer than its even share.
+    """
+
+    dp: int = 2
+    pp: int = 2
+
+    def __post_init__(self) -> None:
+        assert min(self.dp, self.pp) >= 0
+
+
+def by_share(depths: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
+    """Microbatches by the share of nodes, the rest to whoever lacks most; none has none.
+
+    Args:
+        num_microbatches: as many as pipelines, or more.
+    """
+    assert num_microbatches >= len(depths)
+    num_nodes = sum(depths)
+    counts = [num_microbatches * depth // num_nodes for depth in depths]
+    lacks = [num_microbatches * depth % num_nodes for depth in depths]
+    in_order = sorted(range(len(depths)), key=lambda index: (-lacks[index], index))
+    for index in in_order[: num_microbatches - sum(counts)]:
+        counts[index] += 1
+    while 0 in counts:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return tuple(counts)
+
+
+def numbers_of_pipelines(
+    problem: Problem, num_nodes: int, num_present: int, ranges: Ranges
+) -> list[int]:
+    """Those within the range that the nodes, layers and microbatches allow, the nearest first."""
+    most = min(num_nodes // smallest_num_nodes(problem), problem.num_microbatches)
+    num_layers = len(problem.profile.layers)
+    fewest = max(1, min(problem.failures_tolerated + 1, most), -(-num_nodes // num_layers))
+    if fewest > most:
+        return []
+    nearest = min(max(num_present, fewest), most)
+    found = range(max(fewest, nearest - ranges.dp), min(most, nearest + ranges.dp) + 1)
+    return sorted(found, key=lambda number: (abs(number - nearest), number))
+
+
+def spreads(
+    problem: Problem, num_nodes: int, num_pipelines: int, *, range_of_depths: int
+) -> Iterator[tuple[int, ...]]:
+    """The nodes of each pipeline, ascending, in all ways within the range; the most even first."""
+    each, num_more = divmod(num_nodes, num_pipelines)
+    first = max(1, each - range_of_depths)
+    last = min(len(problem.profile.layers), each + (num_more > 0) + range_of_depths)
+    counts = [0] * (last - first + 1)
+    counts[each - first] = num_pipelines - num_more
+    if num_more:
+        counts[each + 1 - first] = num_more
+    # Any other way is reached from the even one by taking a node from the lesser of two pipelines
+    # for the larger one.
+    ahead = [(_unevenness(counts), tuple(counts))]
+    seen = {tuple(counts)}
+    for _ in range(DEPTHS_MAX):
+        if not ahead:
+            return
+        _, found = heappop(ahead)
+        yield tuple(first + index for index, number in enumerate(found) for _ in range(number))
+        there = [index for index, number in enumerate(found) if number]
+        for low in there:
+            for high in there:
+                if low > high or (low == high and found[low] < 2):
+                    continue
+                if low == 0 or high == len(found) - 1:
+                    continue
+                more = list(found)
+                for index, step in ((low, -1), (high, -1), (low - 1, 1), (high + 1, 1)):
+                    more[index] += step
+                if tuple(more) not in seen:
+                    seen.add(tuple(more))
+                    heappush(ahead, (_unevenness(more), tuple(more)))
+
+
+def _unevenness(counts: Sequence[int]) -> int:
+    """The sum of squared depths but for what all ways have in common."""
+    return sum(number * index * index for index, number in enumerate(counts))

@@ -1,0 +1,327 @@
+"""The search for a layout: how many pipelines, how deep each, which layers, how many microbatches.
+
+1. Parallelism: all ways to spread the nodes over pipelines, within a range of what there is: so
+   many pipelines more or fewer, and depths so many nodes off an even share. The most even first.
+2. Batch: microbatches by the share of nodes, none left without; then such that the last pipeline
+   ends earliest.
+3. Layers: for each pipeline the partition that suits its nodes and microbatches (partitions.py);
+   or, so that little moves, that of a pipeline that there is.
+4. Estimate: the whole iteration under the schedule itself, with whole and with split backwards.
+
+What cannot be faster than the best is not looked at: n microbatches on d devices take no less than
+n times the busiest stage, and that one no less than the work of a device if all had as much. The
+search can be stopped at any step and has an answer from one of the first on; what it finds depends
+on its arguments alone.
+
+Source: Odyssey, section IV-A and algorithm 1.
+Differs: algorithm 1 compares plans for 1 .. N_f losses with each other, and so always prefers one
+for nodes that are no more; here the nodes are those that there are. Its time is that of the slowest
+pipeline; here reductions count, too, and gradients of weights may be put off into bubbles.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import inf
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from planaria.core.plan import PipelineTemplate
+from planaria.planner.depths import Ranges, by_share, numbers_of_pipelines, spreads
+from planaria.planner.partitions import Partitions, Size
+from planaria.planner.problem import Problem, stage_costs
+from planaria.planner.sets import distribute_microbatches
+from planaria.planner.times import PlainTimes, iteration_after
+
+FRONT_MAX: Final = 4
+_RECUTS_MAX: Final = 3
+_CUT_ANEW: Final = 6  # Of all layouts, for which partitions are searched beyond the first ones.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Pipelines that are bound to no nodes.
+
+    Attributes:
+        microbatches: of each.
+        num_kept: of the templates are those of pipelines that there are.
+    """
+
+    templates: tuple[PipelineTemplate, ...]
+    microbatches: tuple[int, ...]
+    splits_backward: bool
+    iteration_s: float
+    num_kept: int
+
+
+def layouts(
+    problem: Problem,
+    num_nodes: int,
+    *,
+    present: Sequence[PipelineTemplate],
+    ranges: Ranges,
+) -> Iterator[tuple[Layout, ...]]:
+    """Ever better layouts that use all nodes, in steps of a few ms for tens of nodes.
+
+    Each step yields the best so far, none at first: the fastest, then those that are slower but
+    keep more of the pipelines that there are. A layout has f + 1 pipelines, or as many as there can
+    be.
+
+    Args:
+        present: the templates of the pipelines that there are; of nodes that all are as the profile
+            says.
+    """
+    assert not any(template.kinds for template in present)
+    numbers = numbers_of_pipelines(problem, num_nodes, len(present), ranges)
+    search = _Search(problem, present)
+    by_number = [
+        spreads(problem, num_nodes, number, range_of_depths=ranges.pp) for number in numbers
+    ]
+    for turn in zip_longest(*by_number):
+        for depths in filter(None, turn):
+            for _ in search.look_at(depths):
+                yield search.front
+    for _ in search.improve_partitions():
+        yield search.front
+
+
+_Key = tuple[int, tuple[PipelineTemplate, ...]]  # Nodes, and what there is.
+
+
+class Searched:
+    """What was found so far, for one number of nodes after the other.
+
+    A search goes on where it was left, so that what is looked for between failures is there when
+    one strikes.
+    """
+
+    def __init__(self, problem: Problem, ranges: Ranges) -> None:
+        self._problem = problem
+        self._ranges = ranges
+        self._fronts: dict[_Key, tuple[Layout, ...]] = {}
+        self._searches: dict[_Key, Iterator[tuple[Layout, ...]]] = {}
+
+    def front(self, num_nodes: int, present: Sequence[PipelineTemplate]) -> tuple[Layout, ...]:
+        """The layouts that are known, see `layouts`; none if nothing was looked for."""
+        return self._fronts.get((num_nodes, tuple(sorted(present))), ())
+
+    def steps(self, num_nodes: int, present: Sequence[PipelineTemplate]) -> Iterator[None]:
+        """Goes on with the search, to its end if nobody stops."""
+        key = num_nodes, tuple(sorted(present))
+        if key not in self._searches:
+            self._searches[key] = layouts(
+                self._problem, num_nodes, present=key[1], ranges=self._ranges
+            )
+        for front in self._searches[key]:
+            self._fronts[key] = front
+            yield
+
+
+class _Slot(NamedTuple):
+    """A pipeline of so many nodes that is to be, with the template of one that there is, if any."""
+
+    num_nodes: int
+    template: PipelineTemplate | None
+
+
+Looked = Generator[None, None, Layout | None]
+
+
+class _Search:
+    """What is known so far.
+
+    Attributes:
+        front: the layouts than which none is both faster and keeps as much, the fastest first.
+    """
+
+    def __init__(self, problem: Problem, present: Sequence[PipelineTemplate]) -> None:
+        self._problem = problem
+        self._present = Counter(present)
+        self._partitions = Partitions(problem)
+        self._times = PlainTimes(problem)
+        costs = stage_costs(problem)
+        layers = np.arange(costs.num_layers)
+        seconds = [costs.seconds[count][layers, layers + 1] for count in costs.counts]
+        work = [count * one for count, one in zip(costs.counts, seconds, strict=True)]
+        self._alone_s = np.min(seconds, axis=0)
+        self._work_s = float(np.min(work, axis=0).sum())
+        self._seconds: dict[tuple[int, ...], float] = {}
+        self.front: tuple[Layout, ...] = ()
+
+    def look_at(self, depths: tuple[int, ...]) -> Iterator[None]:
+        """The layouts with these depths, a step for each piece of work."""
+        anew = tuple(_Slot(depth, None) for depth in depths)
+        found = []
+        for slots in dict.fromkeys((self._keeping(depths), anew)):
+            if self._least_s(depths, is_split=False) < self._best_s():
+                found.append((yield from self._whole(slots)))
+                self._add(found[-1])
+                yield
+            if not self._problem.splits_backward:
+                continue
+            if self._least_s(depths, is_split=True) < self._best_s():
+                found.append((yield from self._split(slots)))
+                self._add(found[-1])
+                yield
+        if found:
+            self._seconds[depths] = min((one.iteration_s for one in found if one), default=inf)
+
+    def improve_partitions(self) -> Iterator[None]:
+        """Cuts pipelines anew for split backwards, the fastest layouts first."""
+        if not self._problem.splits_backward:
+            return
+        for depths in sorted(self._seconds, key=lambda one: (self._seconds[one], one))[:_CUT_ANEW]:
+            if self._least_s(depths, is_split=True) < self._best_s():
+                yield from self._improve(depths)
+
+    def _improve(self, depths: tuple[int, ...]) -> Iterator[None]:
+        """The layout with these depths, its pipelines cut for what they get then."""
+        slots = [_Slot(depth, None) for depth in depths]
+        done: set[Size] = set()
+        shares = set(zip(depths, self._by_share(slots), strict=True))
+        while True:
+            layout = yield from self._split(slots)
+            self._add(layout)
+            yield
+            wanted = set(shares)
+            if layout is not None:
+                # Whoever is cut better may take one more.
+                for depth, count in zip(depths, layout.microbatches, strict=True):
+                    wanted |= {(depth, count), (depth, count + 1)}
+            sizes = wanted - done
+            if not sizes:
+                return
+            for size in sorted(sizes):
+                yield from self._partitions.improve_split(size)
+            done |= sizes
+
+    def _keeping(self, depths: Sequence[int]) -> tuple[_Slot, ...]:
+        """Pipelines of these depths, as many as can be with templates that there are."""
+        unused = sorted(self._present.elements())
+        slots = []
+        for depth in depths:
+            kept = next((template for template in unused if template.num_nodes == depth), None)
+            if kept is not None:
+                unused.remove(kept)
+            slots.append(_Slot(depth, kept))
+        return tuple(slots)
+
+    def _best_s(self) -> float:
+        return self.front[0].iteration_s if self.front else inf
+
+    def _least_s(self, depths: Sequence[int], *, is_split: bool) -> float:
+        """No iteration of pipelines of these depths takes less.
+
+        With x the seconds of the busiest stage a pipeline ends T / x microbatches in a time T at
+        most, and with whole backwards (T - W) / x + 1, W being those of one microbatch alone.
+        """
+        devices = self._problem.devices_per_node
+        rates = [
+            1 / max(float(self._alone_s.max()), self._work_s / (depth * devices))
+            for depth in depths
+        ]
+        num_microbatches = self._problem.num_microbatches
+        if is_split:
+            return num_microbatches / sum(rates)
+        alone_s = float(self._alone_s.sum())
+        return max(alone_s, alone_s + (num_microbatches - len(depths)) / sum(rates))
+
+    def _whole(self, slots: Sequence[_Slot]) -> Looked:
+        """With whole backwards: cut for the microbatches that pipelines get, until nothing is
+        faster."""
+        best: Layout | None = None
+        microbatches = self._by_share(slots)
+        for _ in range(_RECUTS_MAX):
+            templates = []
+            for slot, count in zip(slots, microbatches, strict=True):
+                size = slot.num_nodes, count
+                if slot.template is None and not self._partitions.knows(size):
+                    self._partitions.whole(size)
+                    yield
+                template = slot.template or self._partitions.whole(size)
+                if template is None:
+                    return best
+                templates.append(template)
+            dealt = distribute_microbatches(self._problem, templates, times=self._times)
+            layout = self._layout(templates, dealt, is_split=False)
+            if best is not None and layout.iteration_s >= best.iteration_s:
+                return best
+            best = layout
+            if dealt == microbatches:
+                return best
+            microbatches = dealt
+            yield
+        return best
+
+    def _split(self, slots: Sequence[_Slot]) -> Looked:
+        """With split backwards: a microbatch of the pipeline that ends last goes to another one,
+        as long as that one ends earlier with it."""
+        counts = list(self._by_share(slots))
+        while True:  # The ends, the latest first, get less in order with each turn.
+            pairs = list(zip(slots, counts, strict=True))
+            ends_s: dict[tuple[_Slot, int], float] = {}
+            for pair in dict.fromkeys(pairs):
+                ends_s[pair] = yield from self._end_s(*pair)
+            last = max(ends_s, key=lambda pair: ends_s[pair])
+            if ends_s[last] == inf:
+                return None
+            more_s: dict[tuple[_Slot, int], float] = {}
+            for slot, count in ends_s:
+                if (slot, count) != last:
+                    more_s[slot, count] = yield from self._end_s(slot, count + 1)
+            taker = min(more_s, key=lambda pair: more_s[pair], default=last)
+            if last[1] == 1 or taker == last or more_s[taker] >= ends_s[last]:
+                break
+            counts[pairs.index(last)] -= 1
+            counts[pairs.index(taker)] += 1
+        templates = [self._cut_for_split(*pair) for pair in pairs]
+        return self._layout([one for one in templates if one], counts, is_split=True)
+
+    def _by_share(self, slots: Sequence[_Slot]) -> tuple[int, ...]:
+        return by_share([slot.num_nodes for slot in slots], self._problem.num_microbatches)
+
+    def _end_s(self, slot: _Slot, count: int) -> Generator[None, None, float]:
+        """When a pipeline ends with split backwards; infinite if it cannot be had."""
+        template = self._cut_for_split(slot, count)
+        if template is None:
+            return inf
+        ends_s = self._partitions.split_times.ends_s(template, count)
+        yield
+        return max(ends_s) if ends_s is not None else inf
+
+    def _cut_for_split(self, slot: _Slot, count: int) -> PipelineTemplate | None:
+        return slot.template or self._partitions.split((slot.num_nodes, count))
+
+    def _layout(
+        self,
+        templates: Sequence[PipelineTemplate],
+        microbatches: Sequence[int],
+        *,
+        is_split: bool,
+    ) -> Layout:
+        """The layout with its price."""
+        if is_split:
+            runs = [
+                self._partitions.split_times.ends_s(*pair)
+                for pair in zip(templates, microbatches, strict=True)
+            ]
+            ends_s = [run for run in runs if run is not None]
+            iteration_s = iteration_after(self._problem, templates, ends_s).end_s
+        else:
+            iteration_s = self._times.iteration_s(templates, microbatches)
+        num_kept = (Counter(templates) & self._present).total()
+        return Layout(tuple(templates), tuple(microbatches), is_split, iteration_s, num_kept)
+
+    def _add(self, layout: Layout | None) -> None:
+        """Takes it into the front; of too many the slowest goes, but not that which keeps most."""
+        if layout is None or any(_is_as_good(one, layout) for one in self.front):
+            return
+        left = [one for one in self.front if not _is_as_good(layout, one)]
+        *others, keeping = sorted((*left, layout), key=lambda one: one.iteration_s)
+        self.front = (*others[: FRONT_MAX - 1], keeping)
+
+
+def _is_as_good(one: Layout, other: Layout) -> bool:
+    return one.iteration_s <= other.iteration_s and one.num_kept >= other.num_kept

@@ -1,0 +1,64 @@
+"""Which node keeps the layers of which other one, to compute them when that is lost.
+
+Within a pipeline each node keeps its successor's layers, and the second one the first's, too. So
+what a node computes once it stands in for its neighbour lies together, as one stage.
+
+Source: Bamboo (NSDI '23).
+Differs: in Bamboo the last node keeps the first's layers; here it would compute two ends of the
+model.
+"""
+
+from dataclasses import replace
+
+from planaria.core.plan import Pipeline, Plan
+from planaria.errors import ConfigError
+from planaria.estimator.memory import bytes_by_rank
+from planaria.planner.problem import Problem
+from planaria.planner.reroutes import Priced, priced
+
+
+def shadowed(plan: Plan) -> Plan:
+    """The plan in which each node of two or more keeps a neighbour's layers, on one device each."""
+    assert plan.pipelines[0].template.devices_per_node == 1
+    shadows: dict[int, set[int]] = {}
+    for pipeline in plan.pipelines:
+        for index, keeper in _keepers(pipeline).items():
+            stage = pipeline.template.stages[index]
+            kept = shadows.setdefault(keeper, set())
+            kept.update(range(stage.first_layer, stage.end_layer))
+    return replace(plan, shadows={rank: tuple(sorted(shadows[rank])) for rank in sorted(shadows)})
+
+
+def _keepers(pipeline: Pipeline) -> dict[int, int]:
+    """By stage, the rank that keeps its layers."""
+    ranks = [ranks[0] for ranks in pipeline.ranks_by_stage()]
+    if len(ranks) == 1:
+        return {}
+    return {0: ranks[1]} | dict(enumerate(ranks[:-1], start=1))
+
+
+def shadowed_start(problem: Problem, plan: Plan) -> Priced:
+    """A job's first plan, with shadows.
+
+    Raises:
+        ConfigError: nodes have several devices, or a device has no memory for the shadows.
+    """
+    if problem.devices_per_node > 1:
+        raise ConfigError(
+            "cluster.devices_per_node",
+            problem.devices_per_node,
+            'with resilience.policy = "absorb" a node has one device; start more nodes',
+        )
+    found = priced(problem, shadowed(plan))
+    if found is None:
+        copies = problem.gradient_copies
+        held = bytes_by_rank(problem.profile, shadowed(plan), gradient_copies=copies)
+        most = max(one.state_bytes + one.microbatch_bytes for one in held.values())
+        raise ConfigError(
+            "resilience.policy",
+            "absorb",
+            f"a node that keeps its neighbour's layers holds {most} bytes at least, a device has "
+            f"{problem.profile.device_memory_bytes}; give more memory, more nodes, or take "
+            "another policy",
+        )
+    return found
