@@ -109,7 +109,7 @@ class FakeNode:
         self.age = iteration + 1
         is_last = iteration + 1 == END
         word = done(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
-        word = msgspec.structs.replace(word, computing_s=self.computing_s)
+        word = msgspec.structs.replace(word, action_s={"F": self.computing_s})
         words = self.say(msgspec.structs.replace(word, switches=switches and not is_last))
         if switches and not is_last:
             assert self.next_order is not None

@@ -60,7 +60,7 @@ def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
     return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(jobs(), st.data())
 def test_the_choice_is_the_best_of_all_candidates(
     job: tuple[EveryPlan, Plan], data: st.DataObject

@@ -8,13 +8,16 @@ from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, s
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
+from planaria.policies.adaptive import Adaptive
+from planaria.policies.policy import num_exposed
 from planaria.policies.reinstantiate import GLOBAL, TRUSTED, Reinstantiate
+from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import RECUT, STAY, UNEQUAL, Unequal
 from planaria.restorer.strategies import NAIVE
 from policies.losses import NUM_LAYERS, check_is_whole, check_transfers, every, plan_of, prices
 
 SEED = 20_270_310
-NUM_JOBS = 150
+NUM_JOBS = 60
 JOBS = (
     *((3, 1, 1, 1), (4, 1, 0, 1), (5, 2, 1, 1), (6, 2, 1, 1), (6, 1, 2, 1), (7, 1, 1, 1)),
     *((7, 2, 1, 1), (7, 3, 1, 1), (7, 2, 2, 1), (8, 2, 1, 1), (4, 1, 1, 2), (6, 2, 1, 2)),
@@ -88,7 +91,7 @@ def test_losses_leave_no_layer_to_distrusted_nodes_alone_where_a_plan_can() -> N
 def test_slow_nodes_change_nothing_of_that() -> None:
     """Two are slow, one may leave; what there is may be left as it is, which begins nothing."""
     met: Counter[str] = Counter()
-    for index in range(NUM_JOBS):
+    for index in range(NUM_JOBS // 4):  # Unequal plans take long.
         rng = random.Random(f"{SEED} slow {index}")
         book, plan = first_plan(rng)
         if len(book.plans) < 3:
@@ -157,3 +160,24 @@ def test_the_naive_way_knows_no_trust() -> None:
     assert [pipeline.nodes for pipeline in naive.after.pipelines] == [(0, 3), (4, 5)]
     assert exposed(naive, cluster) == NUM_LAYERS // 2
     assert exposed(chosen, cluster) == 0
+
+
+def test_an_empty_place_covers_nothing() -> None:
+    """Once node 1 is lost, only node 4 has its layers, unless another takes the place: a node that
+    is gone is not distrusted, for it is no part of the cluster."""
+    book = every(6, n0=2, f=1)
+    plan = plan_of(book, (3, 3))
+    trusting = survivors(plan, (1,), epoch=1)
+    cluster = distrusting(trusting, {4})
+    around = Reroute(book.problem, Adaptive(()))
+    event = NodesLost((1,), 0)
+
+    others = around.propose(plan, trusting, event, prices(book))
+    found = around.propose(plan, cluster, event, prices(book))
+
+    assert [num_exposed(one.after, cluster) for one in others] == [
+        exposed(one, cluster) for one in others
+    ]
+    assert max(exposed(one, cluster) for one in others) > 0
+    assert [exposed(one, cluster) for one in found] == [0] * len(found)
+    assert found

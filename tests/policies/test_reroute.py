@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, Plan, Transition
 from planaria.planner.plans import EveryPlan
+from planaria.planner.reroutes import num_without_work
 from planaria.policies.policy import Outlook, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal import STAY, Unequal
 from policies.losses import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
@@ -79,7 +80,7 @@ def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
     return book, plan_of(book, sizes, draw(st.permutations(range(num_nodes))))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(jobs(), st.data())
 def test_losses_at_once_and_in_sequence_are_gone_around(
     job: tuple[EveryPlan, Plan], data: st.DataObject
@@ -95,14 +96,16 @@ def test_losses_at_once_and_in_sequence_are_gone_around(
         if cluster.lost_layers(NUM_LAYERS):
             assert found == ()
             return
-        assert found[0].answer == REROUTE
-        assert not found[0].rounds
+        assert found
+        assert all(not one.rounds for one in found if one.answer == REROUTE)
+        leaves_idle = [num_without_work(one.after) > 0 for one in found]
+        assert all(leaves_idle) or not any(leaves_idle)
         for transition in found:
             check_goes_around(transition, cluster, book)
         plan = data.draw(st.sampled_from(found)).after
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(jobs(), st.data())
 def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.DataObject) -> None:
     """Oobleck's steps see survivors of each pipeline, whatever its places were."""
@@ -211,7 +214,7 @@ def test_two_losses_in_one_stage_are_normalised() -> None:
     assert (around.answer, normalised.answer) == (REROUTE, NORMALISED)
     assert normalised.iteration_s < 0.95 * around.iteration_s
     moved = [transfer for transfers in normalised.rounds for transfer in transfers]
-    assert len({transfer.target for transfer in moved}) == 1
+    assert 1 <= len({transfer.target for transfer in moved}) <= 2
     lacking = [
         position
         for pipeline in normalised.after.pipelines
@@ -259,3 +262,34 @@ def test_a_lost_slow_node_is_slow_no_more() -> None:
     found = proposed(book, slow, (0,))[0]
 
     assert found.after.slow_nodes == {}
+
+
+def test_a_plan_with_an_empty_pipeline_is_priced_alike_when_it_is_looked_at_again() -> None:
+    """Its routes are those of whole pipelines, but the empty one reduces nothing; counted as if it
+    did, one made anew looked better, and was none. Found by the simulation."""
+    book = every(3, n0=1, f=1)
+    plan = plan_of(book, (1, 1))
+    (around,) = proposed(book, plan, (1,))
+    cluster = survivors(around.after, (), epoch=2)
+
+    found = Unequal(Reinstantiate(book)).propose(
+        around.after, cluster, NodesChanged((), ()), prices(book)
+    )
+
+    (stay,) = (transition for transition in found if transition.answer == STAY)
+    assert stay.after.gone == (1,)
+    assert stay.iteration_s == around.iteration_s
+
+
+def test_a_member_for_which_there_is_no_place_gets_work_from_the_other_policy() -> None:
+    """A coordinator was lost while node 4 joined: to leave all as it is would leave it idle. Found
+    by the simulation."""
+    book = every(5, n0=2, f=1)
+    plan = plan_of(book, (2, 2))
+    members = survivors(plan, (), epoch=1)
+    cluster = ClusterState(1, (*members.nodes, Node(4, (frozenset(),))))
+
+    found = policy(book).propose(plan, cluster, NodesLost((), 0), prices(book))
+
+    assert found
+    assert {transition.after.nodes for transition in found} == {(0, 1, 2, 3, 4)}

@@ -100,7 +100,9 @@ def num_exposed(plan: Plan, cluster: ClusterState) -> int:
     distrusted = cluster.distrusted
     if not distrusted:
         return 0
-    return plan.num_layers - len(trusted_layers(plan.pipelines, distrusted))
+    # Nodes that are gone are no part of the cluster, but have places in pipelines still.
+    untrusted = distrusted.union(plan.gone)
+    return plan.num_layers - len(trusted_layers(plan.pipelines, untrusted))
 
 
 def least_exposed(
@@ -119,7 +121,7 @@ def sole_holders(plan: Plan) -> frozenset[int]:
         return frozenset()
     per_node = plan.pipelines[0].template.devices_per_node
     holders: dict[int, set[int]] = {}
-    for rank, layers in plan.layers_by_rank.items():
+    for rank, layers in plan.held_by_rank.items():
         for layer in layers:
             holders.setdefault(layer, set()).add(rank // per_node)
     return frozenset(node for nodes in holders.values() if len(nodes) == 1 for node in nodes)

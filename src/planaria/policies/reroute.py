@@ -24,7 +24,14 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Priced, dealt, even_s, rerouted, simulated_s
+from planaria.planner.reroutes import (
+    Priced,
+    dealt,
+    even_s,
+    num_without_work,
+    rerouted,
+    simulated_s,
+)
 from planaria.policies.policy import Policy, Prices, downtime_s, least_exposed
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.sources import transfer_rounds
@@ -54,7 +61,8 @@ class Reroute:
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         """The two above, where there are, and of these none that leaves more nodes without work
-        than the other; the other policy's too if some have none.
+        than the other; the other policy's too if some have none, and only those if fewer have none
+        then.
 
         There is none if `ClusterState.lost_layers` names a layer: then only a checkpoint helps.
         """
@@ -67,10 +75,14 @@ class Reroute:
                 for answer, one in self._answers(plan, cluster)
             )
         # A node that stays a member without work would wait for it until the next loss.
-        most = max((len(transition.after.nodes) for transition in found), default=0)
-        found = tuple(one for one in found if len(one.after.nodes) == most)
+        working = tuple(one for one in found if not num_without_work(one.after))
+        most = max((len(one.after.nodes) for one in working), default=0)
+        working = tuple(one for one in working if len(one.after.nodes) == most)
         if most < len(cluster.nodes):
-            found = (*found, *self.otherwise.propose(plan, cluster, event, prices))
+            others = self.otherwise.propose(plan, cluster, event, prices)
+            most_of_others = max((len(one.after.nodes) for one in others), default=0)
+            working = (*(working if most >= most_of_others else ()), *others)
+        found = working or found
         return least_exposed(found, cluster)
 
     def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, Priced]]:

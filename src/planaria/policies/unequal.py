@@ -23,7 +23,7 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition
-from planaria.planner.plans import pipeline_microbatches, plan_iteration_s
+from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import stage_costs
 from planaria.planner.reroutes import simulated_s
 from planaria.planner.templates import fastest_templates
@@ -67,7 +67,7 @@ class Unequal:
             return found
         stay: tuple[Transition, ...] = ()
         if not event.joined and not event.leaving:
-            stay = (self._stay(plan, cluster, kinds),)
+            stay = (staying(self.alike.every, plan, cluster, kinds),)
         more: list[tuple[tuple[Pipeline, ...], str]] = []
         whole = [one for one in (*stay, *found) if not one.after.gone]
         best = min(whole, key=lambda transition: transition.iteration_s)
@@ -106,27 +106,6 @@ class Unequal:
                 prices,
             )
             for transition in self.alike.propose(of_kinds(plan, {}), cluster, event, prices)
-        )
-
-    def _stay(self, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
-        """The plan as it is, at its true price."""
-        after = replace(of_kinds(plan, kinds), epoch=cluster.epoch)
-        every = self.alike.every
-        is_plain = not after.splits_backward and (
-            sum(pipeline_microbatches(after)) == len(after.routes)
-        )
-        iteration_s = (
-            plan_iteration_s(after, every.times) if is_plain else simulated_s(every.problem, after)
-        )
-        return Transition(
-            before=plan,
-            after=after,
-            rounds=(),
-            downtime_s=0.0,
-            iteration_s=iteration_s,
-            redone_samples=0,
-            policy=POLICY,
-            answer=STAY,
         )
 
     def _recut(
@@ -192,6 +171,27 @@ class Unequal:
         found = self._dealt(plan, left, event, prices, kinds=kinds)
         best = min(found, key=lambda transition: transition.iteration_s, default=None)
         return (replace(best, answer=WITHOUT),) if best else ()
+
+
+def staying(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
+    """The plan as it is, at its true price on nodes of these kinds."""
+    after = replace(of_kinds(plan, kinds), epoch=cluster.epoch)
+    is_plain = not (after.splits_backward or after.gone or after.ticks) and (
+        sum(pipeline_microbatches(after)) == len(after.routes)
+    )
+    iteration_s = (
+        plan_iteration_s(after, every.times) if is_plain else simulated_s(every.problem, after)
+    )
+    return Transition(
+        before=plan,
+        after=after,
+        rounds=(),
+        downtime_s=0.0,
+        iteration_s=iteration_s,
+        redone_samples=0,
+        policy=POLICY,
+        answer=STAY,
+    )
 
 
 def of_kinds(plan: Plan, kinds: Kinds) -> Plan:

@@ -1,0 +1,287 @@
+"""Answers to losses that have not happened yet, so that a decision is a lookup.
+
+Nodes of equal pipelines at equal positions are alike: what answers the loss of one answers that of
+another, with the nodes renamed. So of all losses of one, two, .. nodes those are looked at that
+differ in this, the likeliest first; of 1,000 nodes in pipelines of eight there are 8, and 64 of
+two. An answer is kept as the policy gave it, with its transfers and its price, and a renamed one
+costs what the first one costs: links between nodes are all alike.
+
+What is kept serves where the survivors hold just what the plan gave them, are as fast as it takes
+them for and are trusted; the policy itself answers all else. Whether there is a better plan for the
+nodes that there are is looked at first: a plan that answered a loss was chosen in a hurry.
+
+Source: Odyssey, section IV-C: the search for a plan can be performed in advance.
+Differs: Odyssey's algorithm 1 keeps one plan for all losses, whoever and however many are lost.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
+
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
+from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Transition
+from planaria.planner.search import Searched
+from planaria.policies.policy import Policy, Prices, downtime_s
+from planaria.policies.repartition import is_usual, templates_of
+from planaria.policies.unequal import STAY
+
+SEARCH_STEPS_MAX: Final = 4000  # For one number of nodes; 32 nodes take 0.7 s.
+LOSSES_MAX: Final = 256  # That are looked at for one plan.
+
+# Of a pipeline its template, the positions that were empty, and those of the nodes that are lost.
+_Sort = tuple[PipelineTemplate, tuple[int, ...], tuple[int, ...]]
+_Key = tuple[frozenset[tuple[_Sort, int]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """The answers to the loss of some nodes of a plan, which stand for those to all that are alike.
+
+    Attributes:
+        transitions: as a policy proposed them.
+    """
+
+    plan: Plan
+    lost: tuple[int, ...]
+    transitions: tuple[Transition, ...]
+
+
+Answers = Callable[[], tuple[Transition, ...]]
+
+
+class Known:
+    """What is known of losses, and of the nodes that there are."""
+
+    def __init__(self) -> None:
+        self._found: dict[_Key, tuple[Plan, tuple[int, ...], Answers]] = {}
+
+    def add(self, plan: Plan, lost: tuple[int, ...], answers: Answers) -> None:
+        """Keeps the answers, instead of older ones to a loss that is alike.
+
+        Args:
+            answers: gives them when they are asked for; most never are.
+        """
+        self._found[_key(plan, lost)] = plan, lost, answers
+
+    def clear(self) -> None:
+        """Forgets all answers."""
+        self._found.clear()
+
+    def answers(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...] | None:
+        """Those to a loss, or where nobody is lost what might be better than the plan; None if they
+        are not known. O(nodes + hops of different routes)."""
+        if isinstance(event, NodesChanged) and (event.joined or event.leaving or event.slow):
+            return None
+        alive = {node.node for node in cluster.nodes}
+        lost = tuple(node for node in plan.nodes if node not in alive)
+        if bool(lost) != isinstance(event, NodesLost) or not _is_foreseeable(plan, cluster):
+            return None
+        found = self._found.get(_key(plan, lost))
+        if found is None:
+            return None
+        foreseen_plan, foreseen_lost, answers = found
+        renamed = _Renaming(foreseen_plan, foreseen_lost, plan, lost, epoch=cluster.epoch)
+        return tuple(
+            renamed.transition(one, redone_samples=event.redone_samples, prices=prices)
+            for one in answers()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The policy: another one's answers, looked up where they are known."""
+
+    policy: Policy
+    known: Known
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """As the other policy."""
+        found = self.known.answers(plan, cluster, event, prices)
+        return self.policy.propose(plan, cluster, event, prices) if found is None else found
+
+
+def look_ahead(
+    policy: Policy,
+    searched: Searched,
+    plan: Plan,
+    *,
+    prices: Prices,
+    failures_ahead: int,
+) -> Iterator[Foreseen | None]:
+    """The policy's answers to the losses that a plan may meet, the likeliest first.
+
+    Before these what might be better than the plan where nobody is lost. For each number of nodes
+    first the layouts that it may want, in steps of a few ms that yield None; then an answer a step,
+    which takes as long as the policy takes.
+
+    Args:
+        searched: where the policy looks for layouts.
+        failures_ahead: so many nodes are lost at once at most.
+    """
+    if plan.silent:
+        return
+    for number in range(min(failures_ahead, len(plan.nodes) - 1) + 1):
+        cluster = survivors(plan, plan.nodes[:number], epoch=plan.epoch + 1)
+        if is_usual(plan, cluster):
+            steps = searched.steps(len(cluster.nodes), templates_of(plan))
+            for _ in islice(steps, SEARCH_STEPS_MAX):
+                yield None
+        for lost in islice(losses(plan, number), LOSSES_MAX):
+            cluster = survivors(plan, lost, epoch=plan.epoch + 1)
+            event = NodesLost(lost, 0) if lost else NodesChanged((), ())
+            yield Foreseen(plan, lost, policy.propose(plan, cluster, event, prices))
+
+
+def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
+    """Losses of so many nodes that have a place, one of each sort, the likeliest sort first.
+
+    Each set of nodes is as likely as any other; a sort is as likely as it has sets.
+    """
+    found: dict[_Key, tuple[int, tuple[int, ...]]] = {_key(plan, ()): (1, ())}
+    for _ in range(number):
+        more: dict[_Key, tuple[int, tuple[int, ...]]] = {}
+        for weight, lost in found.values():
+            for node, num_alike in _one_of_each(plan, lost):
+                with_node = tuple(sorted((*lost, node)))
+                key = _key(plan, with_node)
+                so_far, kept = more.get(key, (0, with_node))
+                more[key] = so_far + weight * num_alike, kept
+        found = more
+    for _, lost in sorted(found.values(), key=lambda one: (-one[0], one[1])):
+        yield lost
+
+
+def _one_of_each(plan: Plan, lost: Collection[int]) -> Iterator[tuple[int, int]]:
+    """A node of each sort that is left, and how many there are of it."""
+    sorts = [_sort(pipeline, plan.gone, lost) for pipeline in plan.pipelines]
+    numbers = Counter(sorts)
+    for sort, number in numbers.items():
+        pipeline = plan.pipelines[sorts.index(sort)]
+        for node in pipeline.nodes:
+            if node not in plan.gone and node not in lost:
+                yield node, number
+
+
+def _sort(pipeline: Pipeline, gone: Collection[int], lost: Collection[int]) -> _Sort:
+    places = list(enumerate(pipeline.nodes))
+    empty = tuple(position for position, node in places if node in gone)
+    return pipeline.template, empty, tuple(position for position, node in places if node in lost)
+
+
+def _key(plan: Plan, lost: Collection[int]) -> _Key:
+    """The same for losses that are alike, of plans that are."""
+    gone = frozenset(plan.gone)
+    sorts = Counter(_sort(pipeline, gone, lost) for pipeline in plan.pipelines)
+    return frozenset(sorts.items()), len(plan.routes)
+
+
+def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
+    """Whether the survivors are just what the plan made of them."""
+    if plan.silent or cluster.leaving or cluster.distrusted:
+        return False
+    held, kinds = plan.layers_by_rank, dict[int, object]()
+    for pipeline in plan.pipelines:
+        kinds.update(zip(pipeline.nodes, pipeline.template.node_kinds, strict=True))
+    return all(
+        node.node in plan.nodes
+        and node.kind == kinds[node.node]
+        and all(
+            layers == frozenset(held.get(node.node * len(node.held) + device, ()))
+            for device, layers in enumerate(node.held)
+        )
+        for node in cluster.nodes
+    )
+
+
+class _Renaming:
+    """From the plan of foreseen answers to another one that is alike."""
+
+    def __init__(
+        self,
+        foreseen: Plan,
+        foreseen_lost: Sequence[int],
+        plan: Plan,
+        lost: Sequence[int],
+        *,
+        epoch: int,
+    ) -> None:
+        self._before = plan
+        self._epoch = epoch
+        self._devices = plan.pipelines[0].template.devices_per_node
+        self._node_of: dict[int, int] = {}
+        targets: dict[_Sort, list[Pipeline]] = {}
+        for pipeline in reversed(plan.pipelines):
+            targets.setdefault(_sort(pipeline, plan.gone, lost), []).append(pipeline)
+        for pipeline in foreseen.pipelines:
+            target = targets[_sort(pipeline, foreseen.gone, foreseen_lost)].pop()
+            self._node_of.update(zip(pipeline.nodes, target.nodes, strict=True))
+        self._routes: dict[Route, Route] = {}
+        self._plans: dict[int, Plan] = {}
+
+    def transition(self, one: Transition, *, redone_samples: int, prices: Prices) -> Transition:
+        """At the prices of now: what a recovery takes is learned from each."""
+        then = one.then
+        if then is not None:
+            then = self.transition(then, redone_samples=redone_samples, prices=prices)
+        transfers = [transfer for each in one.rounds for transfer in each]
+        priced_s = downtime_s(transfers, prices, devices_per_node=self._devices)
+        return replace(
+            one,
+            before=self._before,
+            after=self._plan(one.after),
+            rounds=tuple(
+                tuple(
+                    replace(t, source=self._rank(t.source), target=self._rank(t.target))
+                    for t in transfers
+                )
+                for transfers in one.rounds
+            ),
+            downtime_s=0.0 if one.answer == STAY else priced_s,
+            redone_samples=redone_samples,
+            then=then,
+        )
+
+    def _rank(self, rank: int) -> int:
+        node, device = divmod(rank, self._devices)
+        return self._node_of[node] * self._devices + device
+
+    def _plan(self, plan: Plan) -> Plan:
+        """Its pipelines in the order of those before."""
+        if id(plan) not in self._plans:
+            place = self._places()
+            pipelines = [
+                replace(one, nodes=tuple(self._node_of[node] for node in one.nodes))
+                for one in plan.pipelines
+            ]
+            self._plans[id(plan)] = replace(
+                plan,
+                epoch=self._epoch,
+                pipelines=tuple(sorted(pipelines, key=lambda one: place[one.nodes[0]])),
+                routes=tuple(self._route(route) for route in plan.routes),
+                gone=tuple(sorted(self._node_of[node] for node in plan.gone)),
+                in_flight={self._rank(rank): most for rank, most in plan.in_flight.items()},
+                shadows={self._rank(rank): layers for rank, layers in plan.shadows.items()},
+                ticks={self._rank(rank): ticks for rank, ticks in plan.ticks.items()},
+            )
+        return self._plans[id(plan)]
+
+    def _places(self) -> Mapping[int, tuple[int, int]]:
+        """Of each node its pipeline before, and its position there."""
+        return {
+            node: (index, position)
+            for index, pipeline in enumerate(self._before.pipelines)
+            for position, node in enumerate(pipeline.nodes)
+        }
+
+    def _route(self, route: Route) -> Route:
+        if route not in self._routes:
+            self._routes[route] = tuple(
+                Hop(self._rank(hop.rank), hop.first_layer, hop.end_layer) for hop in route
+            )
+        return self._routes[route]

@@ -1,0 +1,163 @@
+"""Varuna's answer to a loss: the best symmetric grid of survivors, from the newest save on disk.
+
+A grid is so many pipelines of one template, its width, each of so many nodes, its depth. Of all
+depths that there are templates for, with as many pipelines as there are nodes for, the fastest is
+taken; nodes beyond width x depth idle. All ranks drop what they hold and load their layers from the
+newest complete save, without one from the seed or the given weights, as at the start; what was
+trained since is trained again. So no layer needs a live holder.
+
+While training goes on nothing need be done again: nodes that come or leave get the best grid for
+those that there are, with the layers of live holders. A grid without slow nodes is looked at, too.
+
+Source: Varuna (EuroSys '22), job morphing.
+Differs: processes live on, where Varuna starts them anew. Its stages have equally many cut-points;
+here a template is cut so that stages take equally long. The size of a microbatch stays, for it is
+part of the result. Varuna goes back for nodes that come, and saves when it is told that one leaves.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from operator import attrgetter
+from typing import Final
+
+from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
+from planaria.core.plan import PipelineTemplate, Plan, Transition, plain_plan
+from planaria.planner.plans import EveryPlan
+from planaria.planner.reroutes import Priced
+from planaria.policies.policy import Prices, downtime_s
+from planaria.policies.reinstantiate import openings_of
+from planaria.policies.unequal import of_kinds, staying
+from planaria.restorer.sources import transfer_rounds
+from planaria.restorer.strategies import LEAST_BYTES, Restoring
+
+POLICY: Final = "morph"
+
+
+@dataclass(frozen=True, slots=True)
+class Morph:
+    """The policy."""
+
+    every: EveryPlan
+    restoring: Restoring = LEAST_BYTES
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        """The grid; while training goes on, and nobody comes or leaves, also what there is.
+
+        There is none with fewer nodes than the smallest template has, after a loss none if nobody
+        may go back, else none if `ClusterState.lost_layers` names a layer.
+        """
+        fast = tuple(node for node in cluster.nodes if node.kind.speed >= 1.0)
+        pools = dict.fromkeys((cluster.nodes, fast))
+        found = [grid for pool in pools if (grid := self._grid(pool, plan, cluster, prices))]
+        if not found:
+            return ()
+        best = min(found, key=attrgetter("iteration_s"))
+        if isinstance(event, NodesLost):
+            return (self._from_save(best, plan, event, prices),) if event.saved else ()
+        if cluster.lost_layers(plan.num_layers):
+            return ()
+        moved = (self._from_holders(best, plan, cluster, prices),)
+        if event.joined or event.leaving:
+            return moved
+        kinds = {node.node: node.kind for node in cluster.nodes}
+        return (staying(self.every, plan, cluster, kinds), *moved)
+
+    def _grid(
+        self, pool: Sequence[Node], plan: Plan, cluster: ClusterState, prices: Prices
+    ) -> Priced | None:
+        """The best grid of these nodes."""
+        templates = grid_templates(self.every, len(pool))
+        if not templates:
+            return None
+        # Who idles: distrusted nodes first, then slow ones, then those without work.
+        at_work = set(plan.nodes)
+        ordered = sorted(
+            pool,
+            key=lambda one: (
+                not one.is_trusted,
+                -one.kind.speed,
+                one.node not in at_work,
+                one.node,
+            ),
+        )
+        chosen = ordered[: sum(template.num_nodes for template in templates)]
+        openings = openings_of(templates, plan, frozenset(node.node for node in chosen))
+        bound = self.restoring.assignment(
+            openings, chosen, before=plan, layer_bytes=prices.layer_bytes
+        )
+        kinds = {node.node: node.kind for node in chosen}
+        pipelines = of_kinds(Plan(cluster.epoch, bound, ()), kinds).pipelines
+        iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
+        return Priced(plain_plan(cluster.epoch, pipelines, microbatches), iteration_s)
+
+    def _from_save(self, grid: Priced, plan: Plan, event: NodesLost, prices: Prices) -> Transition:
+        """All ranks load their layers, each node as fast as its link to other nodes is."""
+        assert event.saved is not None
+        per_node = self.every.problem.devices_per_node
+        bytes_at: Counter[int] = Counter()
+        for rank, layers in grid.plan.layers_by_rank.items():
+            bytes_at[rank // per_node] += sum(prices.layer_bytes[layer] for layer in layers)
+        load_s = prices.links["inter_node"].seconds(max(bytes_at.values()))
+        return Transition(
+            before=plan,
+            after=grid.plan,
+            rounds=(),
+            downtime_s=prices.regroup_s + load_s,
+            iteration_s=grid.iteration_s,
+            redone_samples=event.saved.redone_samples,
+            policy=POLICY,
+            answer=_name(grid.plan),
+            goes_back=True,
+        )
+
+    def _from_holders(
+        self, grid: Priced, plan: Plan, cluster: ClusterState, prices: Prices
+    ) -> Transition:
+        """Layers come from whoever holds them."""
+        moved = self.restoring.sources(grid.plan, cluster, layer_bytes=prices.layer_bytes)
+        per_node = self.every.problem.devices_per_node
+        return Transition(
+            before=plan,
+            after=grid.plan,
+            rounds=transfer_rounds(moved),
+            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+            iteration_s=grid.iteration_s,
+            redone_samples=0,
+            policy=POLICY,
+            answer=_name(grid.plan),
+        )
+
+
+def grid_templates(every: EveryPlan, num_nodes: int) -> tuple[PipelineTemplate, ...]:
+    """The templates of the fastest grid, empty if there are too few nodes for any.
+
+    It runs no depth that its slowest pipeline's computing alone makes slower than another one.
+    """
+    num_microbatches = every.problem.num_microbatches
+    bounds = []
+    for depth, template in every.templates.items():
+        width = min(num_nodes // depth, num_microbatches)
+        if width:
+            most = ceil(num_microbatches / width)
+            bounds.append((every.times.makespan_s(template, most), depth, width))
+    best_s = inf
+    best: tuple[PipelineTemplate, ...] = ()
+    for bound_s, depth, width in sorted(bounds):
+        if bound_s >= best_s:
+            break
+        templates = (every.templates[depth],) * width
+        share, rest = divmod(num_microbatches, width)
+        microbatches = [share + (index < rest) for index in range(width)]
+        iteration_s = every.times.iteration_s(templates, microbatches)
+        if iteration_s < best_s:
+            best_s, best = iteration_s, templates
+    return best
+
+
+def _name(plan: Plan) -> str:
+    """Such as 3x2: width and depth."""
+    return f"grid {len(plan.pipelines)}x{len(plan.pipelines[0].nodes)}"

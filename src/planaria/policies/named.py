@@ -1,0 +1,58 @@
+"""The policy that a job names in `resilience.policy`."""
+
+from typing import Final
+
+from planaria.core.job import JobConfig
+from planaria.planner.depths import Ranges
+from planaria.planner.plans import EveryPlan
+from planaria.planner.problem import Problem
+from planaria.planner.search import Searched
+from planaria.policies.absorb import Absorb
+from planaria.policies.adaptive import Adaptive
+from planaria.policies.morph import Morph
+from planaria.policies.policy import Policy
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.repartition import Repartition
+from planaria.policies.reroute import Reroute
+from planaria.policies.unequal import Unequal
+from planaria.restorer.strategies import LEAST_BYTES, NAIVE
+
+_RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.assignment
+
+
+def searched_by(job: JobConfig, problem: Problem) -> Searched:
+    """What a job's policies will know of layouts."""
+    ranges = Ranges(dp=job.resilience.dp_range, pp=job.resilience.pp_range)
+    return Searched(problem, ranges)
+
+
+def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
+    """The policy that a job names, and that its nodes' speeds are answered with.
+
+    Args:
+        searched: what is known of layouts; None if nothing is yet.
+    """
+    restoring = _RESTORING[job.resilience.assignment]
+    anew = Unequal(Reinstantiate(every, restoring))
+    searched = searched or searched_by(job, every.problem)
+    anew_of_any_depth = Repartition(every.problem, anew, searched, restoring)
+    match job.resilience.policy:
+        case "reinstantiate":
+            return anew
+        case "reroute":
+            return Reroute(every.problem, anew, restoring)
+        case "repartition":
+            return anew_of_any_depth
+        case "absorb":
+            return Absorb(every, anew, restoring)
+        case "morph":
+            return Morph(every, restoring)
+        case "adaptive":
+            around = Reroute(every.problem, Adaptive(()), restoring)
+            return Adaptive((anew, around, anew_of_any_depth))
+
+
+def looks_ahead(job: JobConfig) -> bool:
+    """Whether its policy has answers that are worth a search before they are needed."""
+    resilience = job.resilience
+    return resilience.failures_ahead > 0 and resilience.policy in ("adaptive", "repartition")

@@ -1,0 +1,131 @@
+"""Absorbing as transitions: who stands in for whom, when nobody can, and what it is priced at."""
+
+from dataclasses import replace
+
+import pytest
+
+from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost
+from planaria.core.plan import Plan, Transition
+from planaria.errors import ConfigError
+from planaria.estimator.memory import bytes_by_rank
+from planaria.planner.plans import EveryPlan
+from planaria.planner.reroutes import simulated_s
+from planaria.planner.shadows import shadowed, shadowed_start
+from planaria.policies.absorb import ABSORB, Absorb
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.unequal import Unequal
+from policies.losses import NUM_LAYERS, every, plan_of, prices
+
+
+def policy(book: EveryPlan) -> Absorb:
+    return Absorb(book, Unequal(Reinstantiate(book)))
+
+
+def left_of(plan: Plan, lost: tuple[int, ...]) -> ClusterState:
+    """The others, each with what it computes and what it keeps for a neighbour."""
+    nodes = (Node(rank, (held,)) for rank, held in sorted(plan.held_by_rank.items()))
+    return ClusterState(plan.epoch + 1, tuple(node for node in nodes if node.node not in lost))
+
+
+def proposed(book: EveryPlan, plan: Plan, *lost: int) -> tuple[Transition, ...]:
+    return policy(book).propose(plan, left_of(plan, lost), NodesLost(lost, 40), prices(book))
+
+
+def stages(transition: Transition, pipeline: int) -> list[tuple[int, int]]:
+    template = transition.after.pipelines[pipeline].template
+    return [(stage.first_layer, stage.end_layer) for stage in template.stages]
+
+
+@pytest.mark.parametrize(
+    ("lost", "ends"),
+    [
+        (0, [(0, 8), (8, 12), (12, 16)]),
+        (1, [(0, 8), (8, 12), (12, 16)]),
+        (2, [(0, 4), (4, 12), (12, 16)]),
+        (3, [(0, 4), (4, 8), (8, 16)]),
+    ],
+)
+def test_the_neighbour_computes_both_stages(lost: int, ends: list[tuple[int, int]]) -> None:
+    """No parameter moves, and everyone works."""
+    book = every(8, n0=2, f=1)
+    plan = shadowed(plan_of(book, (4, 4)))
+    (found,) = proposed(book, plan, lost)
+
+    assert (found.policy, found.answer, found.rounds) == ("absorb", ABSORB, ())
+    assert stages(found, 0) == ends
+    assert found.after.pipelines[1] == plan.pipelines[1]
+    assert lost not in found.after.nodes
+    assert len(found.after.nodes) == 7
+    held = plan.held_by_rank
+    assert all(layers <= held[rank] for rank, layers in found.after.held_by_rank.items())
+    assert found.iteration_s == simulated_s(book.problem, found.after)
+
+
+def test_losses_that_are_no_neighbours_are_absorbed_together_and_in_turn() -> None:
+    """At once in two pipelines and in one, then in what is left."""
+    book = every(8, n0=2, f=1)
+    plan = shadowed(plan_of(book, (4, 4)))
+    (found,) = proposed(book, plan, 1, 3, 4)
+
+    assert found.answer == ABSORB
+    assert [len(pipeline.nodes) for pipeline in found.after.pipelines] == [2, 3]
+    (again,) = proposed(book, found.after, 7)
+    assert again.answer == ABSORB
+
+
+def test_neighbours_are_left_to_the_other_policy_which_protects_its_plan() -> None:
+    """The layers of both are nowhere in their pipeline."""
+    book = every(8, n0=2, f=1)
+    plan = shadowed(plan_of(book, (4, 4)))
+    found = proposed(book, plan, 1, 2)
+
+    assert {one.policy for one in found} == {"reinstantiate"}
+    for one in found:
+        assert one.after.shadows == shadowed(one.after).shadows
+        assert one.after.shadows
+        held = left_of(plan, (1, 2)).held_by_rank()
+        needed = {(rank, x) for rank, own in one.after.held_by_rank.items() for x in own}
+        sent = {(t.target, t.layer) for transfers in one.rounds for t in transfers}
+        assert sent == {(rank, x) for rank, x in needed if x not in held[rank]}
+
+
+def test_a_worker_that_is_new_holds_nothing_and_cannot_stand_in() -> None:
+    """Its node lives; its neighbour is lost."""
+    book = every(8, n0=2, f=1)
+    plan = shadowed(plan_of(book, (4, 4)))
+    cluster = left_of(plan, (1,))
+    nodes = (Node(0, (frozenset(),)), *cluster.nodes[1:])
+    found = policy(book).propose(plan, ClusterState(1, nodes), NodesLost((1,), 40), prices(book))
+
+    assert found
+    assert all(one.answer != ABSORB for one in found)
+
+
+def test_a_node_that_comes_gets_a_place_and_shadows() -> None:
+    book = every(8, n0=2, f=1)
+    plan = shadowed(plan_of(book, (4, 3)))
+    nodes = (*left_of(plan, ()).nodes, Node(7, (frozenset(),)))
+    found = policy(book).propose(plan, ClusterState(1, nodes), NodesChanged((7,), ()), prices(book))
+
+    assert found
+    assert all(7 in one.after.held_by_rank and 7 in one.after.shadows for one in found)
+
+
+def test_a_job_that_does_not_fit_is_refused_with_what_it_needs() -> None:
+    """Twice the state, as the memory of a device is planned with."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+
+    def most_bytes(one: Plan) -> int:
+        held = bytes_by_rank(book.problem.profile, one, gradient_copies=1)
+        return max(rank.state_bytes + rank.microbatch_bytes for rank in held.values())
+
+    needed = most_bytes(shadowed(plan))
+    assert needed > 1.5 * most_bytes(plan)
+    small = replace(book.problem.profile, device_memory_bytes=needed - 1)
+    with pytest.raises(ConfigError, match=str(needed)):
+        shadowed_start(replace(book.problem, profile=small), plan)
+    enough = replace(book.problem.profile, device_memory_bytes=needed)
+    found = shadowed_start(replace(book.problem, profile=enough), plan)
+    assert found.plan.shadows
+    assert sum(len(kept) for kept in found.plan.shadows.values()) == 2 * NUM_LAYERS

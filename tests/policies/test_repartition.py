@@ -1,0 +1,174 @@
+"""Repartition as transitions: whole, bound by least bytes, and what it leaves to another policy."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
+from planaria.core.plan import NodeKind, Plan, Transition
+from planaria.planner.depths import Ranges
+from planaria.planner.plans import EveryPlan
+from planaria.planner.reroutes import simulated_s
+from planaria.planner.search import Searched
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.repartition import Repartition
+from planaria.policies.unequal import STAY, Unequal
+from policies.losses import NUM_LAYERS, NUM_MICROBATCHES, check_transfers, every, plan_of, prices
+
+
+def policy(book: EveryPlan) -> Repartition:
+    searched = Searched(book.problem, Ranges())
+    return Repartition(book.problem, Unequal(Reinstantiate(book)), searched)
+
+
+def check_is_a_layout(transition: Transition, cluster: ClusterState, book: EveryPlan) -> None:
+    """Every survivor works, each pipeline is the model with some microbatches, and the price is
+    that of the schedule."""
+    after = transition.after
+    assert transition.policy == "repartition"
+    assert after.epoch == cluster.epoch
+    assert list(after.nodes) == [node.node for node in cluster.nodes]
+    routes = {pipeline.route() for pipeline in after.pipelines}
+    assert set(after.routes) == routes
+    assert len(after.routes) == NUM_MICROBATCHES
+    assert transition.iteration_s == pytest.approx(simulated_s(book.problem, after), rel=1e-9)
+    check_transfers(transition, cluster, prices(book).layer_bytes)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
+    book = every(sum(sizes), n0=1, f=1)
+    return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
+
+
+@settings(max_examples=5, deadline=None)
+@given(jobs(), st.data())
+def test_losses_one_after_the_other_are_answered_by_layouts(
+    job: tuple[EveryPlan, Plan], data: st.DataObject
+) -> None:
+    """Until some layer has no live holder; the next loss strikes whichever answer was taken."""
+    book, plan = job
+    while True:
+        lost = tuple(sorted(data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1))))
+        cluster = survivors(plan, lost, epoch=plan.epoch + 1)
+
+        found = policy(book).propose(plan, cluster, NodesLost(lost, 8), prices(book))
+
+        if cluster.lost_layers(NUM_LAYERS):
+            assert found == ()
+            return
+        assert found[0].answer == "repartition"
+        assert len({transition.answer for transition in found}) == len(found)
+        for transition in found:
+            check_is_a_layout(transition, cluster, book)
+            assert transition.redone_samples == 8
+        assert found[0].iteration_s == min(transition.iteration_s for transition in found)
+        plan = data.draw(st.sampled_from(found)).after
+
+
+def test_what_keeps_more_pipelines_moves_less() -> None:
+    """Slower layouts are proposed for that alone."""
+    book = every(16, n0=2, f=1)
+    plan = plan_of(book, (4, 4, 4, 4))
+    cluster = survivors(plan, (5,), epoch=1)
+
+    found = policy(book).propose(plan, cluster, NodesLost((5,), 0), prices(book))
+
+    assert len(found) > 1
+    assert found[-1].downtime_s < found[0].downtime_s
+    kept = [pipeline for pipeline in plan.pipelines if 5 not in pipeline.nodes]
+    assert set(kept) <= set(found[-1].after.pipelines)
+
+
+def test_what_was_searched_before_is_not_searched_again() -> None:
+    """The answer to a loss is then better than a search within the pause finds."""
+    book = every(12, n0=1, f=1)
+    plan = plan_of(book, (3, 3, 3, 3))
+    cluster, event = survivors(plan, (4,), epoch=1), NodesLost((4,), 0)
+    unaware, aware = policy(book), policy(book)
+    for _ in aware.searched.steps(11, [pipeline.template for pipeline in plan.pipelines]):
+        pass
+    known = aware.searched.front(11, [pipeline.template for pipeline in plan.pipelines])
+
+    at_once = unaware.propose(plan, cluster, event, prices(book))
+    found = aware.propose(plan, cluster, event, prices(book))
+
+    assert tuple(one.iteration_s for one in found) == tuple(one.iteration_s for one in known)
+    assert found[0].iteration_s <= at_once[0].iteration_s
+
+
+def test_a_node_that_joins_gets_work() -> None:
+    """It holds nothing, and what it needs is sent."""
+    book = every(9, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    held = survivors(plan, (), epoch=1).nodes
+    cluster = ClusterState(1, (*held, Node(8, (frozenset(),))))
+
+    found = policy(book).propose(plan, cluster, NodesChanged((8,), ()), prices(book))
+
+    for transition in found:
+        check_is_a_layout(transition, cluster, book)
+
+
+def test_a_node_that_leaves_gives_what_it_holds() -> None:
+    """It has no work afterwards."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    *others, leaving = survivors(plan, (), epoch=1).nodes
+    cluster = ClusterState(1, tuple(others), (leaving,))
+
+    found = policy(book).propose(plan, cluster, NodesChanged((), (7,)), prices(book))
+
+    for transition in found:
+        check_is_a_layout(transition, cluster, book)
+
+
+def test_slow_nodes_are_left_to_the_other_policy() -> None:
+    """Layouts are for nodes that are as the profile says."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    slow, *others = survivors(plan, (), epoch=1).nodes
+    cluster = ClusterState(1, (replace(slow, kind=NodeKind(0.5)), *others))
+    event = NodesChanged((), (), (0,))
+
+    found = policy(book).propose(plan, cluster, event, prices(book))
+
+    assert found == Unequal(Reinstantiate(book)).propose(plan, cluster, event, prices(book))
+    assert found[0].answer == STAY
+
+
+def test_a_better_plan_is_compared_with_the_one_that_there_is() -> None:
+    """Where nothing happened: the plan as it is, then layouts."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (3, 5))
+    cluster = survivors(plan, (), epoch=1)
+
+    stay, *found = policy(book).propose(plan, cluster, NodesChanged((), ()), prices(book))
+
+    assert stay.answer == STAY
+    assert found[0].answer == "repartition"
+    assert found[0].iteration_s < stay.iteration_s
+
+
+def test_layers_are_not_left_to_distrusted_nodes_alone() -> None:
+    """Where every layout would, the other policy's answers are there, too."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    nodes = survivors(plan, (7,), epoch=1).nodes
+    distrusted = tuple(replace(node, is_trusted=node.node not in (1, 5)) for node in nodes)
+    cluster = ClusterState(1, distrusted)
+
+    found = policy(book).propose(plan, cluster, NodesLost((7,), 0), prices(book))
+
+    assert found
+    for transition in found:
+        trusted = {
+            layer
+            for rank, layers in transition.after.layers_by_rank.items()
+            if rank not in (1, 5)
+            for layer in layers
+        }
+        assert trusted == set(range(NUM_LAYERS))
