@@ -66,6 +66,13 @@ def test_facts_are_said_again_in_order_the_newest_of_each_kind_only() -> None:
     assert told == [worker(2), worker(1, pid=99), stopped(2, 2), stopped(1, 2, last=3)]
 
 
+def test_a_worker_that_has_ended_is_told_of_no_more() -> None:
+    """Its successor may end before it is ready, and that must not look like the same end."""
+    told = facts(worker(1), worker(2), exited(1), abort(1))
+
+    assert told == [worker(2)]
+
+
 def test_an_iteration_that_is_done_again_replaces_its_report() -> None:
     """The other iterations stay, until they are acknowledged."""
     told = facts(done(1, 5, epoch=0), done(1, 6, epoch=0), abort(1), done(1, 6, epoch=1))
@@ -125,7 +132,7 @@ def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:
     """Answers and readiness; the end of a worker, to which this epoch is the answer. Reports
     may still tell of iterations that are settled."""
     kept: list[Fact] = [worker(1), done(1, 5, epoch=0), saved(1, 6, epoch=0, layers=[0])]
-    told = facts(*kept, stopped(1, 0), ready(1, 0), exited(1), abort(1))
+    told = facts(exited(1), *kept, stopped(1, 0), ready(1, 0), abort(1))
 
     assert told == kept
 

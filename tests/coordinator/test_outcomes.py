@@ -43,7 +43,7 @@ from planaria.coordinator.state import (
 from planaria.core.growing import Growing
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Transfer
-from planaria.core.records import Committed, Decided, Outcome, Warned
+from planaria.core.records import Committed, Decided, Origin, Outcome, Warned
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 LOWER, UPPER = range(5), range(5, 10)
@@ -104,8 +104,9 @@ def outcome_of(answers: Iterable[Stopped], rules: Rules | None = None) -> Outcom
     return record.outcome
 
 
-REDO = Outcome(epoch=1, iteration=NEXT, vector=vector(NEXT - 1), is_redo=True)
-COMMIT = Outcome(epoch=1, iteration=NEXT + 1, vector=vector(NEXT), is_redo=False)
+ORIGIN = Origin(iteration=FIRST, source=SOURCE)
+REDO = Outcome(epoch=1, iteration=NEXT, vector=vector(NEXT - 1), is_redo=True, origin=ORIGIN)
+COMMIT = structs.replace(REDO, iteration=NEXT + 1, vector=vector(NEXT), is_redo=False)
 ANSWERS: dict[str, tuple[tuple[Stopped, ...], Outcome]] = {
     "all compute": ((computes(0), computes(1), computes(2)), REDO),
     "all wait": ((waits(0), waits(1), waits(2)), REDO),
@@ -114,7 +115,7 @@ ANSWERS: dict[str, tuple[tuple[Stopped, ...], Outcome]] = {
     "two have applied it": ((applied(0), applied(1), has_vector(2)), COMMIT),
     "all have applied it": (
         (applied(0), applied(1), applied(2)),
-        Outcome(epoch=1, iteration=NEXT + 1, vector=vector(NEXT), is_redo=True),
+        structs.replace(COMMIT, is_redo=True),
     ),
 }
 

@@ -7,6 +7,7 @@ from coordinated import (
     FIRST,
     LEASE_S,
     NOW_S,
+    SOURCE,
     Survivors,
     done,
     exited,
@@ -37,7 +38,7 @@ from planaria.coordinator.state import (
     Tell,
     Tick,
 )
-from planaria.core.cluster import NodesLost
+from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.messages import (
     Abort,
     PeerUnreachable,
@@ -211,7 +212,7 @@ def test_a_policy_is_told_of_lost_nodes_only() -> None:
 
     ((cluster, event),) = policy.seen
     assert [node.node for node in cluster.nodes] == [0, 1, 2, 3]
-    assert event == NodesLost((), redone_samples=6)
+    assert event == NodesLost((), redone_samples=6, saved=SavePoint(FIRST, SOURCE, 6))
 
 
 def test_the_job_ends_without_a_save_when_no_live_node_holds_a_layer() -> None:

@@ -9,6 +9,7 @@ import fake_cluster
 from coordinated import FIRST, of_type, small_rules
 from coordinator.test_slow_nodes import END, book
 from fake_cluster import FakeCluster
+from planaria.coordinator.state import AnswersFound
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Link
 from planaria.core.records import Changed, Committed, Decided, Recovering
@@ -29,7 +30,9 @@ def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_cluster, "END", END)
 
 
-def lost_one(*, policy: Name = "adaptive", failure_rate: float = 600.0) -> FakeCluster:
+def lost_one(
+    *, policy: Name = "adaptive", failure_rate: float = 600.0, looks_ahead: bool = False
+) -> FakeCluster:
     """Two pipelines of three nodes train, with a failure every six seconds; node 1 is lost."""
     every = book(6, n0=2)
     around = Reroute(every.problem, Adaptive(()))
@@ -40,6 +43,7 @@ def lost_one(*, policy: Name = "adaptive", failure_rate: float = 600.0) -> FakeC
     made = replace(
         made,
         job=replace(made.job, resilience=resilience, training=training),
+        looks_ahead=looks_ahead,
         policy=Adaptive((Unequal(Reinstantiate(every)), around)),
         prices=replace(prices, links={"inter_node": Link(0.0, BYTES_PER_S)}),
     )
@@ -80,6 +84,26 @@ def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_g
     number = len(of_type(cluster.commands, StartEpoch))
     train(cluster, 10)
     assert len(of_type(cluster.commands, StartEpoch)) == number
+
+
+def test_a_job_that_looks_ahead_waits_until_better_plans_have_been_looked_for() -> None:
+    """It would stand still while it looks itself. Once it has changed it is left as it is."""
+    cluster = lost_one(looks_ahead=True)
+    train(cluster, 40)
+    assert of_type(cluster.commands, Changed) == []
+
+    cluster.hear(AnswersFound(cluster.state.epoch - 1))
+    train(cluster, 5)
+    assert of_type(cluster.commands, Changed) == []
+
+    cluster.hear(AnswersFound(cluster.state.epoch))
+    train(cluster, 20)
+    (changed,) = of_type(cluster.commands, Changed)
+    assert set(changed.kinds.values()) == {"reform"}
+
+    cluster.hear(AnswersFound(cluster.state.epoch))
+    train(cluster, 20)
+    assert of_type(cluster.commands, Changed) == [changed]
 
 
 def test_who_fixed_rerouting_by_name_keeps_it() -> None:

@@ -1,6 +1,6 @@
 """Bugs to plant: the rules of the commit protocol, each switched off."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +9,11 @@ import pytest
 
 from planaria.coordinator import (
     agent_state,
+    change,
     choice,
     coordinator,
     leadership,
+    outcomes,
     recovery,
     start,
     trust,
@@ -22,14 +24,26 @@ from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
 from planaria.coordinator.store import ABSENT, Guard
 from planaria.core.growing import Growing
-from planaria.core.messages import Abort, Fact, PeerUnreachable, ToNode, Welcome
+from planaria.core.messages import (
+    Abort,
+    Fact,
+    PeerUnreachable,
+    SaveLayers,
+    StartEpoch,
+    ToNode,
+    Welcome,
+)
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
+from planaria.planner.problem import Problem
+from planaria.planner.reroutes import Priced
+from planaria.policies import reroute
 from planaria.policies.policy import best_transition
 from planaria.schedule import buckets
 from planaria.schedule.action import Bucket
 from planaria.simulator import layout
 from planaria.simulator.executor import HeldLayer, SimulatedExecutor
+from planaria.simulator.layout import Samples
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.scenario import content_after
 from planaria.simulator.worker import SimulatedWorker
@@ -66,12 +80,12 @@ def outcomes_are_told_before_they_are_recorded(patch: pytest.MonkeyPatch) -> Non
 
 def outcomes_do_not_outlive_their_epoch(patch: pytest.MonkeyPatch) -> None:
     """The next epoch asks anew, also where the only witness is lost."""
-    real = recovery._outcome
+    real = outcomes.outcome_of
 
-    def outcome(rules: Rules, state: JobState) -> Outcome:
-        return real(rules, replace(state, outcome=None))
+    def outcome(state: JobState) -> Outcome:
+        return real(replace(state, outcome=None))
 
-    patch.setattr(recovery, "_outcome", outcome)
+    patch.setattr(recovery, "outcome_of", outcome)
 
 
 def a_new_coordinator_ignores_outcomes(patch: pytest.MonkeyPatch) -> None:
@@ -124,11 +138,12 @@ def the_vector_needs_no_gradients(patch: pytest.MonkeyPatch) -> None:
     """A rank enters the sum of the vector before its own reductions are in."""
 
     async def reduce(
-        self: SimulatedExecutor, iteration: int, samples: tuple[int, ...]
-    ) -> dict[int, tuple[int, ...]]:
+        self: SimulatedExecutor, iteration: int, samples: Mapping[int, Samples]
+    ) -> dict[int, Samples]:
         for index, bucket in self._layout.buckets[self._rank]:
+            mine = tuple(samples.get(layer, ()) for layer in bucket.layers)
             for rank in set(bucket.ranks) - {self._rank}:
-                self._links.send(rank, ("reduce", iteration, index), samples)
+                self._links.send(rank, ("reduce", iteration, index), mine)
         return {}
 
     patch.setattr(SimulatedExecutor, "_reduce", reduce)
@@ -149,9 +164,11 @@ def layers_of_other_ages_are_kept(patch: pytest.MonkeyPatch) -> None:
     """Whoever cannot get to the outcome's age goes on with what it has."""
     real = SimulatedWorker.settle
 
-    async def settle(self: SimulatedWorker, iteration: int, vector: bytes) -> None:
+    async def settle(
+        self: SimulatedWorker, order: StartEpoch | SaveLayers, iteration: int, vector: bytes
+    ) -> None:
         before = self.held
-        await real(self, iteration, vector)
+        await real(self, order, iteration, vector)
         self.held = {**before, **self.held}
 
     patch.setattr(SimulatedWorker, "settle", settle)
@@ -244,12 +261,12 @@ def recoveries_keep_the_plan(patch: pytest.MonkeyPatch) -> None:
 
 def jobs_begin_again(patch: pytest.MonkeyPatch) -> None:
     """Without any vector a job is taken for one before its first iteration, as it once was."""
-    real = recovery._outcome
+    real = outcomes.outcome_of
 
-    def outcome(rules: Rules, state: JobState) -> Outcome:
-        return real(rules, replace(state, next_iteration=rules.first_iteration))
+    def outcome(state: JobState) -> Outcome:
+        return real(replace(state, next_iteration=state.origin.iteration))
 
-    patch.setattr(recovery, "_outcome", outcome)
+    patch.setattr(recovery, "outcome_of", outcome)
 
 
 def broken_links_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -313,3 +330,18 @@ def who_never_comes_is_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         "planaria.coordinator.coordinator.awaited", lambda _rules, state, _now_s: (state, ())
     )
+
+
+def empty_places_are_visited(patch: pytest.MonkeyPatch) -> None:
+    """Microbatches keep their routes, also through places of nodes that are gone."""
+
+    def rerouted(problem: Problem, plan: Plan) -> Priced:
+        del problem
+        return Priced(plan, 0.001)
+
+    patch.setattr(reroute, "rerouted", rerouted)
+
+
+def what_is_no_better_is_changed_to(patch: pytest.MonkeyPatch) -> None:
+    """A plan with empty places is left as soon as training goes on, for whatever is the best."""
+    patch.setattr(change, "pays", lambda *_: True)

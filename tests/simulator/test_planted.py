@@ -2,7 +2,9 @@
 
 import pytest
 
+from planaria.core.job import PolicyName
 from planaria.simulator.faults import change_struck, drawn_faults, held_back, witness_lost
+from planaria.simulator.scenario import PLAINEST
 from planaria.simulator.simulation import Draw, run
 from simulator import planted
 from simulator.planted import Plant
@@ -46,7 +48,26 @@ def test_the_simulation_finds_a_planted_bug(
     plant(monkeypatch)
 
     seeds = range(first, first + WITHIN)
-    assert any(run(seed, keeps_log=False, draw=draw).violations for seed in seeds), seeds
+    found = (run(seed, keeps_log=False, draw=draw, policies=(PLAINEST,)) for seed in seeds)
+    assert any(one.violations for one in found), seeds
+
+
+@pytest.mark.parametrize(
+    ("plant", "policy"),
+    [
+        (planted.empty_places_are_visited, "reroute"),
+        (planted.empty_places_are_visited, "adaptive"),
+        (planted.what_is_no_better_is_changed_to, "adaptive"),
+    ],
+)
+def test_the_simulation_finds_a_bug_planted_in_other_answers(
+    plant: Plant, policy: PolicyName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routes around empty places, and changes to better plans."""
+    plant(monkeypatch)
+
+    found = (run(seed, keeps_log=False, policies=(policy,)) for seed in range(WITHIN))
+    assert any(one.violations for one in found)
 
 
 @pytest.mark.parametrize("draw", [drawn_faults, witness_lost, change_struck, held_back])

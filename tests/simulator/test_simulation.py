@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from planaria.core.job import PolicyName
 from planaria.simulator.__main__ import runs
 from planaria.simulator.loop import Loop
 from planaria.simulator.simulation import run, told
@@ -62,3 +63,24 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
     loop.run(until_s=2.5, is_over=lambda: False)
 
     assert happened == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("seed", "policy"),
+    [
+        (1153, "adaptive"),
+        (204440, "adaptive"),
+        (204440, "reroute"),
+        (208773, "reinstantiate"),
+        (604401, "adaptive"),
+        (700434, "adaptive"),
+    ],
+)
+def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None:
+    """A change to a plan that was no other; a rank with a place in a rerouted plan, and no work; a
+    worker whose predecessor a new coordinator takes for it; an iteration that one node alone did,
+    which was cut off from the coordinator before it told; the price of a plan in which a node that
+    has just joined takes part silently."""
+    one = run(seed, policies=(policy,))
+
+    assert not one.violations, told(one)

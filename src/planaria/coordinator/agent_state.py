@@ -79,7 +79,10 @@ def said(state: AgentState, message: Fact) -> AgentState:
         case Corrupted() | NodeArrived() | NoticeTaken() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
-    facts = {other: fact for other, fact in state.facts.items() if other != key}
+    # A new coordinator that is told of a worker that has ended would take the end of its successor
+    # for old news.
+    over = ("WorkerReady", message.rank, 0) if isinstance(message, WorkerExited) else key
+    facts = {other: fact for other, fact in state.facts.items() if other not in (key, over)}
     return replace(state, facts={**facts, key: message})
 
 

@@ -9,8 +9,9 @@ hour is forgiven (trust.py).
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.state import Candidate, Evict, JobState, Leave, Notify, Rules, Step
+from planaria.coordinator.state import Evict, JobState, Notify, Rules, Step
 from planaria.coordinator.trust import num_failures
+from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     DrainRequested,

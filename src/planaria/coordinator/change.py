@@ -18,31 +18,30 @@ at anew.
 Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what has to move.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
-from planaria.coordinator.recovery import degraded_text, left_text, tolerated
+from planaria.coordinator.drift import policy_of
+from planaria.coordinator.overhead import prices_of, switch_s, with_switch
+from planaria.coordinator.recovery import degraded_text, shortage_text, tolerated
 from planaria.coordinator.state import (
-    Change,
     JobState,
     Notify,
     RecordDecision,
     RecordMembers,
     Rules,
     Step,
-    Switch,
     Tell,
 )
+from planaria.coordinator.switching import Change, Switch, waves_of
 from planaria.coordinator.trust import seen_node, trusted_first
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
-from planaria.core.plan import Plan, Transfer, Transition
+from planaria.core.plan import Transition
 from planaria.core.records import Candidate, Changed, Decision, Members, Outcome, Warned
-from planaria.policies.policy import Prices
 from planaria.policies.unequal import STAY
 
 JOIN: Final = "join"
@@ -56,8 +55,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if state.change is not None or state.ends or state.stop_requested:
         return state, ()
     known, speeds = state.plan.slow_nodes, state.speeds
-    around = _gone_around(rules, state)
-    if not (state.leaving or state.candidates or known or speeds or state.idle or around):
+    hurried = _hurried(rules, state)
+    if not (state.leaving or state.candidates or known or speeds or state.idle or hurried):
         return state, ()  # As after nearly every report.
     leaving = tuple(sorted(set(state.leaving).intersection(state.nodes)))
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
@@ -65,13 +64,13 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         n for n in state.idle if n in state.nodes and n not in {*speeds, *state.plan.nodes}
     )
     asked = (state.nodes, joining, leaving, tuple(speeds), tuple(speeds.values()), tried)
-    if not (joining or leaving or known or speeds or tried or around) or asked == state.asked:
+    if not (joining or leaving or known or speeds or tried or hurried) or asked == state.asked:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
     num_left = len(staying) + len(joining)
     if leaving and _is_help_coming(rules, state, num_left, now_s):
         return state, ()
-    if leaving and (short := _shortage(rules, num_left)):
+    if leaving and (short := shortage_text(rules, num_left)):
         return _too_few(state, short)
     state = replace(state, asked=asked)
     news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
@@ -101,10 +100,10 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         | ({} if is_asked_for else dict.fromkeys(_moved(best), REFORM)),
         transition=best,
         candidates=candidates,
-        waves=_waves(state.plan, best, leaving=leaving, prices=rules.prices),
+        waves=waves_of(state.plan, best, leaving=leaving, prices=rules.prices),
         began_s=now_s,
         silent=state.plan.silent,
-        reason=_slow_text(state, slow) if slow else around,
+        reason=_slow_text(state, slow) if slow else hurried,
     )
     return _with_switch(replace(state, change=change))
 
@@ -120,12 +119,16 @@ def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
     return gain > GAIN_MIN * samples_per_s
 
 
-def _gone_around(rules: Rules, state: JobState) -> str:
-    """That a loss was answered by rerouting, in words, where better answers may follow at a commit;
-    empty if not."""
-    if not state.plan.gone or rules.job.resilience.policy != "adaptive":
+def _hurried(rules: Rules, state: JobState) -> str:
+    """What answered a loss for now, in words, where a better answer may follow at a commit; empty
+    if none may."""
+    if state.loss is None or state.loss.is_settled:
         return ""
-    return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
+    if rules.looks_ahead and state.sought != state.epoch:
+        return ""
+    if state.plan.gone and rules.job.resilience.policy == "adaptive":
+        return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
+    return "the answer to the last loss was one at hand" if rules.looks_ahead else ""
 
 
 def _moved(transition: Transition) -> tuple[int, ...]:
@@ -164,19 +167,6 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
     return is_coming and all(now_s < leave.until_s for leave in state.leaving.values())
 
 
-def _shortage(rules: Rules, num_left: int) -> str:
-    """Why so few nodes cannot go on by themselves; empty if they can."""
-    wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
-    if num_left < rules.n0:
-        return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
-    if num_left < wanted and rules.job.resilience.when_below == "stop":
-        return (
-            f"{left_text(num_left)}, fewer than (f + 1) * n0 = {wanted}, and "
-            'resilience.when_below = "stop"'
-        )
-    return ""
-
-
 def _too_few(state: JobState, shortage: str) -> Step:
     """Nodes that are taken away end the job, saved; those that need not go stay."""
     if any(leave.kind == "preempt" for leave in state.leaving.values()):
@@ -204,42 +194,14 @@ def _proposed(
         tuple(seen_node(state, node, held, now_s) for node in sorted((*staying, *event.joined))),
         tuple(seen_node(state, node, held, now_s) for node in event.leaving),
     )
-    return tuple(
-        replace(transition, downtime_s=0.0 if transition.answer == STAY else rules.prices.regroup_s)
-        for transition in rules.policy.propose(state.plan, cluster, event, rules.prices)
-    )
+    found = policy_of(rules, state).propose(state.plan, cluster, event, prices_of(rules, state))
+    each_s = switch_s(rules, state)
 
+    def paused_s(transition: Transition) -> float:
+        waves = waves_of(state.plan, transition, leaving=event.leaving, prices=rules.prices)
+        return 0.0 if transition.answer == STAY else (len(waves) + 1) * each_s
 
-def _waves(
-    plan: Plan, transition: Transition, *, leaving: tuple[int, ...], prices: Prices
-) -> tuple[tuple[Transfer, ...], ...]:
-    """All transfers in waves; a layer comes to a rank in one of them, whole."""
-    per_node = plan.pipelines[0].template.devices_per_node
-    stay = Counter(
-        layer
-        for rank, layers in plan.held_by_rank.items()
-        if rank // per_node not in leaving
-        for layer in layers
-    )
-    needs: dict[tuple[int, int], list[Transfer]] = {}
-    for transfers in transition.rounds:
-        for transfer in transfers:
-            needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
-    waves: list[list[Transfer]] = []
-    link = prices.links.get("inter_node")
-    bytes_max = transition.iteration_s * link.bandwidth_bytes_per_s if link else 0.0
-    load: Counter[tuple[str, int]] = Counter()
-    for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
-        parts = needs[layer, target]
-        more: Counter[tuple[str, int]] = Counter({("to", target): sum(t.num_bytes for t in parts)})
-        for part in parts:
-            more["from", part.source] += part.num_bytes
-        if not waves or any(load[end] + size > bytes_max for end, size in more.items()):
-            waves.append([])
-            load.clear()
-        load += more
-        waves[-1] += parts
-    return tuple(tuple(wave) for wave in waves)
+    return tuple(replace(one, downtime_s=paused_s(one)) for one in found)
 
 
 # -- switches -------------------------------------------------------------------------------------
@@ -275,6 +237,7 @@ def _with_switch(state: JobState) -> Step:
         is_planned=True,
         failures=dict(state.failures),
         history=state.history,
+        findings=state.learning.findings,
     )
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
@@ -297,6 +260,7 @@ def _order(state: JobState, switch: Switch, iteration: int) -> StartEpoch:
         addresses={rank: (worker.host, worker.port) for rank, worker in state.workers.items()},
         iteration=iteration,
         rounds=switch.rounds,
+        since=state.origin.epoch,
     )
 
 
@@ -315,7 +279,7 @@ def switched(state: JobState) -> Step:
     assert change is not None
     assert switch is not None
     number = state.next_iteration
-    outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False)
+    outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=state.origin)
     decision = Decision(
         order=_order(state, switch, number), predicted_s=change.transition.iteration_s
     )
@@ -347,6 +311,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     # Whoever did not train before had nothing to pause.
     paused = [event for rank, event in state.ready.items() if rank in change.trained]
     pause_s = max((event.regroup_s + event.transfer_s for event in paused), default=0.0)
+    state = with_switch(state, pause_s)
     change = replace(change, pause_s=change.pause_s + pause_s)
     if state.plan.silent or change.waves:
         return replace(state, change=change), ()
@@ -372,8 +337,11 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
         degraded=degraded,
     )
     f = rules.job.resilience.failures_tolerated
+    loss = state.loss
+    if loss is not None and set(change.kinds.values()) <= {REFORM}:
+        loss = replace(loss, is_settled=True)
     is_degraded = bool(degraded) or (state.is_degraded and tolerated(rules, state, state.plan) < f)
-    return replace(state, change=None, is_degraded=is_degraded), (Notify(notice),)
+    return replace(state, change=None, loss=loss, is_degraded=is_degraded), (Notify(notice),)
 
 
 def continued(state: JobState) -> Step:

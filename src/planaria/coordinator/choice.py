@@ -53,7 +53,8 @@ def outlook(
     to_failure_s = time_to_failure_s(rules, state, now_s)
     saved = max(rules.first_iteration, state.published)
     fastest_s = min(transition.iteration_s for transition in transitions)
-    num_unsaved = state.next_iteration - saved + to_failure_s / fastest_s
+    # A save may be published before the last report of its iteration is in.
+    num_unsaved = max(0.0, state.next_iteration - saved + to_failure_s / fastest_s)
     if every:
         num_unsaved = min(num_unsaved, every)
     return Outlook(

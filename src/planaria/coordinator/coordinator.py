@@ -28,11 +28,15 @@ from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
 from planaria.coordinator.crashes import ended, link_broken, worker_exited
+from planaria.coordinator.drift import corrected
 from planaria.coordinator.history import begun_history
+from planaria.coordinator.outcomes import counting
+from planaria.coordinator.overhead import with_start
 from planaria.coordinator.recovery import decided, lost, refuted
-from planaria.coordinator.saves import layers_saved, save_failed
+from planaria.coordinator.saves import layers_saved, published, save_failed
 from planaria.coordinator.slowness import observed
 from planaria.coordinator.state import (
+    AnswersFound,
     Command,
     DecisionRecorded,
     End,
@@ -78,7 +82,9 @@ from planaria.core.records import (
 )
 
 Request = StopRequested | DrainRequested
-Event = Fact | NodeLost | Request | MembersRecorded | DecisionRecorded | Published | Tick
+Event = (
+    Fact | NodeLost | Request | MembersRecorded | DecisionRecorded | AnswersFound | Published | Tick
+)
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
@@ -100,7 +106,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case WorkerReady() if state.is_member(event.node) or event.node in state.candidates:
             return replace(state, workers=state.workers.plus(event.rank, event)), ()
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
-            return replace(state, answers=state.answers.plus(event.rank, event)), ()
+            answer = counting(state, event)
+            return replace(state, answers=state.answers.plus(event.rank, answer)), ()
         case EpochReady() if event.epoch == state.epoch:
             return replace(state, ready=state.ready.plus(event.rank, event)), ()
         case EpochReady() if event.epoch in state.epochs:
@@ -113,8 +120,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case LayersSaved():
             return layers_saved(state, event)
         case Published():
-            return replace(state, published=max(state.published, event.iteration)), ()
-        case SaveFailed() if state.saves_since <= event.epoch <= state.epoch:
+            return published(state, event), ()
+        case SaveFailed():
             return save_failed(state, event)
         case StopRequested() if not state.stop_requested:
             return replace(state, stop_requested=True), (Tell(event),)
@@ -139,6 +146,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return told(state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
+        case AnswersFound(epoch) if epoch == state.epoch:
+            return replace(state, sought=epoch, asked=()), ()
         case Tick() if _is_cut(rules, state, now_s):
             return link_broken(rules, state, now_s)
         case Tick():
@@ -169,12 +178,13 @@ def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
     """One phase further, if nothing is missing."""
     match state.phase:
-        case Phase.STOPPING if state.is_told_by_all(state.answers):
+        case Phase.STOPPING if state.is_told_by_all(state.answers) and not state.num_publishing:
             return decided(rules, state, now_s)
         case Phase.JOINING:
             return _joined(rules, state, now_s)
         case Phase.STARTING if has_all(state.ready, state.plan.all_ranks):
             history = begun_history(state.history, now_s)
+            state = with_start(state, now_s)
             state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):
@@ -219,6 +229,7 @@ def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) ->
         source=order.source,
         rounds=order.rounds,
         persists=order.persists,
+        since=order.since,
     )
 
 
@@ -265,7 +276,7 @@ def _continued(_rules: Rules, state: JobState, _now_s: float) -> Step:
 
 def _is_open(state: JobState, event: IterationDone) -> bool:
     """A report that counts: of this epoch, or of what was settled when it began."""
-    if event.iteration < state.next_iteration:
+    if event.iteration < state.next_iteration or event.epoch < state.origin.epoch:
         return False
     if state.phase in (Phase.RECORDING, Phase.STOPPING):  # What is settled is not known yet.
         return True
@@ -290,9 +301,9 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
         elif reports:
             first = reports[min(reports)]
             ends, values = first.ends, (first.loss, first.num_samples, first.sample_digest)
-        else:  # Whoever could tell of it was lost with the coordinator before this one.
+        else:  # Whoever could tell of it was lost, or has told the coordinator before this one.
             text = f"iteration {iteration} is committed, but nobody can tell its loss any more"
-            commands.append(Notify(Warned(text=text)))
+            commands.append(Notify(Warned(text=text, untold=iteration)))
             state = _after_commit(state, ends=False)
             continue
         commands.append(Notify(_commit_notice(state, reports, values, ends=ends, now_s=now_s)))
@@ -311,7 +322,9 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
         values = (first.loss, first.num_samples, first.sample_digest)
         notice = _commit_notice(state, reports, values, ends=first.ends, now_s=now_s)
         commands.append(Notify(notice))
-        state = _after_commit(observed(rules, state, now_s), ends=first.ends)
+        state, more = corrected(rules, observed(rules, state, now_s), before=state)
+        commands += more
+        state = _after_commit(state, ends=first.ends)
         if first.switches and not state.ends:
             state, more = switched(state)
             commands += more
@@ -338,6 +351,7 @@ def _commit_notice(
         ends=ends,
         reports=tuple(reports[rank] for rank in sorted(reports)),
         now_s=now_s,
+        since=state.origin.epoch,
     )
 
 

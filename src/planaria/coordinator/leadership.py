@@ -138,6 +138,8 @@ class Leadership(Generic[Agent]):
         assert self._progress is not None
         progress, self._progress = self._progress, None
         await self._logbook.record_progress(progress)
+        if progress.since != self.state.origin.epoch:  # All go back to before these iterations.
+            return
         self._tell(Acknowledged(num_committed=progress.num_committed), self._lines.keys())
 
     # -- agents -----------------------------------------------------------------------------------
@@ -215,6 +217,7 @@ class Leadership(Generic[Agent]):
                             num_committed=number,
                             ends=message.ends,
                             stop_reason=self.state.stop_reason,
+                            since=message.since,
                         )
                 case Publish() | Discard():
                     self._hands.keep(command)

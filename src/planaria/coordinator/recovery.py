@@ -5,7 +5,7 @@
    differ, those that most others outvote are lost too; without a majority the job ends.
 3. Outcome: the newest commit vector that anyone holds settles where all go on. Whoever holds it
    proves that every gradient of that iteration is complete everywhere, so the others can apply
-   it too; what is newer is done again.
+   it too; what is newer is done again. Where all go back to a save, it is that (outcomes.py).
 4. Decision: every policy proposes, the proposals are priced, the best is taken. If there is none,
    or the rules say stop, what is whole is saved and the job ends.
 
@@ -21,7 +21,10 @@ from dataclasses import replace
 
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
+from planaria.coordinator.drift import policy_of
 from planaria.coordinator.history import with_failure
+from planaria.coordinator.outcomes import gone_back, held_layers, outcome_of, save_point
+from planaria.coordinator.overhead import prices_of, with_choice
 from planaria.coordinator.state import (
     Command,
     End,
@@ -40,7 +43,7 @@ from planaria.coordinator.trust import seen_node, trusted_first, with_failures
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
-from planaria.core.messages import SaveLayers, StartEpoch, Stopped
+from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Decided, Decision, Members, Outcome, Recovering
 
@@ -112,6 +115,7 @@ def _members(state: JobState) -> Members:
         gone=state.gone,
         failures=dict(state.failures),
         history=state.history,
+        findings=state.learning.findings,
     )
 
 
@@ -129,39 +133,41 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
     if judged.layer >= 0:
         return _without_odd(rules, state, judged, now_s)
-    outcome = _outcome(rules, state)
+    outcome = outcome_of(state)
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
-    held = _held(rules, state, outcome)
+    held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
-    num_nodes, f = len(cluster.nodes), rules.job.resilience.failures_tolerated
+    num_nodes = len(cluster.nodes)
     ends = state.ends
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     missing = cluster.lost_layers(rules.num_layers)
     is_saved = ends and state.published >= outcome.iteration
-    if missing and not is_saved:
-        return _end(state, f"no live node holds layer {missing[0]}{_after_crash(state)}")
-    if ends:
-        return _save(rules, state, outcome, held, ending="", reason="")
-    if num_nodes < rules.n0:
-        reason = f"{left_text(num_nodes)}, fewer than n0 = {rules.n0} that hold the model"
-        return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
-    if num_nodes < (f + 1) * rules.n0 and rules.job.resilience.when_below == "stop":
-        reason = (
-            f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {(f + 1) * rules.n0}, and "
-            'resilience.when_below = "stop"'
+    if ends and (is_saved or not missing):
+        return _save(state, outcome, held, ending="", reason="")
+    reason = shortage_text(rules, num_nodes)
+    if not reason:
+        event = _event(rules, state, outcome)
+        proposed = policy_of(rules, state).propose(
+            state.plan, cluster, event, prices_of(rules, state)
         )
-        return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
-    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
-    assert state.loss is not None
-    event = NodesLost(tuple(n for n in state.loss.nodes if n not in state.nodes), redone)
-    transitions = rules.policy.propose(state.plan, cluster, event, rules.prices)
-    if not transitions:
+        transitions = tuple(one for one in proposed if one.goes_back or not missing)
+        if transitions:
+            return _resume(rules, state, outcome, event, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
-        return _save(rules, state, outcome, held, ending=Ending.LOST.value, reason=reason)
-    return _resume(rules, state, outcome, transitions, now_s)
+    if missing:
+        return _end(state, f"no live node holds layer {missing[0]}{_after_crash(state)}")
+    return _save(state, outcome, held, ending=Ending.LOST.value, reason=reason)
+
+
+def _event(rules: Rules, state: JobState, outcome: Outcome) -> NodesLost:
+    """What happened, as policies are told."""
+    assert state.loss is not None
+    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
+    nodes = tuple(node for node in state.loss.nodes if node not in state.nodes)
+    return NodesLost(nodes, redone, save_point(rules, state, outcome, redone))
 
 
 def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -190,39 +196,6 @@ def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -
     return lost(rules, state, "lost", judged.odd, reason=reason, now_s=now_s)
 
 
-def _outcome(rules: Rules, state: JobState) -> Outcome:
-    """The newest vector of all that members hold or that is on record."""
-    assert state.answers
-    newest = max(state.answers.values(), key=lambda answer: answer.vector_iteration)
-    iteration, vector = newest.vector_iteration + 1, newest.vector
-    if not vector:
-        iteration = rules.first_iteration
-    recorded = state.outcome
-    if recorded is not None and recorded.iteration > iteration:
-        iteration, vector = recorded.iteration, recorded.vector
-    if iteration < state.next_iteration:  # All who were at work are new, and hold nothing.
-        iteration, vector = state.next_iteration, b""
-    ages = {age for answer in state.answers.values() for age in answer.ages.values()}
-    is_redo = iteration - 1 not in ages
-    return Outcome(epoch=state.epoch, iteration=iteration, vector=vector, is_redo=is_redo)
-
-
-def _held(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, frozenset[int]]:
-    """For every rank the layers that it has, or will have, at the age at which all go on."""
-    if outcome.iteration == rules.first_iteration:
-        # Nothing has been trained: whoever needs a layer makes it, as at the start.
-        return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
-    return {rank: _held_by(state.answers[rank], outcome.iteration) for rank in state.ranks}
-
-
-def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
-    return frozenset(
-        layer
-        for layer, age in answer.ages.items()
-        if age == iteration or (age == iteration - 1 and layer in answer.complete)
-    )
-
-
 def _cluster(
     rules: Rules, state: JobState, held: Mapping[int, frozenset[int]], now_s: float
 ) -> ClusterState:
@@ -239,13 +212,20 @@ def _resume(
     rules: Rules,
     state: JobState,
     outcome: Outcome,
+    event: NodesLost,
     transitions: tuple[Transition, ...],
     now_s: float,
 ) -> Step:
     """Takes the best of the transitions."""
-    assert state.loss is not None
-    best, candidates = candidates_of(rules, state, transitions, state.loss.lost_s)
+    loss = state.loss
+    assert loss is not None
+    best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
     assert best is not None
+    if best.goes_back and outcome.iteration > state.origin.iteration:
+        assert event.saved is not None
+        state, outcome = gone_back(state, event.saved)
+    origin = state.origin
+    source = origin.source if outcome.iteration == origin.iteration else ""
     degraded = degraded_text(rules, state, best.after)
     order = StartEpoch(
         epoch=state.epoch,
@@ -253,9 +233,10 @@ def _resume(
         addresses={},
         iteration=outcome.iteration,
         vector=outcome.vector,
-        source=rules.source if outcome.iteration == rules.first_iteration else "",
+        source=source,
         rounds=best.rounds,
-        persists=bool(degraded) and outcome.iteration > rules.first_iteration,
+        persists=bool(degraded) and outcome.iteration > origin.iteration,
+        since=origin.epoch,
     )
     notice = Decided(
         epoch=state.epoch,
@@ -266,16 +247,18 @@ def _resume(
         plan=best.after,
         predicted_s=best.iteration_s,
         predicted_downtime_s=best.downtime_s,
+        predicted_transfer_s=best.downtime_s - prices_of(rules, state).regroup_s,
         transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
         redone_samples=best.redone_samples,
-        joined=state.loss.joined,
+        joined=loss.joined,
+        source=source if best.goes_back else "",
         detected_s=now_s,
-        time_to_failure_s=time_to_failure_s(rules, state, state.loss.lost_s),
+        time_to_failure_s=time_to_failure_s(rules, state, loss.lost_s),
         degraded=degraded,
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
     state = replace(
-        state,
+        with_choice(rules, state, best, now_s),
         phase=Phase.DECIDING,
         plan=best.after,
         outcome=outcome,
@@ -303,14 +286,13 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
 def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
     """How many nodes may be lost at once, whichever they are."""
     per_node = state.devices_per_node
-    held = plan.layers_by_rank.items()
+    held = plan.held_by_rank.items()
     places = {(rank // per_node, layer) for rank, layers in held for layer in layers}
     holders = Counter(layer for _, layer in places)
     return min(len(state.nodes) // rules.n0, *holders.values()) - 1
 
 
 def _save(
-    rules: Rules,
     state: JobState,
     outcome: Outcome,
     held: Mapping[int, frozenset[int]],
@@ -319,14 +301,18 @@ def _save(
     reason: str,
 ) -> Step:
     """Has each layer saved by one of its holders, and then the job ends."""
-    if outcome.iteration == rules.first_iteration:  # There is nothing that was not there before.
+    if outcome.iteration == state.origin.iteration:  # There is nothing that was not there before.
         return _end(state, reason)
     if state.published >= outcome.iteration:
         layers: dict[int, tuple[int, ...]] = {}
     else:
         layers = _writers(held)
     order = SaveLayers(
-        epoch=state.epoch, iteration=outcome.iteration, layers=layers, vector=outcome.vector
+        epoch=state.epoch,
+        iteration=outcome.iteration,
+        layers=layers,
+        vector=outcome.vector,
+        since=state.origin.epoch,
     )
     decision = Decision(order=order, ending=ending, reason=reason)
     state = replace(state, phase=Phase.DECIDING, outcome=outcome, decision=decision)
@@ -346,6 +332,19 @@ def _after_crash(state: JobState) -> str:
     """What took a layer whose nodes live."""
     assert state.loss is not None
     return f": {state.loss.reason}" if state.loss.kind == "crash" else ""
+
+
+def shortage_text(rules: Rules, num_left: int) -> str:
+    """Why so few nodes cannot go on by themselves; empty if they can."""
+    wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
+    if num_left < rules.n0:
+        return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
+    if num_left < wanted and rules.job.resilience.when_below == "stop":
+        return (
+            f"{left_text(num_left)}, fewer than (f + 1) * n0 = {wanted}, and "
+            'resilience.when_below = "stop"'
+        )
+    return ""
 
 
 def left_text(num_nodes: int) -> str:

@@ -87,7 +87,7 @@ def slowness_by_node(
         layer_s: of each layer, for one microbatch, as the profile says.
         speeds: of nodes that are known to be slow, to whom nobody is compared as they are.
     """
-    work_s = _work_s(plan, layer_s)
+    work_s = work_s_by_rank(plan, layer_s)
     ratios = {r: computing_s[r] / s for r, s in work_s.items() if s > 0.0 and r in computing_s}
     if not ratios or median_low(computing_s[rank] for rank in ratios) < COMPUTING_S_MIN:
         return {}
@@ -119,7 +119,7 @@ def believed_slowness(before: float, window: Sequence[float]) -> float:
     return slowness if slowness >= BACK_FACTOR else 1.0
 
 
-def _work_s(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
+def work_s_by_rank(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
     """Of each rank, in one iteration."""
     work_s: defaultdict[int, float] = defaultdict(float)
     for route, count in Counter(plan.routes).items():

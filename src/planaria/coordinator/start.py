@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from planaria.coordinator.coordinator import advanced
+from planaria.coordinator.drift import restored_learning
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import (
     JobState,
@@ -16,7 +17,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
-from planaria.core.records import Decision, Members, Outcome, Progress
+from planaria.core.records import Decision, Members, Origin, Outcome, Progress
 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
@@ -29,8 +30,9 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
         next_iteration=rules.first_iteration,
         saves_since=plan.epoch,
         phase=Phase.DECIDING,
+        origin=_start(rules),
     )
-    outcome = Outcome(epoch=plan.epoch, iteration=rules.first_iteration)
+    outcome = Outcome(epoch=plan.epoch, iteration=rules.first_iteration, origin=state.origin)
     start = StartEpoch(
         epoch=plan.epoch,
         plan=plan,
@@ -62,6 +64,7 @@ def restored_step(
         plan: of the newest decision to start an epoch, or the job's first.
         predicted_s: of an iteration with the job's first plan.
     """
+    origin = outcome.origin if outcome else _start(rules)
     state = JobState(
         term=term,
         epoch=members.epoch,
@@ -69,12 +72,14 @@ def restored_step(
         gone=members.gone,
         failures=members.failures,
         history=members.history,
+        learning=restored_learning(rules, members.findings),
         plan=plan,
         saves_since=members.epoch,
-        next_iteration=progress.num_committed if progress else rules.first_iteration,
-        ends=progress is not None and progress.ends,
+        next_iteration=_num_committed(origin, progress),
+        ends=progress is not None and progress.ends and progress.since == origin.epoch,
         stop_reason=progress.stop_reason if progress else "",
         outcome=outcome,
+        origin=origin,
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         speeds=plan.slow_nodes,
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
@@ -91,3 +96,16 @@ def restored_step(
         return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
+
+
+def _start(rules: Rules) -> Origin:
+    return Origin(iteration=rules.first_iteration, source=rules.source)
+
+
+def _num_committed(origin: Origin, progress: Progress | None) -> int:
+    """What counts of the progress on record, which may be of before all went back to a save."""
+    if progress is None:
+        return origin.iteration
+    if progress.since != origin.epoch:
+        return min(progress.num_committed, origin.iteration)
+    return progress.num_committed

@@ -1,10 +1,12 @@
 """What the coordinator knows, and what it can ask of whoever calls it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from planaria.core import records
+from planaria.coordinator.learning import Learning
+from planaria.coordinator.switching import Change, Switch
+from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.commit import VectorLayout
 from planaria.core.growing import Growing, is_among
 from planaria.core.job import JobConfig
@@ -18,8 +20,16 @@ from planaria.core.messages import (
     WorkerFailed,
     WorkerReady,
 )
-from planaria.core.plan import NodeKind, Plan, Transfer, Transition
-from planaria.core.records import Decision, FailureHistory, Members, Outcome, ToLauncher
+from planaria.core.plan import NodeKind, Plan
+from planaria.core.records import (
+    Decision,
+    FailureHistory,
+    Members,
+    Origin,
+    Outcome,
+    ToLauncher,
+)
+from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Policy, Prices
 
 
@@ -56,6 +66,10 @@ class Rules:
         max_nodes: that there are plans for.
         layer_s: of each layer, forward and backward for a microbatch, as the profile says; empty:
             nobody looks for slow nodes.
+        looks_ahead: answers are looked for before they are needed, better ones than those that were
+            chosen in a hurry, too; without it those are looked for at each commit.
+        every: what the job can be re-formed to; None: its profile is not corrected.
+        policy_of: makes the policy of such plans, which may be priced by another profile.
         first_iteration: where this run starts.
         source: version of the disk tier to start from, "" for the seed.
     """
@@ -70,6 +84,9 @@ class Rules:
     first_iteration: int
     source: str = ""
     layer_s: tuple[float, ...] = ()
+    looks_ahead: bool = False
+    every: EveryPlan | None = None
+    policy_of: Callable[[EveryPlan], Policy] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +168,13 @@ class MembersRecorded:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswersFound:
+    """It is known what might be better than the plan of this epoch, see policies/ahead.py."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecisionRecorded:
     """The store has the outcome and the decision of this epoch."""
 
@@ -164,6 +188,11 @@ class Published:
     iteration: int
     epoch: int
 
+    @property
+    def source(self) -> str:
+        """The name of its version of the disk tier."""
+        return f"{self.iteration}-{self.epoch}"
+
 
 @dataclass(frozen=True, slots=True)
 class Tick:
@@ -176,6 +205,7 @@ class Loss:
 
     Attributes:
         joined: candidates that were needed, and so became members at once.
+        is_settled: the answer has been replaced by one that was looked for at leisure.
     """
 
     kind: str
@@ -183,77 +213,7 @@ class Loss:
     reason: str
     lost_s: float
     joined: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A node that is there and no member; it waits to be taken.
-
-    Attributes:
-        not_before_s: machines that failed often are taken back later.
-    """
-
-    machine: str
-    not_before_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """A node is to leave in peace.
-
-    Attributes:
-        kind: why: drain or preempt.
-        until_s: as long as this it can be kept for others that are about to join.
-    """
-
-    kind: str
-    until_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
-    """The next epoch of a change, which begins when all ranks agree at a commit to begin it.
-
-    Attributes:
-        nodes: its members.
-        is_told: its members are on record, and everybody is told.
-        ready: those ranks that have begun it already.
-    """
-
-    epoch: int
-    nodes: tuple[int, ...]
-    plan: Plan
-    rounds: tuple[tuple[Transfer, ...], ...]
-    is_told: bool = False
-    ready: Growing[int, EpochReady] = field(default_factory=Growing)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A change of members or of their work that is made while training goes on.
-
-    Attributes:
-        kinds: of the nodes that come, leave, or have other work: why.
-        transition: to the plan at its end.
-        waves: of transfers to silent ranks that are still to come, each an epoch's.
-        silent: the layers that ranks have got silently so far.
-        switch: the next epoch, None while the first iteration of one is awaited.
-        trained: the ranks that took part in the epoch before the newest.
-        pause_s, received_bytes: so far.
-        reason: in words, where the kinds do not tell it.
-    """
-
-    kinds: Mapping[int, str]
-    transition: Transition
-    candidates: tuple[records.Candidate, ...]
-    waves: tuple[tuple[Transfer, ...], ...]
-    began_s: float
-    silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    switch: Switch | None = None
-    trained: tuple[int, ...] = ()
-    pause_s: float = 0.0
-    received_bytes: int = 0
-    reason: str = ""
+    is_settled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +235,9 @@ class JobState:
         reports: of iterations not yet committed, by iteration, then rank.
         saves: files so far by (iteration, epoch), then layer, of saves not yet published.
         published: iterations in the newest save of this run that is published, -1 for none.
+        source: its version of the disk tier.
+        num_publishing: saves that are being published.
+        origin: on which the iterations that count are built.
         unsaved: why saves of this run failed, by (iteration, epoch).
         ends: the last committed iteration was the job's last.
         loss: what this epoch answers to, None in the first.
@@ -287,10 +250,12 @@ class JobState:
         leaving: nodes that are to leave in peace.
         change: that is being made.
         asked: for what a change was last looked for: members, candidates, leaving, speeds.
+        sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
         speeds: of nodes that are slow, as they are seen to be; others have 1.
         idle: slow nodes that had no work: how often they were tried again, and since when they
             have none, 0 if they have some.
         ratios: by node, of its newest iterations in this epoch; see slowness.py.
+        learning: how far seconds are from predicted ones.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
         crashes: rank and exit status of workers since an iteration was committed last.
@@ -314,6 +279,9 @@ class JobState:
     reports: Mapping[int, Growing[int, IterationDone]] = field(default_factory=dict)
     saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
     published: int = -1
+    source: str = ""
+    num_publishing: int = 0
+    origin: Origin = field(default_factory=Origin)
     unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
     ends: bool = False
     stop_requested: bool = False
@@ -328,9 +296,11 @@ class JobState:
     leaving: Mapping[int, Leave] = field(default_factory=dict)
     change: Change | None = None
     asked: tuple[tuple[float, ...], ...] = ()
+    sought: int = -1
     speeds: Mapping[int, float] = field(default_factory=dict)
     idle: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    learning: Learning = field(default_factory=Learning)
     is_entered: bool = False
     saves_since: int = 0
     stop_reason: str = ""
@@ -343,6 +313,12 @@ class JobState:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the members, whether they have work or not."""
         return self.ranks_of(self.nodes)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it trains by its plan, and nothing else is under way."""
+        is_busy = self.change is not None or self.ends or self.stop_requested
+        return self.phase is Phase.TRAINING and self.is_entered and not is_busy
 
     @property
     def switch(self) -> Switch | None:

@@ -3,8 +3,10 @@
     samples    each layer holds what the samples of all iterations up to its age made of it, no
                more and no less, wherever it is: on a worker, or in a checkpoint
     one age    all ranks of an epoch begin with the same age, on which what was committed is built
-    the plan   covers the model, uses every survivor, and computes every microbatch once
-    trust      distrusted nodes hold no layer alone where others could fill a pipeline
+    the plan   covers the model, gives every survivor work, for which it has the layers, computes
+               every microbatch once, and can be run to its end; a new one is another
+    trust      distrusted nodes hold no layer alone where others could fill a pipeline, but under a
+               policy that moves nothing
     records    each is written once, epochs rise one by one, and only the newest leader writes
     commits    come in order, each with its own samples, and never again with others
     the end    is what the facts allow, and comes soon after the last fault is over
@@ -26,15 +28,18 @@ from planaria.coordinator.trust import DISTRUSTED_MIN
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
+    Changed,
     Committed,
     Decision,
     Ended,
     Leading,
     Members,
+    Origin,
     Outcome,
     Progress,
     Running,
     ToLauncher,
+    Warned,
     decode_record,
 )
 from planaria.core.samples import sample_digest
@@ -42,6 +47,7 @@ from planaria.simulator.agent import machine_of
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import FaultKind, Faults
+from planaria.simulator.plan_checker import wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
 
@@ -72,6 +78,9 @@ class Checkers:
         self._epoch = -1
         self._members: tuple[int, ...] = cluster.job.plan.nodes
         self._outcome = -1
+        self._since = -1
+        # A grid leaves nodes without work, and who holds a layer alone does not matter.
+        self._morphs = cluster.job.scenario.policy == "morph"
         self._num_committed = 0
         self._ranks: tuple[int, ...] = ()
         self._published = -1
@@ -153,7 +162,7 @@ class Checkers:
         self._term = term
 
     def _check_progress(self, progress: Progress) -> None:
-        if progress.num_committed > self._num_committed:
+        if progress.since == self._since and progress.num_committed > self._num_committed:
             self._fail(f"{progress.num_committed} on record, {self._num_committed} committed")
 
     def _check_record(self, kind: str, value: bytes) -> None:
@@ -178,6 +187,8 @@ class Checkers:
         for node in set(self._members) - set(members.nodes):
             self._check_cause(node)
             self._evicted_s[node] = self._cluster.loop.now_s
+        for node in members.nodes:  # Also one that was to leave in a change that was not made.
+            self._evicted_s.pop(node, None)
         self._epoch, self._members = members.epoch, members.nodes
         failures = {machine: count for machine, (count, _) in members.failures.items()}
         if any(failures.get(machine, 0) < count for machine, count in self._failures.items()):
@@ -187,6 +198,10 @@ class Checkers:
     def _check_outcome(self, outcome: Outcome) -> None:
         if outcome.epoch != self._epoch:
             self._fail(f"an outcome of epoch {outcome.epoch} in epoch {self._epoch}")
+        if outcome.origin.epoch == outcome.epoch:
+            self._check_origin(outcome.origin)
+        if outcome.origin.epoch != self._since:
+            self._fail(f"epoch {outcome.epoch} is built on epoch {outcome.origin.epoch}")
         if outcome.iteration < max(self._outcome, self._num_committed):
             self._fail(
                 f"epoch {outcome.epoch} goes on at {outcome.iteration}: {self._num_committed} are "
@@ -194,24 +209,30 @@ class Checkers:
             )
         self._outcome = outcome.iteration
 
+    def _check_origin(self, origin: Origin) -> None:
+        """All go back to the newest checkpoint; what came after does not count any more."""
+        newest = max(0, self._published)
+        self._cluster.happened("goes back", origin.iteration)
+        if origin.iteration != newest:
+            self._fail(f"all go back to {origin.iteration}, the newest checkpoint is of {newest}")
+        self._since, self._outcome = origin.epoch, origin.iteration
+        self._num_committed = min(self._num_committed, origin.iteration)
+
     def _check_plan(self, plan: Plan) -> None:
         job = self._job
         self._ranks = plan.ranks
         if plan.epoch != self._epoch:
             self._fail(f"a plan of epoch {plan.epoch} in epoch {self._epoch}")
-        for route in (*plan.routes, *(pipeline.route() for pipeline in plan.pipelines)):
-            ends = [0, *(hop.end_layer for hop in route)]
-            starts = [*(hop.first_layer for hop in route), job.scenario.num_layers]
-            if ends != starts:
-                self._fail(f"{route} does not cover the model once")
-        if len(plan.routes) != job.scenario.num_microbatches:
-            self._fail(f"{len(plan.routes)} microbatches")
+        num_layers, num_microbatches = job.scenario.num_layers, job.scenario.num_microbatches
+        for text in wrong_in(plan, num_layers=num_layers, num_microbatches=num_microbatches):
+            self._fail(text)
         staying = len(set(self._members) - self._leaving())
         most = len(job.every.plans[staying].nodes) if staying >= job.rules.n0 else 0
-        is_short = len(plan.nodes) < most and not plan.silent
+        is_short = len(plan.nodes) < most and not plan.silent and not self._morphs
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
-        if not plan.silent:  # Else it is an older one.
+        moves = job.scenario.policy == "adaptive" or not plan.gone
+        if moves and not plan.silent and not self._morphs:  # Else it is an older one.
             self._check_trust(plan, staying)
 
     def _check_trust(self, plan: Plan, num_staying: int) -> None:
@@ -240,8 +261,13 @@ class Checkers:
                 self._fail(f"term {message.term} leads in term {self._term}")
             case Committed():
                 self._check_commit(message)
+            case Warned() if message.untold == self._num_committed:
+                self._num_committed += 1
+                self._check_applied(message.untold)
             case Running():
                 self._check_running(message)
+            case Changed() if not message.kinds:
+                self._fail(f"epoch {message.epoch} begins with a change that moves nobody")
             case Ended():
                 self._check_end(message)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.standstill import stands_still
-from planaria.coordinator.state import Publish
+from planaria.coordinator.state import Publish, Published
 from planaria.coordinator.store import Event
 from planaria.core.messages import DrainRequested, StopRequested
 from planaria.core.records import Beat, Committed, Ended, ToLauncher
@@ -19,7 +19,7 @@ from planaria.simulator.leader import SimulatedLeader
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.network import End, Network
-from planaria.simulator.scenario import LEASE_S, PlannedJob
+from planaria.simulator.scenario import LEASE_S, PlannedJob, first_content
 from planaria.simulator.store import SimulatedDisk
 from planaria.simulator.worker import SimulatedWorker
 
@@ -57,6 +57,7 @@ class SimulatedCluster:
         leader: the newest process of the coordinator.
         ended: how the job ended.
         files: layers on disk, by (iteration, epoch).
+        newest: of these the one that was published last.
     """
 
     def __init__(self, job: PlannedJob, rng: Random) -> None:
@@ -73,6 +74,7 @@ class SimulatedCluster:
         self.ended: Ended | None = None
         self.num_committed = 0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
+        self.newest: Published | None = None
         self.stop_requested = False
         self.drained: list[int] = []
         self._newest_vector = -1
@@ -265,10 +267,18 @@ class SimulatedCluster:
         """See Surroundings."""
         self.files.setdefault((iteration, epoch), {}).update(layers)
 
+    def read(self, source: str, layer: int) -> int:
+        """See Surroundings."""
+        if not source:
+            return first_content(layer)
+        iteration, epoch = map(int, source.split("-"))
+        return self.files[iteration, epoch][layer]
+
     def publish(self, command: Publish) -> bool:
         """See Launcher."""
         files = self.files.get((command.iteration, command.epoch), {})
         if {file.layer for file in command.files} - files.keys():
             return False
+        self.newest = Published(command.iteration, command.epoch)
         self.watcher.published(command.iteration, dict(files))
         return True

@@ -1,6 +1,6 @@
 """A modelled iteration of one rank, up to and including the commit vector.
 
-Forward and backward along the pipeline, reductions bucket by bucket, then the commit vector up and
+Forward and backward along the routes, reductions bucket by bucket, then the commit vector up and
 down a binary tree. Gradients are the samples that went into them.
 
 Source: engine/executor.py and groups.py, whose order of things it keeps.
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from planaria.core.commit import CommitVector, commit_vector
-from planaria.simulator.layout import Layout, tree_peers
+from planaria.simulator.layout import Layout, Samples, Visit, tree_peers
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process
 from planaria.simulator.scenario import PlannedJob
-
-Samples = tuple[int, ...]
 
 NOT_YET: Final = -1  # The age of a silent layer whose state has not come.
 
@@ -64,54 +62,75 @@ class SimulatedExecutor:
             one.gradients_of = -1
             is_there = one.age in (iteration, NOT_YET)
             assert is_there, f"iteration {iteration} begins with age {one.age}"
-        is_at_work = self._rank in self._layout.own
-        samples = await self._compute(iteration) if is_at_work else ()
+        samples = await self._compute(iteration)
         self._reached("reduce", iteration)
         reduced = await self._reduce(iteration, samples)
         for layer, one in own:
-            one.gradient = reduced.get(layer, samples)
+            one.gradient = reduced[layer] if layer in reduced else samples.get(layer, ())
             one.gradients_of = iteration
         self._reached("commit", iteration)
         votes = (float(wants_stop), float(wants_switch()))
         return await self._commit(iteration, votes)
 
-    async def _compute(self, iteration: int) -> Samples:
-        """Forward and backward along the pipeline: the samples that went through this stage."""
-        links, before, after = self._links, *self._layout.neighbours[self._rank]
-        seconds = self._layout.seconds(self._rank)
-        samples: Samples
-        if before >= 0:
-            samples = await links.receive(before, ("forward", iteration))
+    async def _compute(self, iteration: int) -> dict[int, Samples]:
+        """Forward and backward along all routes: by layer the samples that went through it here."""
+        visits = self._layout.visits.get(self._rank, ())
+        found: dict[int, Samples] = {}
+        arrived = {}
+        for visit in visits:
+            arrived[visit] = await self._forward(visit, iteration)
+        put_off = []
+        for visit in sorted(visits, key=lambda visit: (visit.route, -visit.hop)):
+            if await self._backward(visit, iteration, arrived[visit]):
+                put_off.append(visit)
+            for layer in visit.layers:
+                found[layer] = (*found.get(layer, ()), *arrived[visit])
+        for visit in put_off:
+            await self._work(visit.seconds)
+        return {layer: tuple(sorted(samples)) for layer, samples in found.items()}
+
+    async def _forward(self, visit: Visit, iteration: int) -> Samples:
+        if visit.before >= 0:
+            tag = ("forward", iteration, visit.route, visit.hop)
+            samples: Samples = await self._links.receive(visit.before, tag)
         else:
-            samples = self._layout.samples(self._rank, self._job, iteration)
-        await self._work(seconds)
-        if after >= 0:
-            links.send(after, ("forward", iteration), samples)
-            await links.receive(after, ("backward", iteration))
+            samples = visit.samples(self._job, iteration)
+        await self._work(visit.seconds)
+        if visit.after >= 0:
+            tag = ("forward", iteration, visit.route, visit.hop + 1)
+            self._links.send(visit.after, tag, samples)
+        return samples
+
+    async def _backward(self, visit: Visit, iteration: int, samples: Samples) -> bool:
+        """Whether the gradients of the weights are put off."""
+        if visit.after >= 0:
+            await self._links.receive(visit.after, ("backward", iteration, visit.route, visit.hop))
         self._reached("backward", iteration)
-        await self._work(2 * seconds)
-        if before >= 0:
-            links.send(before, ("backward", iteration), samples)
-        return tuple(sorted(samples))
+        is_split = self._layout.plan.splits_backward and visit.before >= 0
+        await self._work(visit.seconds if is_split else 2 * visit.seconds)
+        if visit.before >= 0:
+            tag = ("backward", iteration, visit.route, visit.hop - 1)
+            self._links.send(visit.before, tag, samples)
+        return is_split
 
     async def _work(self, seconds: float) -> None:
         await self._process.sleep(seconds)
         self._links.check_epoch()
 
-    async def _reduce(self, iteration: int, samples: Samples) -> dict[int, Samples]:
+    async def _reduce(self, iteration: int, samples: Mapping[int, Samples]) -> dict[int, Samples]:
         """Sums the gradients of each bucket over its holders: by layer the samples in them."""
-        reduced = {}
+        reduced: dict[int, Samples] = {}
         for index, bucket in self._layout.buckets[self._rank]:
             others = [rank for rank in bucket.ranks if rank != self._rank]
             # What is silent adds nothing.
-            computed = self._layout.own.get(self._rank, ())
-            mine = samples if bucket.layers[0] in computed else ()
+            total = [samples.get(layer, ()) for layer in bucket.layers]
             for rank in others:
-                self._links.send(rank, ("reduce", iteration, index), mine)
-            total = mine
+                self._links.send(rank, ("reduce", iteration, index), tuple(total))
             for rank in others:
-                total += await self._links.receive(rank, ("reduce", iteration, index))
-            reduced.update(dict.fromkeys(bucket.layers, tuple(sorted(total))))
+                theirs = await self._links.receive(rank, ("reduce", iteration, index))
+                total = [mine + more for mine, more in zip(total, theirs, strict=True)]
+            for layer, found in zip(bucket.layers, total, strict=True):
+                reduced[layer] = tuple(sorted(found))
         return reduced
 
     async def _commit(self, iteration: int, votes: tuple[float, float]) -> CommitVector:

@@ -1,4 +1,8 @@
-"""What a plan means for each rank of a modelled iteration, worked out once for all of them."""
+"""What a plan means for each rank of a modelled iteration, worked out once for all of them.
+
+Microbatches with the same route go together. Ranks take routes in order, all forward and then all
+backward, so whoever waits for somebody waits for who is before it in that order.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +13,39 @@ from planaria.schedule.action import Bucket
 from planaria.schedule.buckets import buckets_of
 from planaria.simulator.scenario import PlannedJob
 
+Samples = tuple[int, ...]
+
 _LAYER_S = 0.01  # Of a layer and a microbatch, forward; the backward takes twice that.
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A hop of all microbatches that have the same route.
+
+    Attributes:
+        route: which of the plan's, from 0.
+        hop: which of the route's.
+        layers: that are computed there.
+        before, after: the ranks of the hops around it, -1 at the ends.
+        microbatches: that go this way.
+    """
+
+    route: int
+    hop: int
+    layers: range
+    before: int
+    after: int
+    microbatches: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the forward."""
+        return _LAYER_S * len(self.layers) * len(self.microbatches)
+
+    def samples(self, job: PlannedJob, iteration: int) -> Samples:
+        """What goes this way, as the first hop takes it from the data."""
+        numbers = job.samples[iteration]
+        return tuple(n for microbatch in self.microbatches for n in numbers[microbatch])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,8 +56,7 @@ class Layout:
         own: the layers that each rank computes.
         silent: those that it only reduces and steps.
         owner: of each layer, the rank that speaks and writes for it.
-        neighbours: the ranks before and after in the pipeline, -1 at its ends.
-        microbatches: that go through each rank.
+        visits: of each rank that some route visits, in order.
         buckets: that each rank reduces, with their numbers, in order.
     """
 
@@ -30,29 +65,21 @@ class Layout:
     own: Mapping[int, range]
     silent: Mapping[int, tuple[int, ...]]
     owner: tuple[int, ...]
-    neighbours: Mapping[int, tuple[int, int]]
-    microbatches: Mapping[int, tuple[int, ...]]
+    visits: Mapping[int, tuple[Visit, ...]]
     buckets: Mapping[int, tuple[tuple[int, Bucket], ...]]
 
     def peers(self, rank: int) -> set[int]:
         """Whom a rank exchanges anything with in an iteration."""
-        found = set(tree_peers(rank, self.ranks)[0]) | set(self.neighbours.get(rank, ()))
+        found = set(tree_peers(rank, self.ranks)[0])
+        for visit in self.visits.get(rank, ()):
+            found |= {visit.before, visit.after}
         for _, bucket in self.buckets[rank]:
             found |= set(bucket.ranks)
         return found - {rank, -1}
 
-    def seconds(self, rank: int) -> float:
-        """A rank's forward of all its microbatches."""
-        return _LAYER_S * len(self.own[rank]) * len(self.microbatches[rank])
-
     def held(self, rank: int) -> tuple[int, ...]:
         """All layers that a rank is to hold."""
         return tuple(sorted((*self.own.get(rank, ()), *self.silent.get(rank, ()))))
-
-    def samples(self, rank: int, job: PlannedJob, iteration: int) -> tuple[int, ...]:
-        """What goes through a rank, as its pipeline's first stage takes it from the data."""
-        numbers = job.samples[iteration]
-        return tuple(n for microbatch in self.microbatches[rank] for n in numbers[microbatch])
 
     def contribution(self, rank: int, job: PlannedJob, iteration: int) -> list[float]:
         """What a rank adds to the commit vector of an iteration."""
@@ -61,51 +88,59 @@ class Layout:
         for layer in self.own.get(rank, ()):
             if self.owner[layer] == rank:
                 entries[layer] = 1.0
-        before, after = self.neighbours.get(rank, (-1, -1))
         size = layout.num_samples // layout.num_microbatches
-        for microbatch in self.microbatches.get(rank, ()):
-            if after < 0:
-                entries[layout.losses + microbatch] = 1.0
-            if before < 0:
-                first = layout.samples + microbatch * size
-                entries[first : first + size] = job.samples[iteration][microbatch]
+        for visit in self.visits.get(rank, ()):
+            for microbatch in visit.microbatches:
+                if visit.after < 0:
+                    entries[layout.losses + microbatch] = 1.0
+                if visit.before < 0:
+                    first = layout.samples + microbatch * size
+                    entries[first : first + size] = job.samples[iteration][microbatch]
         return entries
 
 
 def layout_of(plan: Plan) -> Layout:
     """The layout of a plan."""
-    key = (plan.epoch, plan.pipelines, plan.routes, tuple(sorted(plan.silent.items())))
-    return _layout(*key)
+    own = plan.layers_by_rank
+    # Shadows are reduced and stepped like silent layers; to compute ahead changes nothing here.
+    more = {rank: held.difference(own.get(rank, ())) for rank, held in plan.held_by_rank.items()}
+    silent = tuple((rank, tuple(sorted(more[rank]))) for rank in sorted(more) if more[rank])
+    return _layout(plan.pipelines, plan.routes, silent, plan.gone, plan.splits_backward)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=2048)
 def _layout(
-    epoch: int,
     pipelines: tuple[Pipeline, ...],
     routes: tuple[Route, ...],
     silent: tuple[tuple[int, tuple[int, ...]], ...],
+    gone: tuple[int, ...],
+    splits_backward: bool,
 ) -> Layout:
-    plan = Plan(epoch, pipelines, routes, dict(silent))
-    own = plan.layers_by_rank
-    neighbours, microbatches = {}, {}
-    for pipeline in plan.pipelines:
-        route = pipeline.route()
-        taken = tuple(m for m, path in enumerate(plan.routes) if path == route)
-        chain = [-1, *(hop.rank for hop in route), -1]
-        for before, rank, after in zip(chain, chain[1:], chain[2:], strict=False):
-            neighbours[rank] = (before, after)
-            microbatches[rank] = taken
+    plan = Plan(0, pipelines, routes, dict(silent), gone, splits_backward=splits_backward)
     buckets = list(enumerate(buckets_of(plan)))
     return Layout(
         plan=plan,
         ranks=plan.all_ranks,
-        own=own,
+        own=plan.layers_by_rank,
         silent=plan.silent,
         owner=tuple(plan.holders(layer)[0] for layer in range(plan.num_layers)),
-        neighbours=neighbours,
-        microbatches=microbatches,
+        visits=_visits(routes),
         buckets={rank: tuple(b for b in buckets if rank in b[1].ranks) for rank in plan.all_ranks},
     )
+
+
+def _visits(routes: Sequence[Route]) -> dict[int, tuple[Visit, ...]]:
+    """By rank, those of the first route first."""
+    visits: dict[int, list[Visit]] = {}
+    for index, route in enumerate(dict.fromkeys(routes)):
+        taken = tuple(m for m, path in enumerate(routes) if path == route)
+        chain = [-1, *(hop.rank for hop in route), -1]
+        for number, hop in enumerate(route):
+            before, after = chain[number], chain[number + 2]
+            layers = range(hop.first_layer, hop.end_layer)
+            visit = Visit(index, number, layers, before, after, taken)
+            visits.setdefault(hop.rank, []).append(visit)
+    return {rank: tuple(of_rank) for rank, of_rank in visits.items()}
 
 
 def tree_peers(rank: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], bool]:

@@ -27,6 +27,7 @@ class Launcher(Protocol):
     """Who started the coordinator; it writes to disk for it, too."""
 
     job: PlannedJob
+    newest: Published | None
 
     def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
         """The coordinator tells something."""
@@ -96,6 +97,8 @@ class SimulatedLeader:
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
+        if self._launcher.newest is not None:
+            self.queue(self._launcher.newest)
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
         self.process.spawn(self._beat())

@@ -1,8 +1,9 @@
 """The jobs that are simulated: small models on a few nodes, planned once for all runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Final
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from planaria.core.job import (
     CheckpointConfig,
     ClusterConfig,
     JobConfig,
+    PolicyName,
     ResilienceConfig,
     TrainingConfig,
 )
@@ -19,10 +21,12 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan
 from planaria.core.samples import sample_numbers
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
+from planaria.planner.shadows import shadowed
 from planaria.planner.templates import pipeline_templates
+from planaria.policies.named import policy_of
 from planaria.policies.policy import profile_prices
-from planaria.policies.reinstantiate import Reinstantiate
 
+PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on what is expected.
 LEASE_S = 3.0
 NUM_SAMPLES = 1000
 REGROUP_S = 0.05
@@ -30,7 +34,12 @@ REGROUP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A job; `n0` to `max_nodes` nodes can train it, and it starts with `num_nodes`."""
+    """A job; `n0` to `max_nodes` nodes can train it, and it starts with `num_nodes`.
+
+    Attributes:
+        failures_per_hour: that answers are chosen by; 0 if that is learned.
+        link_bytes_per_s: that answers are priced by.
+    """
 
     num_nodes: int
     n0: int
@@ -42,6 +51,9 @@ class Scenario:
     persist_every: int = 0
     stops_below: bool = False
     num_more: int = 0
+    policy: PolicyName = PLAINEST
+    failures_per_hour: float = 0.0
+    link_bytes_per_s: float = 1e8
 
     @property
     def max_nodes(self) -> int:
@@ -90,20 +102,12 @@ class PlannedJob:
 def planned_job(scenario: Scenario) -> PlannedJob:
     """The job of a scenario, planned."""
     job = _config(scenario)
-    problem = Problem(
-        profile=_profile(scenario.num_layers),
-        devices_per_node=scenario.devices_per_node,
-        num_microbatches=scenario.num_microbatches,
-        failures_tolerated=scenario.failures_tolerated,
-    )
-    most = scenario.max_nodes - scenario.failures_tolerated * scenario.n0
-    found = pipeline_templates(problem, scenario.num_nodes, max_nodes=scenario.max_nodes)
-    templates = {n: t for n, t in found.items() if scenario.n0 <= n <= most}
-    every = every_plan(problem, scenario.max_nodes, templates)
+    # What there is to plan is the same under each policy, and for as many iterations.
+    every = _every(replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0))
     rules = Rules(
         job=job,
-        policy=Reinstantiate(every),
-        prices=profile_prices(problem.profile, regroup_s=REGROUP_S),
+        policy=policy_of(job, every),
+        prices=profile_prices(every.problem.profile, regroup_s=REGROUP_S),
         n0=min(every.templates),
         max_nodes=scenario.max_nodes,
         num_layers=scenario.num_layers,
@@ -111,6 +115,8 @@ def planned_job(scenario: Scenario) -> PlannedJob:
         first_iteration=0,
     )
     plan = every.plans[scenario.num_nodes]
+    if scenario.policy == "absorb" and scenario.devices_per_node == 1:
+        plan = shadowed(plan)
     counts = [plan.routes.count(pipeline.route()) for pipeline in plan.pipelines]
     samples = {iteration: _samples(job, iteration) for iteration in range(scenario.iterations)}
     return PlannedJob(
@@ -122,6 +128,20 @@ def planned_job(scenario: Scenario) -> PlannedJob:
         samples=samples,
         contents=_contents(scenario, samples),
     )
+
+
+@cache
+def _every(scenario: Scenario) -> EveryPlan:
+    problem = Problem(
+        profile=_profile(scenario),
+        devices_per_node=scenario.devices_per_node,
+        num_microbatches=scenario.num_microbatches,
+        failures_tolerated=scenario.failures_tolerated,
+    )
+    most = scenario.max_nodes - scenario.failures_tolerated * scenario.n0
+    found = pipeline_templates(problem, scenario.num_nodes, max_nodes=scenario.max_nodes)
+    templates = {n: t for n, t in found.items() if scenario.n0 <= n <= most}
+    return every_plan(problem, scenario.max_nodes, templates)
 
 
 def content_after(content: int, iteration: int, samples: tuple[int, ...]) -> int:
@@ -165,6 +185,8 @@ def _config(scenario: Scenario) -> JobConfig:
         ),
         resilience=ResilienceConfig(
             failures_tolerated=scenario.failures_tolerated,
+            policy=scenario.policy,
+            failure_rate=scenario.failures_per_hour,
             when_below="stop" if scenario.stops_below else "continue",
         ),
         checkpoint=CheckpointConfig(persist_every=scenario.persist_every),
@@ -177,7 +199,7 @@ def _config(scenario: Scenario) -> JobConfig:
     )
 
 
-def _profile(num_layers: int) -> ModelProfile:
+def _profile(scenario: Scenario) -> ModelProfile:
     """Unequal layers of some 10 ms and some MiB."""
     layers = tuple(
         LayerProfile(
@@ -190,11 +212,11 @@ def _profile(num_layers: int) -> ModelProfile:
             activation_bytes=1 << 16,
             output_bytes=1 << 16,
         )
-        for layer in range(num_layers)
+        for layer in range(scenario.num_layers)
     )
     links = {
         "intra_node": Link(latency_s=1e-5, bandwidth_bytes_per_s=1e10),
-        "inter_node": Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8),
+        "inter_node": Link(1e-4, scenario.link_bytes_per_s),
     }
     return ModelProfile(
         model="simulated",

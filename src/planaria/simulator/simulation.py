@@ -1,16 +1,21 @@
 """One run, or many: a seed gives the job, its faults and every delay, so it replays exactly."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
+from planaria.core.job import POLICIES, PolicyName
 from planaria.simulator.checkers import PATIENCE_S, Checkers
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.faults import FAULTS_S_MAX, Fault, FaultKind, Faults, drawn_faults
-from planaria.simulator.scenario import SCENARIOS, Scenario, planned_job
+from planaria.simulator.scenario import PLAINEST, SCENARIOS, Scenario, planned_job
 
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
+# Failures in an hour, and bytes that links carry, with which quick answers to a loss pay and better
+# ones follow at commits; that takes some iterations.
+_HURRIED = ((1000.0, 1e7), (100.0, 1e6))
+_ITERATIONS_MORE = 8
 _LOG_TAIL = 40
 
 
@@ -37,14 +42,21 @@ class Run:
     log: tuple[tuple[float, str, tuple[object, ...]], ...]
 
 
-def run(seed: int, *, keeps_log: bool = True, draw: Draw = drawn_faults) -> Run:
+def run(
+    seed: int,
+    *,
+    keeps_log: bool = True,
+    draw: Draw = drawn_faults,
+    policies: Sequence[PolicyName] = POLICIES,
+) -> Run:
     """The run of a seed; with its log if something is wrong, or if that is wanted.
 
     Args:
         draw: the faults, for so many nodes.
+        policies: of which the job has one; all else is the same with any.
     """
     rng = Random(seed)
-    scenario = rng.choice(SCENARIOS)
+    scenario = _under_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
     faults = draw(rng, scenario.num_nodes)
     cluster = SimulatedCluster(planned_job(scenario), rng)
     cluster.network.delay_s = rng.choice(_DELAYS_S)
@@ -64,6 +76,20 @@ def run(seed: int, *, keeps_log: bool = True, draw: Draw = drawn_faults) -> Run:
         num_events=cluster.loop.num_events,
         epochs=ended.epoch if ended else -1,
         log=tuple(cluster.log) if keeps_log or checkers.violations else (),
+    )
+
+
+def _under_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName]) -> Scenario:
+    """The job with a policy; where this one chooses, now and then so that it hurries."""
+    scenario = replace(scenario, policy=rng.choice(policies))
+    if scenario.policy == PLAINEST or rng.random() < 0.5:
+        return scenario
+    failures_per_hour, link_bytes_per_s = rng.choice(_HURRIED)
+    return replace(
+        scenario,
+        failures_per_hour=failures_per_hour,
+        link_bytes_per_s=link_bytes_per_s,
+        iterations=scenario.iterations + _ITERATIONS_MORE,
     )
 
 

@@ -40,7 +40,7 @@ from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.network import End
-from planaria.simulator.scenario import PlannedJob, content_after, first_content
+from planaria.simulator.scenario import PlannedJob, content_after
 
 _STEP_S = 0.002  # The optimizer, a layer.
 _WRITE_S = 0.02  # A layer to disk.
@@ -53,6 +53,9 @@ class Surroundings(Protocol):
 
     def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
         """Writes layers to disk."""
+
+    def read(self, source: str, layer: int) -> int:
+        """A layer of a version on disk, or the first one if that is ""."""
 
     def reached(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
         """A worker is at a place at which a fault may strike."""
@@ -97,6 +100,7 @@ class SimulatedWorker:
         self.epoch = -1
         self._saved_epoch = -1
         self._vector: tuple[int, CommitVector] | None = None
+        self._since = -1
         self._stop_requested = False
         self._next_epoch = -1
         self._takes_part = False
@@ -155,7 +159,7 @@ class SimulatedWorker:
                 self.answer(order)
             case SaveLayers() if order.epoch == self.epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
-                await self.settle(order.iteration, order.vector)
+                await self.settle(order, order.iteration, order.vector)
                 layers = order.layers.get(self.rank, ())
                 await self._write(layers, order.iteration, order.epoch)
             case StartEpoch() if self._is_for_this(order):
@@ -198,11 +202,14 @@ class SimulatedWorker:
                 complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
                 vector_iteration=iteration,
                 vector=vector,
+                since=self._since,
             )
         )
 
-    async def settle(self, iteration: int, vector: bytes) -> None:
+    async def settle(self, order: StartEpoch | SaveLayers, iteration: int, vector: bytes) -> None:
         """Brings the layers to the age at which all go on; drops what does not get there."""
+        if order.since != self._since:
+            self._since, self._vector, self.held = order.since, None, {}
         if vector:
             self._vector = (iteration - 1, decode_vector(vector, self._rules.layout))
             await self.apply(iteration - 1)
@@ -254,7 +261,8 @@ class SimulatedWorker:
         own = layout.held(rank)
         if not start.vector and not plan.silent:
             for layer in set(own) - self.held.keys():
-                self.held[layer] = HeldLayer(age=start.iteration, content=first_content(layer))
+                content = self._around.read(start.source, layer)
+                self.held[layer] = HeldLayer(age=start.iteration, content=content)
         assert set(own) <= self.held.keys(), (own, self.held.keys())
         self._around.reached("resume", self, start.iteration)
         ready = EpochReady(rank=rank, epoch=start.epoch, layers_materialised=len(self.held))
@@ -270,12 +278,12 @@ class SimulatedWorker:
         """The order with its iteration, as far as this rank can know it, and its layers so."""
         if start.iteration == AT_COMMIT:
             if self._switches_at < 0:
-                self.held = {}
+                self._since, self.held = start.since, {}
                 return start
             assert self._vector is not None
             vector = encode_vector(self._vector[1])
             start = msgspec.structs.replace(start, iteration=self._switches_at, vector=vector)
-        await self.settle(start.iteration, start.vector)
+        await self.settle(start, start.iteration, start.vector)
         return start
 
     async def _train(self, start: StartEpoch, layout: Layout) -> None:

@@ -1,0 +1,144 @@
+"""A profile that is corrected while the job trains, from the seconds that its ranks compute.
+
+What a rank takes has two factors: its node's, found by comparing those who hold the same layers
+(slowness.py), and its layers', which is what is left for all of them alike. The second is found
+here. A rank's ratio is what it computed, less the node's factor, over what is predicted for its
+layers now. Where the medians of WINDOW iterations are off by DRIFT_MIN the layers' factors are
+multiplied by them (estimator/drift.py), and from then on policies propose and price by the
+corrected profile: iterations, and so the microbatches of each pipeline. The cuts of templates,
+which were made at the start, stay. Results do not depend on any of this.
+
+The noise of a rank's seconds is some percent, and what is predicted comes true within 3% where the
+profile is right (benchmarks/prediction.py), so less than DRIFT_MIN is not followed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median, median_low
+from typing import Final
+
+import msgspec
+
+from planaria.coordinator.learning import Learning
+from planaria.coordinator.slowness import BACK_FACTOR, COMPUTING_S_MIN, WINDOW, work_s_by_rank
+from planaria.coordinator.state import JobState, Notify, Rules, Step
+from planaria.core.records import Findings, ProfileCorrected
+from planaria.estimator.drift import corrected_profile, layer_ratios
+from planaria.planner.plans import EveryPlan, every_plan_of
+from planaria.planner.reroutes import simulated_s
+from planaria.policies.policy import Policy
+
+DRIFT_MIN: Final = 0.05
+DRIFT_WARNED: Final = 1.25
+
+
+def policy_of(rules: Rules, state: JobState) -> Policy:
+    """The policy, which prices by what is known of the layers."""
+    return state.learning.policy or rules.policy
+
+
+def restored_learning(rules: Rules, findings: Findings) -> Learning:
+    """What a coordinator knows that finds this on record."""
+    if rules.every is None or not findings.layer_factors:
+        return Learning(findings=findings)
+    return Learning(
+        findings=findings,
+        policy=_policy(rules, corrected_plans(rules.every, findings.layer_factors)),
+    )
+
+
+def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
+    """The state with what the reports of the iteration that is about to be committed tell.
+
+    Args:
+        before: the state before they told which nodes are slow.
+    """
+    outcome, learning = state.outcome, state.learning
+    assert outcome is not None
+    if rules.every is None or not rules.layer_s:
+        return state, ()
+    # As in slowness.py the first iteration tells nothing: its caches are cold. And a node's factor
+    # that is new was still in the ratios of its ranks, which would count it twice.
+    if state.next_iteration <= outcome.iteration or state.speeds != before.speeds:
+        return replace(state, learning=replace(learning, ratios={})), ()
+    ratios = {
+        rank: (*learning.ratios.get(rank, ()), ratio)[-WINDOW:]
+        for rank, ratio in _ratios(rules, state).items()
+    }
+    state = replace(state, learning=replace(learning, ratios=ratios))
+    if not ratios or min(map(len, ratios.values())) < WINDOW:
+        return state, ()
+    medians = {rank: median(window) for rank, window in ratios.items()}
+    found = layer_ratios(state.plan, medians, excluded=_seeming_slow(state))
+    if all(1.0 - DRIFT_MIN < ratio < 1.0 + DRIFT_MIN for ratio in found.values()):
+        return state, ()
+    return _with_ratios(rules, state, found)
+
+
+def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
+    """Of the ranks that have work, in this iteration; empty if that was too short to tell."""
+    factors = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
+    layer_s = [s * factor for s, factor in zip(rules.layer_s, factors, strict=True)]
+    work_s = {rank: s for rank, s in work_s_by_rank(state.plan, layer_s).items() if s > 0.0}
+    reports = state.reports_of(state.next_iteration)
+    seconds = {rank: reports[rank].computing_s for rank in work_s if rank in reports}
+    if not seconds or median_low(seconds.values()) < COMPUTING_S_MIN:
+        return {}
+    per_node = state.devices_per_node
+    return {
+        rank: computing_s * state.speeds.get(rank // per_node, 1.0) / work_s[rank]
+        for rank, computing_s in seconds.items()
+    }
+
+
+def _seeming_slow(state: JobState) -> set[int]:
+    """The ranks of nodes that may be found slow soon, or are not any more."""
+    unclear = []
+    for node, window in state.ratios.items():
+        speed = state.speeds.get(node, 1.0)
+        ratio = median(window) * speed
+        if ratio > BACK_FACTOR or (speed < 1.0 and ratio < 1.0 / BACK_FACTOR):
+            unclear.append(node)
+    return set(state.ranks_of(unclear))
+
+
+def _with_ratios(rules: Rules, state: JobState, ratios: dict[int, float]) -> Step:
+    """The state in which each layer takes so many times what was predicted before."""
+    before = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
+    factors = tuple(factor * ratios.get(layer, 1.0) for layer, factor in enumerate(before))
+    findings = msgspec.structs.replace(state.learning.findings, layer_factors=factors)
+    assert rules.every is not None
+    every = corrected_plans(rules.every, factors)
+    learning = replace(state.learning, findings=findings, policy=_policy(rules, every), ratios={})
+    far = tuple(layer for layer, factor in enumerate(factors) if _is_far(factor))
+    is_new = any(not _is_far(before[layer]) for layer in far)
+    notice = ProfileCorrected(
+        epoch=state.epoch,
+        iteration=state.next_iteration + 1,
+        layer_factors=factors,
+        predicted_s=simulated_s(every.problem, state.plan),
+        warning=_warning(factors) if is_new else "",
+    )
+    return replace(state, learning=learning), (Notify(notice),)
+
+
+def _is_far(factor: float) -> bool:
+    return not 1.0 / DRIFT_WARNED <= factor <= DRIFT_WARNED
+
+
+def _warning(factors: tuple[float, ...]) -> str:
+    return (
+        f"layers take {min(factors):.2f} to {max(factors):.2f} times as long as the profile says; "
+        "what is predicted from now on is corrected"
+    )
+
+
+def corrected_plans(every: EveryPlan, layer_factors: Sequence[float]) -> EveryPlan:
+    """What a job can be re-formed to, with the times of the corrected profile."""
+    profile = corrected_profile(every.problem.profile, layer_factors)
+    return every_plan_of(replace(every.problem, profile=profile), every.templates, every.plans)
+
+
+def _policy(rules: Rules, every: EveryPlan) -> Policy:
+    assert rules.policy_of is not None
+    return rules.policy_of(every)

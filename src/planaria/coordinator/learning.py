@@ -1,0 +1,32 @@
+"""What a coordinator learns of its job: how far seconds are from predicted ones.
+
+What is found is on record with the members of an epoch, so a new coordinator knows it; what is
+being measured it measures anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planaria.core.records import Findings
+from planaria.policies.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """What is known, and what is being measured.
+
+    Attributes:
+        findings: on record with the newest members.
+        policy: proposes and prices by these findings; None as long as they change no price.
+        ratios: by rank, of its newest iterations in this epoch: seconds that it computed over those
+            that are predicted now; see drift.py.
+        decided_s: when the answer to the newest loss was chosen, 0 if there was none or it is
+            over; see overhead.py.
+        transfer_s: that its layers were to take.
+    """
+
+    findings: Findings = field(default_factory=Findings)
+    policy: Policy | None = None
+    ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    decided_s: float = 0.0
+    transfer_s: float = 0.0

@@ -1,0 +1,73 @@
+"""What a recovery takes beside moving layers, and a switch, as this job has measured it.
+
+From the choice of an answer until every rank can go on a job takes
+
+    overhead_s + transfer_s
+
+The second is what the bytes take on the busiest link (policies/policy.py). The first is all the
+rest, whatever moves: records on disk, the order's way, links made anew, ranks that get going. It
+depends on machines, nodes and model, so it is measured, in each recovery, as the time that there
+was less the price of the layers. The price of the next is the median of the newest; before the
+first recovery it is what the links took when the job began, which were all new then.
+
+A change has no such overhead, but a pause at each of its switches, which is measured likewise; it
+is mostly links, too.
+
+Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
+"""
+
+from dataclasses import replace
+from statistics import median
+from typing import Final
+
+import msgspec
+
+from planaria.coordinator.state import JobState, Rules
+from planaria.core.plan import Transition
+from planaria.policies.policy import Prices
+
+NUM_NEWEST: Final = 5
+
+
+def prices_of(rules: Rules, state: JobState) -> Prices:
+    """What recovery costs, as far as the job has told."""
+    findings = state.learning.findings
+    if findings.overheads_s:
+        return replace(rules.prices, regroup_s=median(findings.overheads_s))
+    return replace(rules.prices, regroup_s=findings.linked_s or rules.prices.regroup_s)
+
+
+def switch_s(rules: Rules, state: JobState) -> float:
+    """For how long ranks are expected not to train when an epoch begins at a commit."""
+    findings = state.learning.findings
+    if findings.pauses_s:
+        return median(findings.pauses_s)
+    return findings.linked_s or rules.prices.regroup_s
+
+
+def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
+    """The state once an answer is chosen: what follows is timed."""
+    transfer_s = chosen.downtime_s - prices_of(rules, state).regroup_s
+    learning = replace(state.learning, decided_s=now_s, transfer_s=transfer_s)
+    return replace(state, learning=learning)
+
+
+def with_start(state: JobState, now_s: float) -> JobState:
+    """The state once every rank can go on, after a loss or for the first time."""
+    learning, findings = state.learning, state.learning.findings
+    if state.loss is None:
+        linked_s = max(event.regroup_s for event in state.ready.values())
+        findings = msgspec.structs.replace(findings, linked_s=linked_s)
+    elif learning.decided_s:  # Or the coordinator began in the middle of it.
+        overhead_s = max(0.0, now_s - learning.decided_s - learning.transfer_s)
+        newest_s = (*findings.overheads_s, overhead_s)[-NUM_NEWEST:]
+        findings = msgspec.structs.replace(findings, overheads_s=newest_s)
+    return replace(state, learning=replace(learning, findings=findings, decided_s=0.0))
+
+
+def with_switch(state: JobState, pause_s: float) -> JobState:
+    """The state once a switch has paused its ranks for so long."""
+    findings = state.learning.findings
+    newest_s = (*findings.pauses_s, pause_s)[-NUM_NEWEST:]
+    findings = msgspec.structs.replace(findings, pauses_s=newest_s)
+    return replace(state, learning=replace(state.learning, findings=findings))

@@ -1,0 +1,89 @@
+"""A change that is being made: its switches, and the waves in which layers move before the last."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from planaria.core.growing import Growing
+from planaria.core.messages import EpochReady
+from planaria.core.plan import Plan, Transfer, Transition
+from planaria.core.records import Candidate
+from planaria.policies.policy import Prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """The next epoch of a change, which begins when all ranks agree at a commit to begin it.
+
+    Attributes:
+        nodes: its members.
+        is_told: its members are on record, and everybody is told.
+        ready: those ranks that have begun it already.
+    """
+
+    epoch: int
+    nodes: tuple[int, ...]
+    plan: Plan
+    rounds: tuple[tuple[Transfer, ...], ...]
+    is_told: bool = False
+    ready: Growing[int, EpochReady] = field(default_factory=Growing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change of members or of their work that is made while training goes on.
+
+    Attributes:
+        kinds: of the nodes that come, leave, or have other work: why.
+        transition: to the plan at its end.
+        waves: of transfers to silent ranks that are still to come, each an epoch's.
+        silent: the layers that ranks have got silently so far.
+        switch: the next epoch, None while the first iteration of one is awaited.
+        trained: the ranks that took part in the epoch before the newest.
+        pause_s, received_bytes: so far.
+        reason: in words, where the kinds do not tell it.
+    """
+
+    kinds: Mapping[int, str]
+    transition: Transition
+    candidates: tuple[Candidate, ...]
+    waves: tuple[tuple[Transfer, ...], ...]
+    began_s: float
+    silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    switch: Switch | None = None
+    trained: tuple[int, ...] = ()
+    pause_s: float = 0.0
+    received_bytes: int = 0
+    reason: str = ""
+
+
+def waves_of(
+    plan: Plan, transition: Transition, *, leaving: tuple[int, ...], prices: Prices
+) -> tuple[tuple[Transfer, ...], ...]:
+    """All transfers in waves; a layer comes to a rank in one of them, whole."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    stay = Counter(
+        layer
+        for rank, layers in plan.held_by_rank.items()
+        if rank // per_node not in leaving
+        for layer in layers
+    )
+    needs: dict[tuple[int, int], list[Transfer]] = {}
+    for transfers in transition.rounds:
+        for transfer in transfers:
+            needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
+    waves: list[list[Transfer]] = []
+    link = prices.links.get("inter_node")
+    bytes_max = transition.iteration_s * link.bandwidth_bytes_per_s if link else 0.0
+    load: Counter[tuple[str, int]] = Counter()
+    for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
+        parts = needs[layer, target]
+        more: Counter[tuple[str, int]] = Counter({("to", target): sum(t.num_bytes for t in parts)})
+        for part in parts:
+            more["from", part.source] += part.num_bytes
+        if not waves or any(load[end] + size > bytes_max for end, size in more.items()):
+            waves.append([])
+            load.clear()
+        load += more
+        waves[-1] += parts
+    return tuple(tuple(wave) for wave in waves)

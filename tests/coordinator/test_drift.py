@@ -1,0 +1,189 @@
+"""The profile is corrected while a job trains, and what it predicts from then on is right."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+import fake_cluster
+from coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
+from fake_cluster import FakeCluster
+from jobs import template
+from planaria.coordinator.drift import DRIFT_MIN, policy_of
+from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
+from planaria.core.records import Decided, ProfileCorrected
+from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.problem import Problem
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.unequal import Unequal
+from strategies import layer_profile, model_profile
+
+NUM_LAYERS = 10
+LAYER_S = 0.15  # Forward and backward, as the profile says.
+END = 200
+
+
+@pytest.fixture(autouse=True)
+def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cluster, "END", END)
+
+
+def book() -> EveryPlan:
+    """Plans of a job of ten equal layers, of two to four nodes a pipeline."""
+    layers = tuple(
+        layer_profile(f"layer {i}", LAYER_S / 3, parameter_bytes=1024, activation_bytes=0)
+        for i in range(NUM_LAYERS)
+    )
+    problem = Problem(
+        profile=model_profile(layers),
+        devices_per_node=1,
+        num_microbatches=NUM_MICROBATCHES,
+        failures_tolerated=1,
+    )
+    return every_plan(problem, 6, {n: template(n) for n in (2, 3, 4)})
+
+
+EVERY = book()
+
+
+def policy(every: EveryPlan) -> Unequal:
+    return Unequal(Reinstantiate(every))
+
+
+def training(sizes: tuple[int, ...] = (2, 2)) -> FakeCluster:
+    """A job that trains on pipelines of so many nodes."""
+    made = small_rules(n0=2)
+    profile = EVERY.problem.profile
+    made = replace(
+        made,
+        job=replace(made.job, training=replace(made.job.training, iterations=END)),
+        policy=policy(EVERY),
+        prices=profile_prices(profile, regroup_s=0.05),
+        layer_s=(LAYER_S,) * NUM_LAYERS,
+        every=EVERY,
+        policy_of=policy,
+    )
+    templates = [EVERY.templates[size] for size in sizes]
+    cluster = FakeCluster(made, bind(EVERY.problem, templates, range(sum(sizes)), epoch=0))
+    cluster.begin()
+    return cluster
+
+
+def train(
+    cluster: FakeCluster,
+    number: int,
+    *,
+    true: Mapping[int, float],
+    slow: Mapping[int, float] | None = None,
+    scale: float = 1.0,
+) -> None:
+    """So many iterations in which layers take so many times what the profile says, and nodes."""
+    for _ in range(number):
+        state = cluster.state
+        for rank in state.plan.ranks:
+            layers = [
+                layer
+                for route in state.plan.routes
+                for hop in route
+                if hop.rank == rank
+                for layer in range(hop.first_layer, hop.end_layer)
+            ]
+            work_s = scale * LAYER_S * sum(true.get(layer, 1.0) for layer in layers)
+            cluster.nodes[rank].computing_s = (slow or {}).get(rank, 1.0) * work_s
+        cluster.train_at(state.next_iteration, NOW_S)
+
+
+def factors(cluster: FakeCluster) -> tuple[float, ...]:
+    return cluster.state.learning.findings.layer_factors
+
+
+def test_layers_that_take_longer_are_found_and_the_iteration_is_predicted_anew() -> None:
+    """Everything takes 1.5 times as long: after a window the prediction does, too."""
+    cluster = training()
+    predicted_s = EVERY.times.iteration_s(
+        [p.template for p in cluster.state.plan.pipelines], (3, 3)
+    )
+    train(cluster, WINDOW, true=dict.fromkeys(range(NUM_LAYERS), 1.5))
+    assert not of_type(cluster.commands, ProfileCorrected)  # The first iteration does not count.
+    train(cluster, 1, true=dict.fromkeys(range(NUM_LAYERS), 1.5))
+    (notice,) = of_type(cluster.commands, ProfileCorrected)
+
+    assert factors(cluster) == pytest.approx((1.5,) * NUM_LAYERS)
+    assert notice.layer_factors == factors(cluster)
+    assert notice.predicted_s == pytest.approx(1.5 * predicted_s, rel=1e-2)
+    assert notice.iteration == cluster.state.next_iteration
+    assert "1.50 to 1.50 times as long as the profile says" in notice.warning
+    train(cluster, 3 * WINDOW, true=dict.fromkeys(range(NUM_LAYERS), 1.5))
+    assert len(of_type(cluster.commands, ProfileCorrected)) == 1
+
+
+def test_layers_of_one_stage_share_a_factor_until_other_cuts_tell_them_apart() -> None:
+    """Layer 2 alone takes 1.6 times as long. Only it is in the first stage of three and in the
+    second of four; the seconds of all stages come out right in the end."""
+    true = {2: 1.6}
+    cluster = training((3, 4))
+    train(cluster, 1 + WINDOW, true=true)
+    first = factors(cluster)
+    train(cluster, 20 * WINDOW, true=true)
+
+    found = factors(cluster)
+    assert first[:3] == pytest.approx((1.1, 1.1, 1.2))
+    assert found[2] > first[2] > first[0] > found[0]
+    for layers in cluster.state.plan.layers_by_rank.values():
+        true_s = sum(true.get(layer, 1.0) for layer in layers)
+        assert sum(found[layer] for layer in layers) == pytest.approx(true_s, rel=2 * DRIFT_MIN)
+
+
+def test_less_than_the_threshold_and_too_short_iterations_change_nothing() -> None:
+    """Noise is not followed, nor is what no clock can tell."""
+    for true, scale in ((1.0 + 0.8 * DRIFT_MIN, 1.0), (2.0, 0.5 * COMPUTING_S_MIN / 30)):
+        cluster = training()
+        train(cluster, 3 * WINDOW, true=dict.fromkeys(range(NUM_LAYERS), true), scale=scale)
+
+        assert factors(cluster) == ()
+        assert policy_of(cluster.rules, cluster.state) is cluster.rules.policy
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("since", [0, 2 * WINDOW])
+def test_a_slow_node_is_no_slow_layer(sizes: tuple[int, ...], since: int) -> None:
+    """Its speed is in the plan; its layers take what they take elsewhere, also where its only peer
+    tells of that, and what was measured before it was found does not count."""
+    cluster = training(sizes)
+    train(cluster, since, true={})
+    train(cluster, 4 * WINDOW, true={}, slow={1: 2.0})
+
+    assert cluster.state.speeds == {1: 0.5}
+    assert not of_type(cluster.commands, ProfileCorrected)
+    assert all(abs(factor - 1.0) <= DRIFT_MIN for factor in factors(cluster))
+
+
+def test_the_answers_to_a_loss_are_priced_by_the_corrected_profile() -> None:
+    """All candidates, and with them the iteration that is predicted after the loss."""
+    prices = {}
+    for true in (1.0, 2.0):
+        cluster = training()
+        train(cluster, WINDOW + 1, true=dict.fromkeys(range(NUM_LAYERS), true))
+        cluster.lose(3)
+        (decided,) = of_type(cluster.commands, Decided)
+        prices[true] = {c.answer: c.iteration_s for c in decided.candidates}
+
+    assert prices[1.0].keys() == prices[2.0].keys()
+    for answer, iteration_s in prices[1.0].items():
+        assert prices[2.0][answer] == pytest.approx(2.0 * iteration_s, rel=1e-2)
+
+
+def test_a_new_coordinator_prices_as_the_one_before_did() -> None:
+    """The factors are on record with the members."""
+    cluster = training()
+    train(cluster, WINDOW + 1, true=dict.fromkeys(range(NUM_LAYERS), 2.0))
+    cluster.lose(3)
+
+    cluster.restart()
+
+    learning = cluster.state.learning
+    assert learning.findings.layer_factors == pytest.approx((2.0,) * NUM_LAYERS)
+    assert isinstance(learning.policy, Unequal)
+    profile = learning.policy.alike.every.problem.profile
+    assert profile.layers[0].forward_s[1] == pytest.approx(2.0 * LAYER_S / 3)

@@ -1,0 +1,237 @@
+"""Going back to a save: what counts then, also for those who hear of it late."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from coordinated import (
+    FIRST,
+    NOW_S,
+    NUM_MICROBATCHES,
+    SOURCE,
+    Survivors,
+    done,
+    gone,
+    of_type,
+    ready,
+    saved,
+    small_rules,
+    stopped,
+    vector,
+    worker,
+)
+from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import (
+    Command,
+    DecisionRecorded,
+    End,
+    JobState,
+    MembersRecorded,
+    Phase,
+    Publish,
+    Published,
+    RecordDecision,
+    RecordMembers,
+    Rules,
+)
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
+from planaria.core.messages import Abort, StartEpoch, Stopped
+from planaria.core.plan import Plan, Transition
+from planaria.core.records import Committed, Decided, Origin, Progress
+from planaria.policies.policy import Prices
+
+PLAN = shaped_plan((2, 2, 2), NUM_MICROBATCHES)
+LAST = FIRST + 3  # The next to be committed, where a test begins.
+SAVED = Origin(iteration=FIRST + 1, source=f"{FIRST + 1}-0", epoch=1)
+
+
+@dataclass
+class GoesBack(Survivors):
+    """Goes back to the newest save as often as it is told to, then goes on."""
+
+    times: int = 1
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        found = Survivors.propose(self, plan, cluster, event, prices)
+        if not self.times:
+            return found
+        self.times -= 1
+        assert isinstance(event, NodesLost)
+        assert event.saved is not None
+        redone = event.saved.redone_samples
+        return tuple(replace(one, goes_back=True, redone_samples=redone) for one in found)
+
+
+def after(state: JobState, events: Iterable[Event], rules: Rules) -> tuple[JobState, list[Command]]:
+    commands: list[Command] = []
+    for event in events:
+        state, more = step(rules, state, event, NOW_S)
+        commands += more
+    return state, commands
+
+
+def training(rules: Rules, *, is_saved: bool = True) -> JobState:
+    """All six ranks have committed three iterations, of which the first is saved."""
+    state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
+    events: list[Event] = [DecisionRecorded(0), *map(worker, PLAN.ranks)]
+    events += [ready(rank, 0) for rank in PLAN.ranks]
+    events += [done(rank, i, epoch=0) for i in range(FIRST, LAST) for rank in PLAN.ranks]
+    if is_saved:
+        events.append(Published(FIRST + 1, 0))
+    state, _ = after(state, events, rules)
+    assert (state.phase, state.next_iteration) == (Phase.TRAINING, LAST)
+    return state
+
+
+def answers(epoch: int, nodes: Iterable[int], *, since: int = -1) -> list[Event]:
+    """All have what they had before anybody went back."""
+    told = [
+        stopped(rank, epoch, layers=range(NUM_LAYERS), age=LAST, last=LAST - 1) for rank in nodes
+    ]
+    return [structs.replace(one, since=since) for one in told]
+
+
+def back(policy: GoesBack, *, is_saved: bool = True) -> tuple[Rules, JobState, list[Command]]:
+    """Node 5 is lost, and the policy decides; nobody has begun epoch 1 yet."""
+    rules = small_rules(policy=policy)
+    events = [gone(5), MembersRecorded(1), *answers(1, range(5))]
+    state, commands = after(training(rules, is_saved=is_saved), events, rules)
+    assert state.phase is Phase.DECIDING
+    return rules, state, commands
+
+
+def test_all_go_back_to_the_newest_save() -> None:
+    """The outcome on record says so before anybody is told."""
+    _, state, commands = back(GoesBack())
+
+    (record,) = of_type(commands, RecordDecision)
+    order = record.decision.order
+    assert record.outcome.origin == state.origin == SAVED
+    assert (record.outcome.iteration, record.outcome.vector) == (SAVED.iteration, b"")
+    assert isinstance(order, StartEpoch)
+    assert (order.iteration, order.vector) == (SAVED.iteration, b"")
+    assert (order.source, order.since) == (SAVED.source, 1)
+    (decided,) = of_type(commands, Decided)
+    assert decided.iteration == state.next_iteration == SAVED.iteration
+    assert decided.redone_samples == 3 * NUM_MICROBATCHES  # Two committed ones, one in flight.
+
+
+def test_without_a_save_all_go_back_to_the_start_of_the_run() -> None:
+    _, state, _ = back(GoesBack(), is_saved=False)
+
+    assert state.origin == Origin(iteration=FIRST, source=SOURCE, epoch=1)
+
+
+def test_what_ranks_have_from_before_counts_no_more() -> None:
+    """A loss strikes before anybody has heard of going back, and the next answer goes on."""
+    policy = GoesBack()
+    rules, state, _ = back(policy)
+    events = [gone(4), MembersRecorded(2), *answers(2, range(4))]
+    state, commands = after(state, events, rules)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert policy.times == 0
+    assert record.outcome.origin == SAVED
+    assert (record.outcome.iteration, record.outcome.vector) == (SAVED.iteration, b"")
+    order = record.decision.order
+    assert isinstance(order, StartEpoch)
+    assert (order.source, order.since) == (SAVED.source, SAVED.epoch)
+
+
+def test_what_is_trained_after_going_back_counts() -> None:
+    """Of two witnesses of the same iteration only the one of now says where all go on."""
+    policy = GoesBack()
+    rules, state, _ = back(policy)
+    old = answers(2, (0,))
+    new: list[Stopped] = [
+        stopped(rank, 2, layers=range(NUM_LAYERS), age=SAVED.iteration + 1, last=SAVED.iteration)
+        for rank in (1, 2, 3)
+    ]
+    state, commands = after(
+        state,
+        [gone(4), MembersRecorded(2), *old, *(structs.replace(one, since=1) for one in new)],
+        rules,
+    )
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.iteration == SAVED.iteration + 1
+    assert record.outcome.vector == vector(SAVED.iteration)
+    held = {node.node: node.held for node in policy.seen[-1][0].nodes}
+    assert held[0] == (frozenset(),)
+    assert held[1] == (frozenset(range(NUM_LAYERS)),)
+
+
+def test_iterations_are_committed_again_by_reports_of_now_only() -> None:
+    """Those of before may be told once more, to a coordinator that was restarted."""
+    rules, state, _ = back(GoesBack())
+    events: list[Event] = [DecisionRecorded(1), *(ready(rank, 1) for rank in range(5))]
+    state, _ = after(state, events, rules)
+    assert state.phase is Phase.TRAINING
+    again = SAVED.iteration
+    state, old = after(state, [done(rank, again, epoch=0) for rank in range(5)], rules)
+    state, new = after(state, [done(rank, again, epoch=1) for rank in range(5)], rules)
+
+    assert not of_type(old, Committed)
+    (committed,) = of_type(new, Committed)
+    assert (committed.iteration, committed.since) == (again, 1)
+    assert state.next_iteration == again + 1
+
+
+def test_a_save_that_is_being_published_is_waited_for() -> None:
+    """It may be the one to go back to, and may replace the one that would be."""
+    rules = small_rules(policy=GoesBack())
+    state = training(rules)
+    state, commands = after(state, [saved(0, LAST, epoch=0, layers=range(NUM_LAYERS))], rules)
+    assert of_type(commands, Publish)
+    state, _ = after(state, [gone(5), MembersRecorded(1), *answers(1, range(5))], rules)
+    assert state.phase is Phase.STOPPING
+    state, _ = after(state, [Published(LAST, 0)], rules)
+
+    assert state.origin == Origin(iteration=LAST, source=f"{LAST}-0", epoch=1)
+
+
+def test_a_new_coordinator_knows_that_all_went_back() -> None:
+    """Its predecessor died with the outcome on record, and neither decision nor progress of now."""
+    policy = GoesBack(times=2)
+    rules, _, commands = back(policy)
+    (record,) = of_type(commands, RecordDecision)
+    _, lost = after(training(rules), [gone(5)], rules)
+    (members,) = of_type(lost, RecordMembers)
+    state, told = restored_step(
+        rules,
+        PLAN,
+        term=1,
+        members=members.members,
+        outcome=record.outcome,
+        decision=None,
+        progress=Progress(num_committed=LAST, ends=False),
+        predicted_s=1.0,
+        now_s=NOW_S,
+    )
+    assert of_type(told, Abort)
+    assert state.next_iteration == SAVED.iteration
+    newer = Published(LAST, 0)  # Had it been there, the first would have gone back to it.
+    state, commands = after(state, [newer, *answers(1, range(5))], rules)
+
+    (again,) = of_type(commands, RecordDecision)
+    assert again.outcome == structs.replace(record.outcome, is_redo=again.outcome.is_redo)
+
+
+def test_a_layer_without_a_live_holder_ends_the_job_unless_all_go_back() -> None:
+    """Whoever is left holds nothing."""
+    empty = [stopped(rank, 1) for rank in range(5)]
+    endings = []
+    for times in (0, 1):
+        rules = small_rules(policy=GoesBack(times=times))
+        events: list[Event] = [gone(5), MembersRecorded(1), *empty]
+        state, commands = after(training(rules), events, rules)
+        endings.append(of_type(commands, End))
+
+    assert [end.reason for end in endings[0]] == ["no live node holds layer 0"]
+    assert not endings[1]
+    assert state.origin == SAVED
