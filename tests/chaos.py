@@ -1,5 +1,6 @@
 """Jobs that lose nodes: small ones, whose devices are too small for the model, so that n0 = 2."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -7,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import pytest
 
 from jobs import digests, tiny_job
 from planaria.config import load_job
@@ -32,6 +35,7 @@ SHRUNK = (
     "training.microbatch_size=2",
 )
 ITERATIONS = 8
+SEED = 20_261_121  # Of the cases that are run every time.
 N0 = 2
 
 
@@ -109,9 +113,38 @@ def struck(
     return Job(config).run(injections=injections, server=server, **arguments)
 
 
+@cache
+def calm_digests(server: ForkServer, iterations: int) -> tuple[str, str]:
+    """Those of GPT-2's job without failures, whoever asks; on six nodes."""
+    with TemporaryDirectory() as directory:
+        config = chaos_job("gpt2", Path(directory) / "run", server, iterations=iterations)
+        result = struck(config, server)
+    assert result.error is None
+    return digests(result)
+
+
+def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
+    """A few of the cases for every run, drawn once; the others are long."""
+    chosen = set(random.Random(SEED).sample(range(len(cases)), count))
+    return [
+        pytest.param(case, marks=() if i in chosen else (pytest.mark.long,), id=" ".join(case))
+        for i, case in enumerate(cases)
+    ]
+
+
+def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
+    """The first case for every run; the others are long."""
+    return [cases[0], *(pytest.param(case, marks=pytest.mark.long) for case in cases[1:])]
+
+
 def recoveries(result: TrainingResult) -> list[EventRecord]:
     """The events that were answered."""
     return [event for event in result.report.events if event.answer]
+
+
+def answered(result: TrainingResult) -> list[EventRecord]:
+    """As `recoveries`, without nodes that a busy machine makes slow."""
+    return [event for event in recoveries(result) if event.kind != "slow"]
 
 
 def check_survived(result: TrainingResult, specs: Sequence[str], calm: tuple[str, str]) -> None:

@@ -130,7 +130,7 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         (
             {"resilience": {"policy": "oobleck"}},
             "resilience.policy",
-            'one of "adaptive", "reinstantiate", "reroute"',
+            'one of "absorb", "adaptive", "morph", "reinstantiate", "reroute"',
         ),
         ({"resilience": {"failure_rate": -1.0}}, "resilience.failure_rate", "at least 0"),
         ({"resilience": {"when_below": "halt"}}, "resilience.when_below", '"continue", "stop"'),

@@ -43,6 +43,7 @@ COMMANDS = {
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
     "drain": {"node", "--job", "--timeout"},
+    "events": {"report", "--job", "--json"},
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {
         "profile",

@@ -1,4 +1,4 @@
-"""The command line: `planaria train | profile | plan | drain | chaos`.
+"""The command line: `planaria train | profile | plan | drain | events | chaos`.
 
 Exit codes: 0 done; 1 the user's code raised, or a mistake of ours; 2 the user's mistake; 3 too few
 nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
@@ -27,6 +27,9 @@ from planaria.core.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind, Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
+from planaria.estimator.drift import Compared
+from planaria.estimator.time import Timeline
+from planaria.events_command import events
 from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
 from planaria.observe.metrics import IterationRecord
@@ -39,8 +42,9 @@ from planaria.planning import Planned, check_size, read_profile, short_actions_t
 from planaria.profiles.shipped import NAMES
 from planaria.scripts import named_job
 from planaria.show.figures import plan_figure
+from planaria.show.gantt import compared_figure
 from planaria.show.live import LiveDisplay, summary
-from planaria.show.page import picture_format
+from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
 from planaria.show.tables import plan_json, plan_table
 
@@ -60,6 +64,7 @@ class Objective(StrEnum):
 
 
 app.command()(chaos)
+app.command()(events)
 
 
 def main() -> None:
@@ -100,7 +105,11 @@ def train(
     devices_per_node: Annotated[int | None, typer.Option(help="Devices in each node.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the report to a JSON file.")] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write predicted and measured spans as a Chrome trace.")
+        Path | None,
+        typer.Option(
+            help="Write predicted beside measured spans: a Chrome trace, or a picture if the file "
+            "ends in .svg, .png or .pdf."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
     inject: Annotated[
@@ -117,6 +126,9 @@ def train(
         overrides.append(f"cluster.devices_per_node={devices_per_node}")
     for name, path in (("--report", report), ("--timeline", timeline)):
         check_writable(name, path)
+    picture = None
+    if timeline is not None and is_picture(timeline.name):
+        picture = picture_format("--timeline", timeline.name)
     injections = tuple(parse_injection(spec) for spec in inject or ())
     trained = named_job(job, overrides)
     check_injections(injections, num_nodes=trained.config.cluster.nodes)
@@ -135,7 +147,7 @@ def train(
     if report is not None:
         write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
     if timeline is not None:
-        write(timeline, json.dumps(_trace(result)).encode())
+        write(timeline, _timeline(result, picture))
     if result.error is not None:
         raise result.error
     console.print(summary(result.report), soft_wrap=True)
@@ -311,12 +323,17 @@ class _Shown:
         self._display.stop()
 
 
-def _trace(result: TrainingResult) -> dict[str, object]:
-    return chrome_trace(
-        result.planned.predicted,
-        result.measured_timelines(),
+def _timeline(result: TrainingResult, picture: Format | None) -> bytes:
+    """What --timeline writes: a picture of a format, or a Chrome trace."""
+    if picture is not None:
+        title = f"{result.planned.config.name}: predicted beside measured"
+        return compared_figure(title, result.compared, result.report.events, picture=picture)
+    trace = chrome_trace(
+        result.compared or (Compared(0, result.planned.predicted, Timeline((), 0.0)),),
+        result.report.events,
         devices_per_node=result.planned.problem.devices_per_node,
     )
+    return json.dumps(trace).encode()
 
 
 if __name__ == "__main__":

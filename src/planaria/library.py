@@ -9,26 +9,20 @@
 The job runs in processes of its own; this one holds no part of the model.
 """
 
-import importlib.metadata
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from planaria.checkpoint.digest import digests
 from planaria.checkpoint.tiers import DiskTier
 from planaria.config import load_job
 from planaria.config_checks import check_job
 from planaria.coordinator.state import Ending
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
-from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import ModelProfile, Plan
 from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
@@ -38,11 +32,12 @@ from planaria.errors import (
     PlanariaError,
     TrainingError,
 )
-from planaria.estimator.time import Span, Timeline
+from planaria.estimator.drift import Compared
+from planaria.estimator.time import Timeline
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.launcher import Launcher, standing
 from planaria.nodes.leader_spec import LeaderSpec
-from planaria.observe.metrics import FinalRecord, IterationRecord, Report
+from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import EveryPlan
 from planaria.planning import (
@@ -54,11 +49,11 @@ from planaria.planning import (
     given_profile,
     mistake_error,
     plan_job,
-    predicted_peak_bytes,
     prepare,
     starting_point,
 )
-from planaria.schedule.action import parse_action
+from planaria.predictions import predicted_peak_bytes
+from planaria.reporting import compared_iterations, report_of
 from planaria.show.watcher import Progress, Watcher
 
 _WORKER = "planaria.engine.worker:main"
@@ -101,30 +96,20 @@ class TrainingResult:
     """A run that is over: its report, and the timelines that --timeline writes.
 
     Attributes:
+        compared: the traced iterations.
         stopped: by the user, before the last iteration; saved and ready to resume.
         error: what ended training early; the report tells what was done until then.
     """
 
     report: Report
     planned: Planned
-    spans: tuple[dict[int, tuple[MeasuredSpan, ...]], ...]
+    compared: tuple[Compared, ...]
     stopped: bool
     error: PlanariaError | None
 
     def measured_timelines(self) -> tuple[Timeline, ...]:
         """One timeline per traced iteration; each rank's clock starts with its iteration."""
-        return tuple(
-            Timeline(
-                tuple(
-                    Span(rank, span.lane, parse_action(span.action), span.start_s, span.end_s)
-                    for rank, spans in sorted(by_rank.items())
-                    for span in spans
-                ),
-                record.seconds,
-            )
-            for by_rank, record in zip(self.spans, self.report.iterations, strict=True)
-            if by_rank
-        )
+        return tuple(one.measured for one in self.compared)
 
 
 class Job:
@@ -270,9 +255,9 @@ class Job:
         if error is not None:
             watcher.failed(str(error), kind=ended.ending)
         return TrainingResult(
-            report=_report(planned, tier, recorder, watcher, ended),
+            report=report_of(planned, tier, recorder, watcher, ended),
             planned=planned,
-            spans=tuple(recorder.spans),
+            compared=tuple(compared_iterations(planned.problem, recorder)),
             stopped=ended.ending == Ending.STOPPED.value,
             error=error,
         )
@@ -341,53 +326,3 @@ def _failure(ended: Ended, tier: DiskTier) -> PlanariaError | None:
             return CheckpointError(f"the last save failed: {ended.reason}; {standing(tier)}")
         case Ending.FINISHED | Ending.STOPPED:
             return None
-
-
-def _report(
-    planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watcher, ended: Ended
-) -> Report:
-    config = planned.config
-    now_s = time.monotonic()
-    return Report(
-        job=asdict(config),
-        seed=config.training.seed,
-        versions=_versions(),
-        workers=recorder.workers(),
-        iterations=tuple(recorder.iterations),
-        events=recorder.events(),
-        checkpoints=watcher.checkpoints(
-            every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
-        ),
-        ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
-        final=_final(planned, tier, recorder.iterations, ended),
-        plan=msgspec.to_builtins(planned.plan),
-    )
-
-
-def _final(
-    planned: Planned, tier: DiskTier, records: Sequence[IterationRecord], ended: Ended
-) -> FinalRecord:
-    """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
-    manifest = tier.newest()
-    first = planned.resumed.iteration if planned.resumed else 0
-    iteration = records[-1].iteration + 1 if records else first
-    parameters, optimizer = "", ""
-    if manifest is not None and manifest.layers and manifest.iteration == iteration:
-        parameters, optimizer = digests(tier, manifest, parameters=planned.prepared.parameters)
-    return FinalRecord(
-        iteration=iteration,
-        loss=records[-1].loss if records else float("nan"),  # null in JSON
-        parameters_sha256=parameters,
-        optimizer_sha256=optimizer,
-        nodes=ended.nodes,
-        epoch=ended.epoch,
-        checkpoint=str(tier.directory / f"{manifest.iteration}-{manifest.epoch}")
-        if manifest
-        else "",
-    )
-
-
-def _versions() -> dict[str, str]:
-    packages = ("planaria", "torch", "numpy")
-    versions = {name: importlib.metadata.version(name) for name in packages}
-    return versions | {"python": platform.python_version()}

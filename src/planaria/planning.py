@@ -21,15 +21,15 @@ from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_devi
 from planaria.core.profile_json import decode_profile
 from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import ConfigError, InsufficientError, TrainingError
-from planaria.estimator.memory import peak_bytes
-from planaria.estimator.time import Timeline, predicted_timeline
+from planaria.estimator.time import Timeline
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.plans import EveryPlan, best_plan, every_plan, pipeline_microbatches
+from planaria.planner.plans import EveryPlan, best_plan, every_plan
 from planaria.planner.problem import Problem, batch_error
+from planaria.planner.shadows import shadowed_start
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
+from planaria.predictions import prediction
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.buckets import ReductionOrder
-from planaria.schedule.lower import lowered
 
 # What a rank's process would import at its start, imported once per job instead.
 PRELOAD = (
@@ -255,13 +255,10 @@ def plan_job(
         plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
     every = every_plan(problem, max_nodes, templates) if every is None else every
     plan = replace(plan, epoch=epoch)
+    if config.resilience.policy == "absorb":
+        plan = shadowed_start(problem, plan).plan
     assert len(plan.routes) == config.num_microbatches
-    predicted = predicted_timeline(
-        lowered(plan, tied=prepared.profile.tied, order=problem.reduction_order),
-        prepared.profile,
-        plan=plan,
-        reduce_bytes_factor=problem.reduce_bytes_factor,
-    )
+    predicted = prediction(problem, plan)
     return Planned(
         config=config,
         prepared=prepared,
@@ -269,8 +266,8 @@ def plan_job(
         templates=templates,
         every=every,
         plan=plan,
-        predicted=predicted,
-        predicted_peak_bytes=predicted_peak_bytes(problem, plan),
+        predicted=predicted.timeline,
+        predicted_peak_bytes=max(predicted.peak_bytes.values()),
         resumed=manifest,
     )
 
@@ -378,16 +375,3 @@ def short_actions_text(planned: Planned) -> str:
         time_scale = model.time_scale * ACTION_S_MIN / shortest_s
         text += f"; model.time_scale = {time_scale:.3g} would do"
     return text
-
-
-def predicted_peak_bytes(problem: Problem, plan: Plan) -> int:
-    return max(
-        stage_peak
-        for pipeline, count in zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
-        for stage_peak in peak_bytes(
-            problem.profile,
-            pipeline.template,
-            num_microbatches=count,
-            gradient_copies=problem.gradient_copies,
-        )
-    )

@@ -1,5 +1,6 @@
 """The fork server: what it forks, what it tells of it, and that it never stays behind."""
 
+import gc
 import json
 import os
 import signal
@@ -44,6 +45,11 @@ def talk(_: bytes, result_fd: int) -> None:
     os.write(result_fd, b"done")
 
 
+def count_frozen(_: bytes, result_fd: int) -> None:
+    """Writes how many objects its garbage collector never looks at."""
+    os.write(result_fd, str(gc.get_freeze_count()).encode())
+
+
 def wait_for_end(payload: bytes) -> None:
     """Tells its pid in a file and waits for a signal."""
     Path(payload.decode()).write_text(str(os.getpid()))
@@ -76,6 +82,11 @@ def test_a_child_without_a_result_is_told_with_its_end(
         small.call(f"{THIS}:{target}", b"")
 
     assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+
+
+def test_a_child_never_collects_what_was_imported(small: ForkServer) -> None:
+    """It would copy the pages that all share, and stand still for 0.1 s."""
+    assert int(small.call(f"{THIS}:count_frozen", b"")) > 1000
 
 
 def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> None:

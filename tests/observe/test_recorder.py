@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 import pytest
+from msgspec import structs
 
 from jobs import shaped_plan
 from planaria.core.inject import Injection, parse_injection
@@ -94,6 +95,7 @@ def decided(now_s: float, *, redone_samples: int = 0, degraded: str = "") -> Dec
         plan=PLAN,
         predicted_s=0.75,
         predicted_downtime_s=1.0,
+        predicted_transfer_s=0.75,
         transfer_bytes=50,
         redone_samples=redone_samples,
         detected_s=now_s,
@@ -223,6 +225,27 @@ def test_the_ledger_has_the_phases_of_a_recovery() -> None:
     others = {"startup": 4.0, "useful": 5.75, "checkpoint_stall": 0.25, "wall": 16.0}
     assert parts(run, 26.0) == pytest.approx(expected | others)
     assert run.ledger.category is Category.USEFUL
+
+
+def test_iterations_that_all_went_back_before_were_not_useful() -> None:
+    """They are committed once more; what counts of the first time is what they cost."""
+    run = recorder()
+    for iteration, now_s in ((6, 16.0), (7, 18.0), (8, 20.0)):
+        run.committed(committed(iteration, now_s))
+    run.recovering(lost(20.0, 6))
+    back = structs.replace(decided(21.0, redone_samples=8), source="7-3")
+    run.decided(back, predicted_peak_bytes=555)
+    run.decided(back, predicted_peak_bytes=555)  # Told again by the next coordinator.
+    (event,) = run.running(running(26.0, epoch=4, pid=80))
+    spent = parts(run, 26.0)
+    again = run.committed(committed(7, 28.0))
+
+    assert event.source_tier == "disk"
+    assert [record.iteration for record in run.iterations] == [6, 7]
+    assert run.iterations[1] == again
+    assert len(run.spans) == 2
+    assert spent["redo"] == pytest.approx(3.5)  # Twice two seconds, less what saves took.
+    assert sum(spent.values()) == pytest.approx(2 * spent["wall"])
 
 
 def test_what_is_done_again_was_not_useful() -> None:

@@ -1,22 +1,28 @@
 """Nodes die under resilience.policy = "reroute"; the others go around them, with the same bits."""
 
 import itertools
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from chaos import chaos_job, check_survived, recoveries, sized_plan, struck
+from chaos import (
+    calm_digests,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    recoveries,
+    sampled,
+    sized_plan,
+    struck,
+)
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Kind
 
-SEED = 20_261_121
 ITERATIONS = 16
 
 Run = Callable[..., TrainingResult]
@@ -34,13 +40,10 @@ TWICE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The digests of the job without failures, on six nodes."""
-    directory = tmp_path_factory.mktemp("calm") / "run"
-    result = struck(chaos_job("gpt2", directory, server, iterations=ITERATIONS), server)
-    assert result.error is None
-    return digests(result)
+@pytest.fixture
+def calm(server: ForkServer) -> tuple[str, str]:
+    """The digests of the job without failures."""
+    return calm_digests(server, ITERATIONS)
 
 
 @pytest.fixture
@@ -57,16 +60,7 @@ def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
     return run
 
 
-def cases(sweep: Sequence[tuple[str, ...]], count: int) -> list[Any]:
-    """A few for every run, drawn once; the others are long."""
-    chosen = set(random.Random(SEED).sample(range(len(sweep)), count))
-    return [
-        pytest.param(specs, marks=() if i in chosen else (pytest.mark.long,), id=" ".join(specs))
-        for i, specs in enumerate(sweep)
-    ]
-
-
-@pytest.mark.parametrize("specs", cases(SINGLE, 3))
+@pytest.mark.parametrize("specs", sampled(SINGLE, 2))
 def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """Nothing need be sent: peers hold what the lost node held."""
     result = reroute(*specs)
@@ -78,7 +72,7 @@ def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run)
     assert len(result.report.final.nodes) == 5
 
 
-@pytest.mark.parametrize("specs", cases(AT_ONCE, 1))
+@pytest.mark.parametrize("specs", sampled(AT_ONCE, 1))
 def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """In one pipeline or in two, in one stage or in two."""
     result = reroute(*specs)
@@ -88,7 +82,7 @@ def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run)
     assert len(result.report.final.nodes) == 4
 
 
-@pytest.mark.parametrize("specs", cases(TWICE, 2))
+@pytest.mark.parametrize("specs", sampled(TWICE, 1))
 def test_a_kill_in_a_recovery_is_gone_around(specs: tuple[str, ...], reroute: Run) -> None:
     """The recovery starts over from the plan that it was about to begin."""
     result = reroute(*specs)
@@ -97,9 +91,7 @@ def test_a_kill_in_a_recovery_is_gone_around(specs: tuple[str, ...], reroute: Ru
     assert len(result.report.final.nodes) == 4
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.long) for f in ("llama", "sequential"))]
-)
+@pytest.mark.parametrize("family", long_but_the_first(("gpt2", "llama", "sequential")))
 def test_split_backwards_have_the_bits_of_whole_ones(
     family: str, server: ForkServer, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import chaos_job, check_survived, recoveries, struck
+from chaos import calm_digests, chaos_job, check_survived, recoveries, struck
 from jobs import digests
 from planaria.core.profile_json import encode_profile
 from planaria.library import TrainingResult
@@ -14,17 +14,15 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.planning import given_profile
 
 ITERATIONS = 16
+POLICIES = {"reinstantiate", "reroute", "repartition"}
 
 Run = Callable[..., TrainingResult]
 
 
-@pytest.fixture(scope="module")
-def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The digests of the job without failures, on six nodes."""
-    directory = tmp_path_factory.mktemp("calm") / "run"
-    result = struck(chaos_job("gpt2", directory, server, iterations=ITERATIONS), server)
-    assert result.error is None
-    return digests(result)
+@pytest.fixture
+def calm(server: ForkServer) -> tuple[str, str]:
+    """The digests of the job without failures."""
+    return calm_digests(server, ITERATIONS)
 
 
 @pytest.fixture
@@ -45,11 +43,11 @@ def test_the_best_of_all_answers_is_taken(adaptive: Run) -> None:
     """Losses one after the other; each event tells all that could have been done."""
     result = adaptive("kill:1@3", "kill:4@6.backward")
 
-    found = recoveries(result)
+    found = [event for event in recoveries(result) if event.kind != "reformed"]
     assert len(found) == 2
     for event in found:
         scores = {str(c["answer"]): float(str(c["score"])) for c in event.candidates}
-        assert {c["policy"] for c in event.candidates} == {"reinstantiate", "reroute"}
+        assert {c["policy"] for c in event.candidates} == POLICIES
         assert scores[event.answer] == max(scores.values())
     assert len(result.report.final.nodes) == 4
 
@@ -70,7 +68,9 @@ def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
     config = replace(
         config,
         model=replace(config.model, profile=str(path)),
-        resilience=replace(config.resilience, policy="adaptive", failure_rate=1200.0),
+        resilience=replace(
+            config.resilience, policy="adaptive", failure_rate=1200.0, failures_ahead=0
+        ),
         cluster=replace(config.cluster, device_memory_bytes=1 << 50),
     )
 
@@ -80,7 +80,8 @@ def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
     assert digests(result) == calm
     lost, reformed = recoveries(result)
     assert (lost.policy, lost.transfer_bytes) == ("reroute", 0)
-    assert (reformed.kind, reformed.policy) == ("reformed", "reinstantiate")
+    assert reformed.kind == "reformed"
+    assert reformed.policy != "reroute"
     assert reformed.transfer_bytes > 0
     assert reformed.redone_samples == 0
     assert len(result.report.final.nodes) == 5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import ITERATIONS, chaos_job, check_report, recoveries, struck
+from chaos import ITERATIONS, chaos_job, check_report, long_but_the_first, recoveries, struck
 from jobs import digests
 from planaria.core.job import JobConfig
 from planaria.library import TrainingResult
@@ -39,7 +39,7 @@ def cut(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Cut:
     return run
 
 
-@pytest.mark.parametrize("spec", ["cut:1@3.forward", "cut=20:1@3.forward"])
+@pytest.mark.parametrize("spec", long_but_the_first(["cut:1@3.forward", "cut=20:1@3.forward"]))
 def test_a_node_that_is_cut_off_for_longer_than_its_lease_is_lost(spec: str, cut: Cut) -> None:
     """The others go on without it; that it hears nothing of."""
     result = cut(spec)

@@ -89,7 +89,7 @@ def as_a_scheduler_does(command: Command) -> None:
     [
         long(to_the_launcher_alone),
         to_the_foreground_group,
-        as_a_scheduler_does,
+        long(as_a_scheduler_does),
     ],
 )
 def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(

@@ -73,6 +73,7 @@ class _Times(Silent):
             self.lost_s = time.time()
 
 
+@pytest.mark.long
 def test_a_node_that_hung_while_it_saved_writes_nothing_more(
     server: ForkServer, tmp_path: Path
 ) -> None:

@@ -1,13 +1,12 @@
 """A bit flips in one node's parameters: the node is evicted, or the job ends before it saves it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from chaos import ITERATIONS, chaos_job, check_survived, recoveries, struck
+from chaos import ITERATIONS, chaos_job, check_survived, long_but_the_first, recoveries, struck
 from jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.tiers import DiskTier
 from planaria.core.inject import parse_injection
@@ -38,10 +37,6 @@ def outvoted(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Outvo
         return result
 
     return run
-
-
-def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
-    return [cases[0], *(pytest.param(case, marks=pytest.mark.long) for case in cases[1:])]
 
 
 EVERYWHERE = [(node, iteration) for node in range(6) for iteration in (0, 3, 6)]

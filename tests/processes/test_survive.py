@@ -1,15 +1,23 @@
 """Nodes die, hang, stall and crash; the others finish with the bits of a run without failures."""
 
 import itertools
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from chaos import ITERATIONS, N0, chaos_job, check_survived, every_plan_for, recoveries, struck
+from chaos import (
+    ITERATIONS,
+    N0,
+    chaos_job,
+    check_survived,
+    every_plan_for,
+    long_but_the_first,
+    recoveries,
+    sampled,
+    struck,
+)
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.job import JobConfig
@@ -18,7 +26,6 @@ from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 FAMILIES = ("gpt2", "llama", "sequential")
-SEED = 20_261_121
 DOWNTIME_S = 1.0  # The median of twenty; benchmarks/recovery.py asserts that.
 
 Run = Callable[..., TrainingResult]
@@ -57,20 +64,6 @@ def survive(
         return result
 
     return run
-
-
-def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
-    """A few of the cases for every run, drawn once; the others are long."""
-    chosen = set(random.Random(SEED).sample(range(len(cases)), count))
-    return [
-        pytest.param(case, marks=() if i in chosen else (pytest.mark.long,), id=" ".join(case))
-        for i, case in enumerate(cases)
-    ]
-
-
-def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
-    """The first case for every run; the others are long."""
-    return [cases[0], *(pytest.param(case, marks=pytest.mark.long) for case in cases[1:])]
 
 
 SINGLE = [(f"kill:{node}@{iteration}",) for node in range(6) for iteration in range(ITERATIONS)] + [

@@ -84,6 +84,8 @@ def answer(
     epoch: int,
     vector: tuple[int, CommitVector] | None,
     hashes: Mapping[int, int],
+    *,
+    since: int,
 ) -> Stopped:
     """What a rank holds, now that nothing of it changes any more.
 
@@ -99,6 +101,7 @@ def answer(
         vector_iteration=vector[0] if vector else -1,
         vector=encode_vector(vector[1]) if vector else b"",
         hashes=dict(hashes),
+        since=since,
     )
 
 

@@ -23,11 +23,10 @@ from planaria.core.agreement import disagreeing_layers, hash_entries
 from planaria.core.commit import CommitVector, VectorLayout, commit_vector
 from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
-from planaria.core.plan import Plan
+from planaria.core.plan import Hop, Plan
 from planaria.engine.batches import Batches
 from planaria.engine.groups import reduce_bucket, reduce_vector
 from planaria.engine.guard import sampled_hashes
-from planaria.engine.layers import TiedGroup
 from planaria.engine.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.engine.tensors import receive_tensor, send_tensor
@@ -58,7 +57,7 @@ class Executor:
         worked: is called after each forward and backward, or part of one, with the seconds of it.
 
     Attributes:
-        computing_s: of the iteration run last, in forwards and backwards alone.
+        action_s: by kind, of the iteration run last, in forwards and backwards alone.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Executor:
         reached: Callable[[str, int], None],
         worked: Callable[[float], None],
     ) -> None:
-        self.computing_s = 0.0
+        self.action_s: dict[str, float] = {}
         self._plan = plan
         self._schedule = schedule
         self._stage = stage
@@ -100,6 +99,7 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.SHADOW: self._shadow,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
@@ -136,7 +136,7 @@ class Executor:
         self._submitted: list[Future[float]] = []
         self._spans: list[MeasuredSpan] = []
         self._start_s = self._now_s()
-        self.computing_s = 0.0
+        self.action_s = {}
         for held in self._held():
             held.clear()
         begun: set[str] = set()
@@ -170,7 +170,8 @@ class Executor:
         self._handlers[action.kind](action)
         if action.kind in _COMPUTING:
             self._worked(self._now_s() - start_s)
-            self.computing_s += self._now_s() - start_s
+            kind = action.kind.value
+            self.action_s[kind] = self.action_s.get(kind, 0.0) + self._now_s() - start_s
         self._pulse.wait()
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
@@ -194,24 +195,28 @@ class Executor:
         else:  # The hop before was on this rank too.
             before = self._outputs[action.microbatch, action.hop - 1]
             hidden = self._inputs[key] = before.detach().requires_grad_()
-        hidden = self._stage.forward(
-            hop.first_layer,
-            hop.end_layer,
-            hidden,
-            iteration=self._iteration,
-            microbatch=action.microbatch,
-        )
+        hidden = self._through(hop, hidden, action.microbatch)
         if action.hop == len(route) - 1:
             targets = self._batches.targets(action.microbatch)
             hidden = self._stage.model.loss_sum(hidden, targets) / self._batches.num_targets()
             self._losses[action.microbatch] = float(hidden.detach())
         self._outputs[key] = hidden
 
+    def _shadow(self, action: Action) -> None:
+        """The forward of the next hop, from this one's output; nobody asks for what it gives."""
+        hop = self._schedule.routes[action.microbatch][action.hop]
+        with torch.no_grad():
+            self._through(hop, self._outputs[action.microbatch, action.hop - 1], action.microbatch)
+
+    def _through(self, hop: Hop, hidden: Tensor, microbatch: int) -> Tensor:
+        first, end = hop.first_layer, hop.end_layer
+        number = self._iteration
+        return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
+
     def _backward(self, action: Action) -> None:
         hop = self._schedule.routes[action.microbatch][action.hop]
         key = (action.microbatch, action.hop)
-        output = self._outputs.pop(key)
-        torch.autograd.backward(output, self._output_gradients.pop(key, None))
+        torch.autograd.backward(self._outputs.pop(key), self._output_gradients.pop(key, None))
         self._stage.accumulate(hop.first_layer, hop.end_layer)
         self._hand_back(action)
 
@@ -296,19 +301,11 @@ class Executor:
         return self._now_s()
 
     def _sum_tied(self, group_index: int, bucket: int, ranks: Sequence[int]) -> None:
-        total, uses = self._local_sum(self._stage.model.tied[group_index])
+        total, uses = self._stage.tied_sum(self._stage.model.tied[group_index], self._own)
         result = torch.empty(total.numel(), dtype=torch.float32)
         self._reduce_tensors([total], [result], bucket=bucket, ranks=ranks, virtual_bytes=0)
         for held, name in uses:
             held.tied_gradients[name].copy_(result)
-
-    def _local_sum(self, group: TiedGroup) -> tuple[Tensor, list[tuple[HeldLayer, str]]]:
-        """The sum over this rank's uses of a tied parameter, and those uses."""
-        uses = [use for use in self._stage.tied_uses(group) if use[0].layer in self._own]
-        total = uses[0][0].tied_sums[uses[0][1]].clone() if uses else torch.zeros(0)
-        for held, name in uses[1:]:
-            total += held.tied_sums[name]
-        return total, uses
 
     def _reduce_tensors(
         self,
@@ -342,7 +339,7 @@ class Executor:
                 held.gradients.copy_(held.sums)
         for index, group in enumerate(self._stage.model.tied):
             if all((index, use.layer) not in reduced for use in group.uses):
-                total, uses = self._local_sum(group)
+                total, uses = self._stage.tied_sum(group, self._own)
                 for held, name in uses:
                     held.tied_gradients[name].copy_(total)
 

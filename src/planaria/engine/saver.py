@@ -41,7 +41,10 @@ class Saver:
         self._writing: Future[None] | None = None
 
     def save(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> float:
-        """Starts to save layers of age `iteration`; returns the seconds that training waited."""
+        """Starts to save layers of age `iteration`, if there are any; returns the seconds that
+        training waited."""
+        if not layers:  # There is nothing to write, so nothing to tell.
+            return 0.0
         start_s = time.monotonic()
         self.wait_written()
         states = {layer: held.state() for layer, held in layers.items()}

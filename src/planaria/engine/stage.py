@@ -267,6 +267,16 @@ class Stage:
         """This rank's uses of a tied parameter, in layer order."""
         return [(self.layers[u.layer], u.name) for u in group.uses if u.layer in self.layers]
 
+    def tied_sum(
+        self, group: TiedGroup, layers: Collection[int]
+    ) -> tuple[Tensor, list[tuple[HeldLayer, str]]]:
+        """The sum over the uses of a tied parameter in these layers, and those uses."""
+        uses = [use for use in self.tied_uses(group) if use[0].layer in layers]
+        total = uses[0][0].tied_sums[uses[0][1]].clone() if uses else torch.zeros(0)
+        for held, name in uses[1:]:
+            total += held.tied_sums[name]
+        return total, uses
+
     def counted(self, layer: int) -> list[str]:
         """The names of the layer's parameters without tied ones that an earlier layer counts."""
         later = {use.name for g in self.model.tied for use in g.uses[1:] if use.layer == layer}

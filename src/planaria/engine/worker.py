@@ -131,6 +131,7 @@ class _Worker:
         self._takes_part = False  # In the newest epoch that this rank was told to begin.
         self._switches_at = -1  # Where the ranks agreed that the next epoch begins.
         self._vector: tuple[int, CommitVector] | None = None
+        self._since = -1  # The epoch in which all went back to a save.
 
     def run(self) -> None:
         """Serves one epoch after the other until the job shuts down."""
@@ -164,12 +165,11 @@ class _Worker:
                 self._epoch = order.epoch
                 self._is_recovering = True
                 hashes = sampled_hashes(self._stage.whole().values(), self._job.resilience)
-                self._control.send(
-                    answer(self._stage, self._spec.rank, order.epoch, self._vector, hashes)
-                )
+                told = answer(self._stage, rank, epoch, self._vector, hashes, since=self._since)
+                self._control.send(told)
             case SaveLayers() if order.epoch == self._epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
-                self._settle(order.iteration, order.vector)
+                self._settle(order, order.iteration, order.vector)
                 self._write(order.layers.get(self._spec.rank, ()), order.iteration, order.epoch)
             case StartEpoch() if self._is_for_this(order):
                 self._epoch = epoch
@@ -204,8 +204,11 @@ class _Worker:
 
     # -- between epochs ---------------------------------------------------------------------------
 
-    def _settle(self, iteration: int, vector: bytes) -> None:
+    def _settle(self, order: StartEpoch | SaveLayers, iteration: int, vector: bytes) -> None:
         """Brings the layers to the age at which all go on; drops what does not get there."""
+        if order.since != self._since:
+            self._since, self._vector = order.since, None
+            self._stage.keep_only(())
         if vector:
             decoded = decode_vector(vector, self._layout)
             self._vector = (iteration - 1, decoded)
@@ -273,13 +276,14 @@ class _Worker:
         """The order with its iteration, as far as this rank can know it, and its layers so."""
         if start.iteration == AT_COMMIT:
             if self._switches_at < 0:  # It had no part in the epoch before.
+                self._since = start.since
                 self._stage.keep_only(())
                 return start
             assert self._vector is not None
             start = msgspec.structs.replace(
                 start, iteration=self._switches_at, vector=encode_vector(self._vector[1])
             )
-        self._settle(start.iteration, start.vector)
+        self._settle(start, start.iteration, start.vector)
         return start
 
     def _exchanged(self, start: StartEpoch) -> tuple[StartEpoch, int]:
@@ -291,8 +295,8 @@ class _Worker:
             size = exchange_layers(links, stage, rounds, age=age, timeout_s=LINK_TIMEOUT_S)
             if not self._takes_part:
                 return start, size
-            own = start.plan.layers_by_rank[self._spec.rank]
-            if not start.vector:  # Nothing has been trained yet in this run.
+            own = sorted(start.plan.held_by_rank[self._spec.rank])
+            if not start.vector:  # All begin anew, from the start or from a save.
                 missing = missing_layers(own, stage)
                 states = loaded_layers(self._tier, start.source, missing)
                 stage.hold(missing, states=states, age=age)
@@ -307,8 +311,7 @@ class _Worker:
 
     def _train(self, start: StartEpoch, executor: Executor) -> None:
         """Runs iterations until the ranks agree that one was the last, then saves."""
-        training = self._job.training
-        iteration = start.iteration
+        training, iteration = self._job.training, start.iteration
         ends = iteration >= training.iterations
         if start.persists:
             executor.compare(iteration)
@@ -340,7 +343,7 @@ class _Worker:
                     sample_digest=vector.sample_digest,
                     seconds=end_s - before_s,
                     stall_s=stall_s,
-                    computing_s=executor.computing_s,
+                    action_s=executor.action_s,
                     peak_bytes=max(0, peak_bytes() - self._base_bytes),
                     ends=ends,
                     switches=switches,
@@ -380,9 +383,8 @@ class _Worker:
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         """Takes the optimizer step of the layers that are ready for it."""
-        training = self._job.training
-        scale = clip_scale(training, vector.gradient_norm)
-        rate = learning_rate(training, iteration)
+        scale = clip_scale(self._job.training, vector.gradient_norm)
+        rate = learning_rate(self._job.training, iteration)
         for held in self._stage.whole().values():
             if held.gradients_of == iteration:
                 held.apply(iteration, learning_rate=rate, scale=scale)
@@ -394,7 +396,5 @@ class _Worker:
         return self._write(owned, age, start.epoch)
 
     def _write(self, layers: Sequence[int], age: int, epoch: int) -> float:
-        if not layers:  # It has nothing to write, so nothing to tell.
-            return 0.0
-        held = {layer: self._stage.layers[layer] for layer in layers}
-        return self._saver.save(held, iteration=age, epoch=epoch)
+        held = self._stage.layers
+        return self._saver.save({n: held[n] for n in layers}, iteration=age, epoch=epoch)

@@ -52,7 +52,7 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
-from planaria.nodes.forkserver import die_with_parent
+from planaria.nodes.forkserver import close_others, die_with_parent
 from planaria.transport.frames import (
     FrameDecoder,
     Role,
@@ -127,7 +127,7 @@ class _Worker:
             # A worker whose agent was killed alone must not outlive it.
             die_with_parent(agent_pid)
             kept = {0, 1, 2, theirs.fileno(), self._lifeline_fd, self.pulse.stack_fd}
-            _close_others(kept | {self._spec.clocks_fd})
+            close_others(kept | {self._spec.clocks_fd})
             _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
         theirs.close()
 
@@ -323,15 +323,6 @@ async def _wait_exit(pid: int) -> int:
     loop.remove_reader(pidfd)
     os.close(pidfd)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _close_others(kept: set[int]) -> None:
-    """Closes what a forked worker inherits of its agent; a connection that it kept open would
-    hide that its node is lost."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
 
 
 def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:

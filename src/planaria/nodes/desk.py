@@ -30,6 +30,13 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     node: int
 
 
+class TellEvents(msgspec.Struct, frozen=True, tag=True):
+    """Tell what has happened so far."""
+
+
+Request = Drain | TellEvents
+
+
 class Answer(msgspec.Struct, frozen=True):
     """What became of a request; `is_done` says whether it was granted."""
 
@@ -81,15 +88,32 @@ class Drains:
             waiting.set_result(answer)
 
 
+def answering(
+    drains: Drains, events_json: Callable[[], str]
+) -> Callable[[Request], Awaitable[Answer]]:
+    """What answers any request."""
+
+    async def answer(request: Request) -> Answer:
+        match request:
+            case Drain():
+                return await drains.answer(request)
+            case TellEvents():
+                return Answer(is_done=True, text=events_json())
+
+    return answer
+
+
 @contextlib.asynccontextmanager
-async def open_desk(job: str, answer: Callable[[Drain], Awaitable[Answer]]) -> AsyncIterator[None]:
+async def open_desk(
+    job: str, answer: Callable[[Request], Awaitable[Answer]]
+) -> AsyncIterator[None]:
     """Answers requests while inside."""
     path = _directory() / f"{_plain(job)}-{os.getpid()}.sock"
     path.unlink(missing_ok=True)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, msgspec.DecodeError, ValueError):
-            request = msgspec.json.decode(await reader.readline(), type=Drain)
+            request = msgspec.json.decode(await reader.readline(), type=Request)
             writer.write(msgspec.json.encode(await answer(request)) + b"\n")
             await writer.drain()
         writer.close()
@@ -102,7 +126,7 @@ async def open_desk(job: str, answer: Callable[[Drain], Awaitable[Answer]]) -> A
         path.unlink(missing_ok=True)
 
 
-def ask(request: Drain, *, job: str, timeout_s: float) -> Answer:
+def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
     """What the running job answers.
 
     Args:

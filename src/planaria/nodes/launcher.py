@@ -25,7 +25,6 @@ import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -45,10 +44,11 @@ from planaria.core.records import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import CheckpointError, InsufficientError
-from planaria.nodes.desk import Drains, open_desk
+from planaria.nodes.desk import Drains, answering, open_desk
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.observer import Observer
 from planaria.nodes.waiting import heard_while_running, interrupts, is_left_alone, kill_group
 from planaria.transport.frames import FrameDecoder, frame
 
@@ -59,22 +59,6 @@ KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
 RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
-
-
-class Observer(Protocol):
-    """Who watches a job: the live display and the report."""
-
-    def noticed(self, message: ToLauncher) -> None:
-        """The coordinator tells something; an iteration is told of once."""
-
-    def fired(self, injection: Injection, *, now_s: float) -> None:
-        """A fault is being injected."""
-
-    def restarted(self, *, lost_s: float, now_s: float) -> None:
-        """The coordinator was lost, and runs again."""
-
-    def stopping(self) -> None:
-        """The user asked to stop."""
 
 
 class Launcher:
@@ -118,7 +102,7 @@ class Launcher:
         self._to_leader: asyncio.StreamWriter | None = None
         self._lost_leader_s = 0.0  # Since when there is no coordinator; 0 while there is one.
         self._restarts = 0
-        self._num_committed = 0
+        self._committed = (-1, 0)
         self._is_training = False
         self._stop_requested = False
         self._interruption = ""
@@ -181,7 +165,8 @@ class Launcher:
                 loop.add_reader(self._server.fileno(), self._watch_processes)
                 self._watch_processes()
                 leading.add_done_callback(self._pass_on)
-                async with open_desk(self._spec.job.name, self._drains.answer):
+                answer = answering(self._drains, self._observer.events_json)
+                async with open_desk(self._spec.job.name, answer):
                     ended = await self._ended
                 os.close(self._lifeline_fd)
                 self._lifeline_fd = -1
@@ -276,10 +261,10 @@ class Launcher:
                 match message:
                     case Beat():
                         continue
-                    case Committed() if message.iteration < self._num_committed:
+                    case Committed() if (message.since, message.iteration) < self._committed:
                         continue  # The coordinator before this one has told it.
                     case Committed():
-                        self._num_committed = message.iteration + 1
+                        self._committed = (message.since, message.iteration + 1)
                         self._restarts = 0
                     case Running() if not self._is_training:
                         self._is_training = True

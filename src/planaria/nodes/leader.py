@@ -28,13 +28,16 @@ from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership, may_expire, was_lost
 from planaria.coordinator.logbook import opened_logbook
-from planaria.coordinator.state import Discard, Ending, Publish, Tick
+from planaria.coordinator.overhead import prices_of
+from planaria.coordinator.state import AnswersFound, Discard, Ending, Publish, Tick
 from planaria.core.messages import NodeLost, Shutdown, ToNode
 from planaria.core.records import AgentEnded, Beat, Ended, FromLauncher, Leading, ToLauncher
 from planaria.errors import AuthenticationError, StoreError
 from planaria.nodes.journal import open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of
 from planaria.nodes.publisher import Publisher
+from planaria.nodes.searcher import Searcher
+from planaria.policies.ahead import Known
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
 
@@ -56,7 +59,11 @@ def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -
 class _Leader:
     def __init__(self, spec: LeaderSpec) -> None:
         self._spec = spec
-        self._rules = rules_of(spec)
+        known = Known()
+        self._rules = rules_of(spec, known)
+        self._searcher: Searcher | None = None
+        if self._rules.looks_ahead:
+            self._searcher = Searcher(spec, known, found=self._found)
         self._probe = Probe(
             NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
         )
@@ -102,6 +109,7 @@ class _Leader:
         await self._leadership.restore(
             self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
         )
+        self._publisher.tell_newest(first_iteration=self._spec.first_iteration)
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
@@ -115,6 +123,9 @@ class _Leader:
                 self._record_progress(),
             )
         ]
+        if self._searcher is not None:
+            await self._searcher.open()
+            tasks.append(asyncio.create_task(self._searcher.hear()))
         try:
             await self._serve(tasks)
         finally:
@@ -132,6 +143,7 @@ class _Leader:
                 task.result()
             if event in done:
                 await self._leadership.handle(event.result(), time.monotonic())
+                self._look_ahead()
                 if self._leadership.has_progressed:
                     self._has_progressed.set()
             else:
@@ -147,6 +159,16 @@ class _Leader:
             agent.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=_CLOSE_TIMEOUT_S)
+
+    def _look_ahead(self) -> None:
+        """Has the answers looked for that the next loss will need, while training goes on."""
+        state = self._leadership.state
+        if self._searcher is not None and state.trains:
+            factors = state.learning.findings.layer_factors
+            self._searcher.look(state.plan, factors, prices_of(self._rules, state))
+
+    def _found(self, epoch: int) -> None:
+        self.queue(AnswersFound(epoch))
 
     async def _record_progress(self) -> None:
         while True:

@@ -11,16 +11,12 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.policies.adaptive import Adaptive
+from planaria.policies.ahead import Ahead, Known
+from planaria.policies.named import looks_ahead, policy_of
 from planaria.policies.policy import Policy, profile_prices
-from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import Unequal
-from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
-# Links that stand are kept, so a recovery costs little beside what moves; docs/LOG.md.
+# What a recovery takes beside moving layers, until the job has told; docs/LOG.md.
 REGROUP_S: Final = 0.05
-_RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.assignment
 
 
 class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,27 +44,28 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     injector: tuple[str, int] = ("", 0)
 
 
-def policy_of(job: JobConfig, every: EveryPlan) -> Policy:
-    """The policy that a job names, and that its nodes' speeds are answered with."""
-    restoring = _RESTORING[job.resilience.assignment]
-    anew = Unequal(Reinstantiate(every, restoring))
-    match job.resilience.policy:
-        case "reinstantiate":
-            return anew
-        case "reroute":
-            return Reroute(every.problem, anew, restoring)
-        case "adaptive":
-            around = Reroute(every.problem, Adaptive(()), restoring)
-            return Adaptive((anew, around))
+def every_of(spec: LeaderSpec) -> EveryPlan:
+    """What the job can be re-formed to."""
+    return every_plan_of(spec.problem, spec.templates, spec.plans)
 
 
-def rules_of(spec: LeaderSpec) -> Rules:
-    """What does not change in the run."""
-    every = every_plan_of(spec.problem, spec.templates, spec.plans)
+def rules_of(spec: LeaderSpec, known: Known) -> Rules:
+    """What does not change in the run.
+
+    Args:
+        known: answers that are found before they are needed, if the job looks ahead.
+    """
+    every = every_of(spec)
+    is_ahead = looks_ahead(spec.job)
+
+    def policy(plans: EveryPlan) -> Policy:
+        named = policy_of(spec.job, plans)
+        return Ahead(named, known) if is_ahead else named
+
     num_layers = len(spec.problem.profile.layers)
     return Rules(
         job=spec.job,
-        policy=policy_of(spec.job, every),
+        policy=policy(every),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),
@@ -79,4 +76,7 @@ def rules_of(spec: LeaderSpec) -> Rules:
         layer_s=tuple(
             layer.forward_s[1] + layer.backward_s(1) for layer in spec.problem.profile.layers
         ),
+        every=every,
+        policy_of=policy,
+        looks_ahead=is_ahead,
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from planaria.checkpoint.tiers import DiskTier, Manifest
 from planaria.coordinator.state import Discard, Publish, Published
-from planaria.core.messages import SaveFailed
+from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
 
@@ -35,6 +35,16 @@ class Publisher:
         self._say = say
         self._notify = notify
 
+    def tell_newest(self, *, first_iteration: int) -> None:
+        """Says which save of this run is the newest; an earlier coordinator may have published it.
+
+        Args:
+            first_iteration: where this run starts.
+        """
+        newest = self._tier.newest()
+        if newest is not None and newest.iteration > first_iteration:
+            self._say(Published(newest.iteration, newest.epoch))
+
     def publish(self, command: Publish) -> None:
         """Creates the manifest of a save, and removes what is too old."""
         manifest = Manifest(
@@ -48,7 +58,10 @@ class Publisher:
                 self._tier.publish(manifest)
         except CheckpointError as error:
             failed = SaveFailed(
-                rank=-1, epoch=command.epoch, iteration=command.iteration, reason=str(error)
+                rank=BY_PUBLISHER,
+                epoch=command.epoch,
+                iteration=command.iteration,
+                reason=str(error),
             )
             self._say(failed)
             return

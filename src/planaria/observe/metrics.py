@@ -13,7 +13,8 @@ class IterationRecord:
         samples: how many.
         sample_digest: xxh3_128 of the sorted sample numbers as the first stages consumed them.
         seconds: longest of the ranks', from the end of the iteration before.
-        predicted_s: by the estimator, of the plan in use.
+        predicted_s: by the estimator, of the plan in use, with the profile as it was corrected by
+            then.
         peak_bytes: largest of the ranks', measured above the worker's memory without layers.
     """
 
@@ -57,6 +58,8 @@ class EventRecord:
         regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
         received_bytes: of state, counted on the sockets; `transfer_bytes` is what was planned.
         downtime_s: the sum of these: from the loss until every rank could go on.
+        predicted_downtime_s: from the choice of the answer on, so without detect_s; of these
+            predicted_transfer_s for moving layers.
     """
 
     kind: str
@@ -77,8 +80,50 @@ class EventRecord:
     source_tier: str = ""
     downtime_s: float = 0.0
     predicted_downtime_s: float = 0.0
+    predicted_transfer_s: float = 0.0
     redone_samples: int = 0
     reason: str = ""
+
+    @property
+    def transition_s(self) -> float:
+        """What `predicted_downtime_s` predicts."""
+        return self.downtime_s - self.detect_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionRecord:
+    """What a rank took for one kind of action in an iteration of an epoch, beside what it was to.
+
+    Attributes:
+        kind: "F" forward, "B" backward, or "BI" and "BW" where backwards are split.
+        first_layer, end_layer: of its stage.
+        predicted_s: as the profile says.
+        corrected_s: as the profile says that the job has corrected by the end of the epoch.
+        measured_s: median of the epoch's iterations but the first.
+    """
+
+    epoch: int
+    rank: int
+    kind: str
+    first_layer: int
+    end_layer: int
+    predicted_s: float
+    corrected_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRecord:
+    """The most that a rank held in an epoch, beside Odyssey's equation 14.
+
+    Attributes:
+        measured_bytes: above the worker's memory without layers.
+    """
+
+    epoch: int
+    rank: int
+    predicted_bytes: int
+    measured_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,4 +159,6 @@ class Report:
     ledger: dict[str, float]
     final: FinalRecord
     plan: dict[str, Any] = field(default_factory=dict)
+    actions: tuple[ActionRecord, ...] = ()
+    memory: tuple[MemoryRecord, ...] = ()
     version: int = 1

@@ -13,11 +13,13 @@ from planaria.core.records import (
     Changed,
     Committed,
     Decided,
+    ProfileCorrected,
     Recovering,
     Running,
     Starting,
 )
 from planaria.observe.ledger import Category, Ledger
+from planaria.observe.measured import Measured
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
 
 
@@ -46,12 +48,15 @@ class Recorder:
         ledger: where the seconds went so far.
         iterations: committed ones, in order.
         spans: of each committed iteration, by rank; empty unless workers were told to trace.
+        measured: what ranks took for their work.
     """
 
     def __init__(self, *, start_s: float, predicted_s: float, predicted_peak_bytes: int) -> None:
         self.ledger = Ledger(start_s, start_s)
         self.iterations: list[IterationRecord] = []
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
+        self.measured = Measured()
+        self._useful_s: list[float] = []  # Of each committed iteration.
         self._events: list[EventRecord] = []
         self._open: list[_Open] = []
         self._workers: dict[tuple[int, int], WorkerRecord] = {}
@@ -61,6 +66,7 @@ class Recorder:
 
     def running(self, message: Running) -> tuple[EventRecord, ...]:
         """Training runs, for the first time or again; the events that are over with that."""
+        self.measured.begun(message.epoch, message.plan)
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
         noticed = self._noticed()
@@ -79,7 +85,8 @@ class Recorder:
         return over
 
     def committed(self, message: Committed) -> IterationRecord:
-        """An iteration is committed."""
+        """An iteration is committed, for the first time or again."""
+        self._undo(message.iteration)
         reports = message.reports
         record = IterationRecord(
             iteration=message.iteration,
@@ -95,7 +102,9 @@ class Recorder:
         )
         self.iterations.append(record)
         self.spans.append({report.rank: report.spans for report in reports if report.spans})
+        self.measured.committed(message.iteration, reports)
         stall_s = max((report.stall_s for report in reports), default=0.0)
+        self._useful_s.append(max(0.0, record.seconds - stall_s))
         if not self._noticed():
             self._enter(Category.USEFUL, message.now_s)
             self._committed_s = message.now_s
@@ -103,6 +112,20 @@ class Recorder:
         if message.ends:
             self._enter(Category.CHECKPOINT_STALL, message.now_s)
         return record
+
+    def corrected(self, message: ProfileCorrected) -> None:
+        """Later iterations are predicted by a profile that was corrected."""
+        self._predicted_s = message.predicted_s
+        self.measured.corrected(message.epoch, message.iteration, message.layer_factors)
+
+    def _undo(self, num_left: int) -> None:
+        """Of what is committed only so many iterations count: all went back to a save."""
+        num_undone = sum(one.iteration >= num_left for one in self.iterations)
+        if num_undone:
+            undone_s = sum(self._useful_s[-num_undone:])
+            for kept in (self.iterations, self.spans, self._useful_s):
+                del kept[-num_undone:]
+            self.ledger = self.ledger.moved(undone_s, Category.USEFUL, Category.REDO)
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -157,6 +180,7 @@ class Recorder:
         """The coordinator has chosen how the job goes on."""
         self._predicted_s = message.predicted_s
         self._predicted_peak_bytes = predicted_peak_bytes
+        self._undo(message.iteration)
         if message.redone_samples:
             first_lost_s = min((one.lost_s for one in self._noticed()), default=message.detected_s)
             lost_work_s = max(0.0, first_lost_s - self._committed_s)
@@ -292,8 +316,9 @@ def _decided(one: _Open, message: Decided) -> _Open:
         candidates=_priced(message.candidates),
         time_to_failure_s=message.time_to_failure_s,
         transfer_bytes=message.transfer_bytes,
-        source_tier="live" if message.transfer_bytes else "",
+        source_tier="disk" if message.source else "live" if message.transfer_bytes else "",
         predicted_downtime_s=message.predicted_downtime_s,
+        predicted_transfer_s=message.predicted_transfer_s,
         redone_samples=message.redone_samples,
     )
     return replace(one, event=event, detected_s=message.detected_s)

@@ -56,10 +56,10 @@ def plan_figure(every: EveryPlan, plan: Plan, *, picture: Format) -> bytes:
     page = Page()
     top = _draw_title(page, every, plan, iteration_s=iteration.end_s)
     note = "seconds of one microbatch, and peak memory of a device"
-    _draw_heading(page, top, heading="Stages", note=note, legend=_STAGE_LEGEND)
+    draw_heading(page, top, heading="Stages", note=note, legend=_STAGE_LEGEND)
     top = draw_stage_map(page, every.problem, groups[:ROWS_MAX], top=top + 14)
     note = "one iteration up to its commit, as predicted; reductions count as bubbles"
-    _draw_heading(page, top + 34, heading="Timeline", note=note, legend=_TIMELINE_LEGEND)
+    draw_heading(page, top + 34, heading="Timeline", note=note, legend=_TIMELINE_LEGEND)
     top = draw_timelines(page, drawn, windows, iteration=iteration, top=top + 48)
     for caption in _captions(groups, drawn, windows):
         for line in wrap(caption, _CAPTION_COLUMNS):
@@ -96,7 +96,7 @@ def _draw_title(page: Page, every: EveryPlan, plan: Plan, *, iteration_s: float)
     return 92.0
 
 
-def _draw_heading(
+def draw_heading(
     page: Page,
     baseline: float,
     *,

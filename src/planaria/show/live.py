@@ -17,6 +17,7 @@ from rich.text import Text
 from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.plans import pipeline_microbatches
+from planaria.show.beside import beside_table
 
 _NUM_RECENT = 10
 
@@ -183,4 +184,4 @@ def summary(report: Report) -> RenderableType:
     for name, spent_s in report.ledger.items():
         if spent_s > 0:
             ledger.add_row(name, f"{spent_s:.2f}", f"{100 * spent_s / wall_s:.1f}%")
-    return Group(lines, ledger)
+    return Group(lines, ledger, Text(), beside_table(report))

@@ -99,6 +99,11 @@ class Rectangle:
     height: float
 
 
+def is_picture(name: str) -> bool:
+    """Whether a file of this name is a picture in a format that there is."""
+    return name[name.rfind(".") :].lower() in _FORMATS
+
+
 def picture_format(option: str, name: str) -> Format:
     """The format of a file of this name, in which a page can be drawn here.
 

@@ -2,46 +2,59 @@
 
 Trace Event Format: a process per node and a thread per lane of a rank. Predicted and measured
 nodes are processes of their own, the predicted ones above. Measured iterations stand one after
-the other, and each has the prediction at its start, so that the two can be compared by eye.
+the other, and each has the prediction at its start, so that the two can be compared by eye. What it
+took to answer a loss stands before the iteration that came after it, in a process of the whole job.
 
 Source: the torch.profiler and torch.distributed.pipelining traces, which use the same format.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
+from planaria.observe.metrics import EventRecord
 
-_THREADS = ("compute", "send", "reduce")
+_THREADS: Final = ("compute", "send", "reduce")
+_GROUPS: Final = ("predicted", "measured")
 
 
 def chrome_trace(
-    predicted: Timeline, measured: Sequence[Timeline], *, devices_per_node: int = 1
+    iterations: Sequence[Compared],
+    transitions: Iterable[EventRecord] = (),
+    *,
+    devices_per_node: int = 1,
 ) -> dict[str, Any]:
     """The trace as plain dicts, ready for `json.dump`.
 
     Args:
-        measured: iterations in order; if empty the prediction stands alone.
+        iterations: in order, at least one; what was not measured has no spans.
+        transitions: what was answered in between.
     """
-    groups = {"predicted": [predicted] * max(1, len(measured)), "measured": measured}
-    # An iteration faster than its prediction must not run into the next one's.
-    slots_s = [max(timeline.iteration_s, predicted.iteration_s) for timeline in measured]
-    starts_s = list(accumulate(slots_s, initial=0.0))
-    ranks = {span.rank for group in groups.values() for line in group for span in line.spans}
-    num_nodes = 1 + max(ranks, default=0) // devices_per_node
+    ranks = {span.rank for one in iterations for line in (one[1], one[2]) for span in line.spans}
+    num_processes = 2 + max(ranks, default=0) // devices_per_node
+    answered = [event for event in transitions if event.answer and event.detect_s]
     events: list[dict[str, Any]] = []
-    for index, (name, group) in enumerate(groups.items()):
-        places = _Places(index * num_nodes, devices_per_node)
-        lanes = sorted({(span.rank, span.lane) for line in group for span in line.spans})
+    for group, name in enumerate(_GROUPS):
+        places = _Places(group * num_processes, devices_per_node)
+        lines = [(one.predicted, one.measured)[group] for one in iterations]
+        lanes = sorted({(span.rank, span.lane) for line in lines for span in line.spans})
+        if answered:
+            events += _job_names(name, places)
         events += _names(name, lanes, places)
-        for start_s, timeline in zip(starts_s, group, strict=False):
-            events += _spans(timeline, start_s, places)
+        start_s = 0.0
+        for one, line in zip(iterations, lines, strict=True):
+            for event in (e for e in answered if e.iteration == one.iteration):
+                events += _phases(event, start_s, places, is_measured=line is one.measured)
+                start_s += event.detect_s + max(event.transition_s, event.predicted_downtime_s)
+            events += _spans(line, start_s, places)
+            # An iteration faster than its prediction must not run into the next one's.
+            start_s += max(one.measured.iteration_s, one.predicted.iteration_s)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 class _Places(NamedTuple):
-    """Which process and thread of the trace a lane of a rank has."""
+    """Which process and thread a lane of a rank has; the job's own process comes first."""
 
     first_process: int
     devices_per_node: int
@@ -49,7 +62,10 @@ class _Places(NamedTuple):
     def of(self, rank: int, lane: str) -> dict[str, int]:
         node, device = divmod(rank, self.devices_per_node)
         thread = device * len(_THREADS) + _THREADS.index(lane)
-        return {"pid": self.first_process + node, "tid": thread}
+        return {"pid": self.first_process + 1 + node, "tid": thread}
+
+    def of_job(self) -> dict[str, int]:
+        return {"pid": self.first_process, "tid": 0}
 
 
 def _names(
@@ -62,10 +78,23 @@ def _names(
         node = rank // places.devices_per_node
         if node not in named:
             named.add(node)
-            yield _metadata(place, "process_name", {"name": f"{group}: node {node}"})
-            yield _metadata(place, "process_sort_index", {"sort_index": place["pid"]})
-        yield _metadata(place, "thread_name", {"name": f"rank {rank} {lane}"})
-        yield _metadata(place, "thread_sort_index", {"sort_index": place["tid"]})
+            yield from _process_names(f"{group}: node {node}", place)
+        yield from _thread_names(f"rank {rank} {lane}", place)
+
+
+def _job_names(group: str, places: _Places) -> Iterator[dict[str, Any]]:
+    yield from _process_names(f"{group}: job", places.of_job())
+    yield from _thread_names("transitions", places.of_job())
+
+
+def _process_names(name: str, place: dict[str, int]) -> Iterator[dict[str, Any]]:
+    yield _metadata(place, "process_name", {"name": name})
+    yield _metadata(place, "process_sort_index", {"sort_index": place["pid"]})
+
+
+def _thread_names(name: str, place: dict[str, int]) -> Iterator[dict[str, Any]]:
+    yield _metadata(place, "thread_name", {"name": name})
+    yield _metadata(place, "thread_sort_index", {"sort_index": place["tid"]})
 
 
 def _metadata(place: dict[str, int], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -73,13 +102,41 @@ def _metadata(place: dict[str, int], name: str, arguments: dict[str, Any]) -> di
 
 
 def _spans(timeline: Timeline, start_s: float, places: _Places) -> Iterator[dict[str, Any]]:
-    """The complete events of one iteration, times in microseconds."""
+    """The complete events of one iteration."""
     for span in timeline.spans:
-        yield {
-            "ph": "X",
-            "name": str(span.action),
-            "cat": span.lane,
-            "ts": (start_s + span.start_s) * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-            **places.of(span.rank, span.lane),
-        }
+        place = places.of(span.rank, span.lane)
+        times_s = (start_s + span.start_s, start_s + span.end_s)
+        yield _complete(str(span.action), span.lane, times_s, place)
+
+
+def _phases(
+    event: EventRecord, start_s: float, places: _Places, *, is_measured: bool
+) -> Iterator[dict[str, Any]]:
+    """The phases of a transition. What is predicted begins when the answer is chosen."""
+    predicted_s = event.predicted_downtime_s - event.predicted_transfer_s
+    phases = (
+        (
+            ("detect", event.detect_s),
+            ("decide", event.decide_s),
+            ("regroup", event.regroup_s),
+            ("transfer", event.transfer_s),
+        )
+        if is_measured
+        else (("decide and regroup", predicted_s), ("transfer", event.predicted_transfer_s))
+    )
+    if not is_measured:
+        start_s += event.detect_s
+    for name, lasts_s in phases:
+        if lasts_s > 0.0:
+            text = f"{event.answer}: {name}"
+            yield _complete(text, "transition", (start_s, start_s + lasts_s), places.of_job())
+        start_s += lasts_s
+
+
+def _complete(
+    name: str, category: str, times_s: tuple[float, float], place: dict[str, int]
+) -> dict[str, Any]:
+    """A complete event; its times are microseconds."""
+    start_s, end_s = times_s
+    lasts_us = (end_s - start_s) * 1e6
+    return {"ph": "X", "name": name, "cat": category, "ts": start_s * 1e6, "dur": lasts_us, **place}

@@ -223,7 +223,7 @@ def draw_timelines(
             for reduction in lane_reductions(one.group.template.stages[index], iteration):
                 _draw_reduction(page, reduction, lane=lane, windows=windows)
         bottom = placed[one.stages[-1]].top + height
-        _draw_axis(page, windows, top=bottom + 3)
+        draw_axis(page, windows, top=bottom + 3)
         top = bottom + 34
     _draw_numbers(page, numbers)
     return top - 14
@@ -285,15 +285,20 @@ def _stage_text(template: PipelineTemplate, stage_index: int) -> str:
     return layers_text(stage) + devices
 
 
+def box_colour(kind: Kind, microbatch: int) -> str:
+    """The tint of a microbatch's forward, or of its backward."""
+    tints = _FORWARD_TINTS if kind is FORWARD else _BACKWARD_TINTS
+    turn = len(tints) - 1
+    return tints[turn - abs(turn - microbatch % (2 * turn))]
+
+
 def _draw_box(page: Page, box: Box, *, lane: _Lane, windows: Sequence[Window]) -> Iterator[_Number]:
     """Draws the parts of a box that windows show.
 
     Yields:
         its number, where it fits.
     """
-    tints = _FORWARD_TINTS if box.kind is FORWARD else _BACKWARD_TINTS
-    turn = len(tints) - 1
-    colour = tints[turn - abs(turn - box.microbatch % (2 * turn))]
+    colour = box_colour(box.kind, box.microbatch)
     for drawn in _rectangles(box.start_s, box.end_s, lane=lane, windows=windows):
         page.box(colour, drawn)
         if lane.numbered_width <= drawn.width:
@@ -328,7 +333,7 @@ def _draw_numbers(page: Page, numbers: Sequence[_Number]) -> None:
             page.text(place, str(number.microbatch), number.font, align="center")
 
 
-def _draw_axis(page: Page, windows: Sequence[Window], *, top: float) -> None:
+def draw_axis(page: Page, windows: Sequence[Window], *, top: float) -> None:
     """Ticks of time at round numbers; two strokes where time is cut out."""
     end_s = windows[-1].end_s
     shown_s = sum(window.end_s - window.start_s for window in windows)

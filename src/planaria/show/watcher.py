@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from planaria.core.inject import Injection
 from planaria.core.plan import Plan
 from planaria.core.records import (
     Changed,
     Committed,
     Decided,
+    ProfileCorrected,
     Recovering,
     Running,
     Saved,
@@ -62,7 +65,7 @@ class Watcher:
         self._checkpoint_s: list[float] = []
 
     def noticed(self, message: ToLauncher) -> None:
-        """See `Observer` in nodes/launcher.py."""
+        """See `Observer` in nodes/observer.py."""
         match message:
             case Starting():
                 self._starting(message)
@@ -78,6 +81,10 @@ class Watcher:
                 self._decided(message)
             case Changed():
                 self._changed(message)
+            case ProfileCorrected():
+                self._recorder.corrected(message)
+                if message.warning:
+                    self._display.note(message.warning)
             case Saved():
                 self._checkpoint_s.append(time.monotonic() - self._committed_s)
                 self._display.note(f"saved iteration {message.iteration}")
@@ -107,6 +114,10 @@ class Watcher:
     def stopping(self) -> None:
         """See `Observer`."""
         self._display.note("stopping at the next commit; Ctrl-C again stops at once, unsaved")
+
+    def events_json(self) -> str:
+        """See `Observer`."""
+        return msgspec.json.encode(self._recorder.events()).decode()
 
     def failed(self, reason: str, *, kind: str) -> None:
         """Training ended before its time."""

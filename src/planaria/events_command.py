@@ -1,0 +1,108 @@
+"""The command `planaria events`: what happened in a job, and why it was answered so."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+
+from planaria.command_line import exit_codes
+from planaria.errors import ConfigError
+from planaria.nodes.desk import TellEvents, ask
+from planaria.observe.metrics import EventRecord
+from planaria.show.story import event_lines
+
+_TIMEOUT_S: Final = 10.0
+
+
+@exit_codes()
+def events(
+    report: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[REPORT.json|DIRECTORY]",
+            help="A report of `planaria train`, or a directory of some; a job that runs here if "
+            "there is none.",
+        ),
+    ] = None,
+    job: Annotated[
+        str, typer.Option(metavar="NAME", help="The job's name, if several run here.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explains what happened in a job: each event, the answers that there were with their prices,
+    why one was chosen, and what it took beside what was predicted."""
+    if report is None:
+        found = {Path(): _running(job)}
+    else:
+        found = {path: _events(path) for path in _reports(report)}
+    if as_json:
+        by_path = {str(path): msgspec.to_builtins(told) for path, told in found.items()}
+        is_one = report is None or report.is_file()
+        shown = next(iter(by_path.values())) if is_one else by_path
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for path, told in found.items():
+        if len(found) > 1:
+            console.print(str(path), style="bold", markup=False)
+        if not told:
+            console.print("nothing happened: training goes on in peace")
+        for event in told:
+            first, *more = event_lines(event)
+            console.print(first, style="bold", markup=False)
+            for line in more:
+                console.print(f"  {line}", markup=False)
+
+
+def _running(job: str) -> tuple[EventRecord, ...]:
+    """What has happened so far in a job that runs here."""
+    answer = ask(TellEvents(), job=job, timeout_s=_TIMEOUT_S)
+    if not answer.is_done:
+        raise ConfigError("--job", job, answer.text)
+    return msgspec.json.decode(answer.text, type=tuple[EventRecord, ...])
+
+
+def _reports(path: Path) -> list[Path]:
+    """The file itself, or the reports in a directory, by name."""
+    if not path.is_dir():
+        return [path]
+    found = [file for file in sorted(path.glob("*.json")) if _is_report(file)]
+    if not found:
+        raise ConfigError("REPORT", str(path), "no report of planaria train is in this directory")
+    return found
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        _events(path)
+    except ConfigError:
+        return False
+    return True
+
+
+def _events(path: Path) -> tuple[EventRecord, ...]:
+    """The events of a report.
+
+    Raises:
+        ConfigError: it cannot be read, or is no report.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        remedy = f"cannot be read: {error.strerror}"
+        raise ConfigError("REPORT", str(path), remedy) from error
+    try:
+        return msgspec.json.decode(data, type=_Told).events
+    except msgspec.DecodeError as error:
+        remedy = f"is no report of planaria train --report: {error}"
+        raise ConfigError("REPORT", str(path), remedy) from error
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """Of a report what is read here."""
+
+    events: tuple[EventRecord, ...]

@@ -1,0 +1,25 @@
+"""Who watches a job from its launcher."""
+
+from typing import Protocol
+
+from planaria.core.inject import Injection
+from planaria.core.records import ToLauncher
+
+
+class Observer(Protocol):
+    """Who watches a job: the live display and the report."""
+
+    def noticed(self, message: ToLauncher) -> None:
+        """The coordinator tells something; an iteration is told of once."""
+
+    def fired(self, injection: Injection, *, now_s: float) -> None:
+        """A fault is being injected."""
+
+    def restarted(self, *, lost_s: float, now_s: float) -> None:
+        """The coordinator was lost, and runs again."""
+
+    def stopping(self) -> None:
+        """The user asked to stop."""
+
+    def events_json(self) -> str:
+        """What has happened so far, as the report has it."""

@@ -1,0 +1,172 @@
+"""The process that looks for answers to losses before they come, while training goes on.
+
+It is forked from the coordinator's before that has threads, yields to whoever else computes, and
+ends with it. It is told each plan that the job trains by, and tells what it finds for that
+(policies/ahead.py). Both ends are the same program and know each other by their socket, so what
+they say is pickled: plans repeat most of what they hold, and a pickle has it once. Answers stay
+bytes until they are needed.
+"""
+
+import asyncio
+import logging
+import os
+import pickle
+import select
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from planaria.coordinator.drift import corrected_plans
+from planaria.core.plan import Plan, Transition
+from planaria.nodes.forkserver import close_others, die_with_parent
+from planaria.nodes.leader_spec import LeaderSpec, every_of
+from planaria.policies.ahead import Known, look_ahead
+from planaria.policies.named import policy_of, searched_by
+from planaria.policies.policy import Prices
+
+logger = logging.getLogger(__name__)
+
+_LENGTH: Final = struct.Struct("!Q")
+_NICE: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Answers to losses that would strike now.
+
+    Attributes:
+        number: of this request; answers to older ones are of no use any more.
+        layer_factors: by which the profile is corrected, see coordinator/drift.py.
+    """
+
+    number: int
+    plan: Plan
+    layer_factors: tuple[float, ...]
+    prices: Prices
+
+
+class Searcher:
+    """The process, seen from the coordinator's; to be made before that has threads.
+
+    Args:
+        known: gets what is found.
+        found: is called with the epoch of a plan once it is known what might be better than it.
+    """
+
+    def __init__(self, spec: LeaderSpec, known: Known, *, found: Callable[[int], None]) -> None:
+        self._known = known
+        self._found = found
+        self._number = 0
+        self._asked: tuple[object, ...] = ()
+        self._wanted: _Wanted | None = None
+        self._is_alive = True
+        self._socket, theirs = socket.socketpair()
+        parent_pid = os.getpid()
+        if os.fork() == 0:
+            _become(spec, theirs, parent_pid)
+        theirs.close()
+
+    async def open(self) -> None:
+        """Makes it ready to be asked."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+
+    def look(self, plan: Plan, layer_factors: tuple[float, ...], prices: Prices) -> None:
+        """Has answers looked for that suit this plan, if that is not done already."""
+        asked = plan.epoch, layer_factors
+        if asked == self._asked:
+            return
+        self._asked = asked
+        self._known.clear()
+        if not self._is_alive:  # Then it is looked for when it is needed.
+            self._found(plan.epoch)
+            return
+        self._number += 1
+        self._wanted = _Wanted(self._number, plan, layer_factors, prices)
+        self._writer.write(_framed(self._wanted))
+
+    async def hear(self) -> None:
+        """Takes in what is found; never returns."""
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                self._take(*pickle.loads(await self._reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            logger.warning("the process that looks for answers ahead has ended; on without it")
+        self._is_alive = False
+        if self._wanted is not None:
+            self._found(self._wanted.plan.epoch)
+        await asyncio.get_running_loop().create_future()
+
+    def _take(self, number: int, lost: tuple[int, ...], answers: bytes) -> None:
+        wanted = self._wanted
+        if wanted is None or number != wanted.number:
+            return
+        self._known.add(wanted.plan, lost, partial(_unpickled, answers))
+        if not lost:
+            self._found(wanted.plan.epoch)
+
+
+def _unpickled(answers: bytes) -> tuple[Transition, ...]:
+    found: tuple[Transition, ...] = pickle.loads(answers)
+    return found
+
+
+def _framed(message: object) -> bytes:
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
+    """Looks ahead until the coordinator's process ends; never returns."""
+    try:
+        die_with_parent(parent_pid)
+        close_others({0, 1, 2, sock.fileno()})
+        os.nice(_NICE)
+        _serve(spec, sock)
+    except EOFError:
+        logger.debug("the coordinator's process has ended")
+    except BaseException:
+        logger.exception("no answers are looked for ahead any more")
+    finally:
+        os._exit(1)
+
+
+def _serve(spec: LeaderSpec, sock: socket.socket) -> None:
+    wanted = _received(sock)
+    while True:
+        newer = _looked_ahead(spec, wanted, sock)
+        wanted = _received(sock) if newer is None else newer
+
+
+def _looked_ahead(spec: LeaderSpec, wanted: _Wanted, sock: socket.socket) -> _Wanted | None:
+    """Tells what it finds until it knows all, or until something newer is wanted."""
+    every = corrected_plans(every_of(spec), wanted.layer_factors)
+    searched = searched_by(spec.job, every.problem)
+    for foreseen in look_ahead(
+        policy_of(spec.job, every, searched),
+        searched,
+        wanted.plan,
+        prices=wanted.prices,
+        failures_ahead=spec.job.resilience.failures_ahead,
+    ):
+        if foreseen is not None:
+            answers = pickle.dumps(foreseen.transitions, pickle.HIGHEST_PROTOCOL)
+            sock.sendall(_framed((wanted.number, foreseen.lost, answers)))
+        if select.select([sock], [], [], 0.0)[0]:
+            return _received(sock)
+    return None
+
+
+def _received(sock: socket.socket) -> _Wanted:
+    length_bytes = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if not length_bytes:
+        raise EOFError
+    (length,) = _LENGTH.unpack(length_bytes)
+    wanted: _Wanted = pickle.loads(sock.recv(length, socket.MSG_WAITALL))
+    return wanted

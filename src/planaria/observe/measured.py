@@ -1,0 +1,77 @@
+"""What the ranks of a job tell of their own work, by epoch: seconds of each kind, and memory."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final
+
+from planaria.core.messages import IterationDone
+from planaria.core.plan import Plan
+
+_NEWEST: Final = 64  # Iterations of an epoch whose median is taken, so that jobs may be long.
+
+
+@dataclass(slots=True)
+class EpochMeasured:
+    """Of one epoch.
+
+    Attributes:
+        corrections: of its profile: by which factors, and from which iteration on.
+    """
+
+    plan: Plan
+    corrections: list[tuple[int, tuple[float, ...]]]
+    _seconds: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
+    _peak_bytes: dict[int, int] = field(default_factory=dict)
+
+    def add(self, report: IterationDone) -> None:
+        """Takes in an iteration of a rank."""
+        for kind, seconds in report.action_s.items():
+            newest = self._seconds.setdefault((report.rank, kind), deque(maxlen=_NEWEST))
+            newest.append(seconds)
+        peak_bytes = max(self._peak_bytes.get(report.rank, 0), report.peak_bytes)
+        self._peak_bytes[report.rank] = peak_bytes
+
+    def layer_factors(self, iteration: int) -> tuple[float, ...]:
+        """Those that an iteration is predicted by; empty: the profile as it is."""
+        return next(factors for first, factors in reversed(self.corrections) if first <= iteration)
+
+    def seconds(self) -> dict[tuple[int, str], float]:
+        """By rank and kind of action, those of an iteration: the median of the newest."""
+        return {key: median(seconds) for key, seconds in sorted(self._seconds.items())}
+
+    def peak_bytes(self) -> dict[int, int]:
+        """By rank, the most memory that it used."""
+        return dict(sorted(self._peak_bytes.items()))
+
+
+class Measured:
+    """Of a job, by epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: dict[int, EpochMeasured] = {}
+        self._layer_factors: tuple[float, ...] = ()
+        self._first = -1  # The iteration with which the newest epoch begins.
+
+    def begun(self, epoch: int, plan: Plan) -> None:
+        """An epoch begins with its first iteration, whose caches are cold: it does not count."""
+        self.epochs[epoch] = EpochMeasured(plan, [(0, self._layer_factors)])
+        self._first = -1
+
+    def corrected(self, epoch: int, iteration: int, layer_factors: tuple[float, ...]) -> None:
+        """From an iteration of the epoch on the profile is corrected by these."""
+        self._layer_factors = layer_factors
+        if epoch in self.epochs:
+            self.epochs[epoch].corrections.append((iteration, layer_factors))
+
+    def committed(self, iteration: int, reports: Iterable[IterationDone]) -> None:
+        """Takes in a committed iteration."""
+        for report in reports:
+            measured = self.epochs.get(report.epoch)
+            if measured is None:
+                continue
+            if self._first < 0:
+                self._first = iteration
+            if iteration > self._first:
+                measured.add(report)

@@ -1,0 +1,52 @@
+"""What the estimator says of a plan: when everything happens, and what each device holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from planaria.core.plan import Plan
+from planaria.estimator.drift import corrected_profile
+from planaria.estimator.memory import bytes_by_rank, kept_bytes
+from planaria.estimator.time import Timeline, predicted_timeline
+from planaria.planner.problem import Problem
+from planaria.schedule.lower import lowered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """An iteration of a plan.
+
+    Attributes:
+        peak_bytes: by the first rank of each stage, the most that its device holds.
+    """
+
+    timeline: Timeline
+    peak_bytes: Mapping[int, int]
+
+
+def prediction(
+    problem: Problem, plan: Plan, *, layer_factors: tuple[float, ...] = ()
+) -> Prediction:
+    """What is predicted of a plan, for any routes; silent members are left out. O(actions).
+
+    Args:
+        layer_factors: by layer, how many times the profile's seconds; none: as it says.
+    """
+    profile = corrected_profile(problem.profile, layer_factors)
+    plan = replace(plan, silent={})
+    schedule = lowered(plan, tied=profile.tied, order=problem.reduction_order)
+    timeline = predicted_timeline(
+        schedule, profile, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
+    )
+    held = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
+    return Prediction(
+        timeline=timeline,
+        peak_bytes={
+            rank: fixed.state_bytes + kept_bytes(profile, schedule, rank)
+            for rank, fixed in held.items()
+        },
+    )
+
+
+def predicted_peak_bytes(problem: Problem, plan: Plan) -> int:
+    """The most that any device holds."""
+    return max(prediction(problem, plan).peak_bytes.values())

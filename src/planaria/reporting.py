@@ -1,0 +1,168 @@
+"""The report of a run: what was told while it ran, beside what is predicted of its plans."""
+
+import importlib.metadata
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import msgspec
+
+from planaria.checkpoint.digest import digests
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.messages import MeasuredSpan
+from planaria.core.records import Ended
+from planaria.estimator.drift import Compared
+from planaria.estimator.time import Span, Timeline
+from planaria.observe.measured import EpochMeasured
+from planaria.observe.metrics import (
+    ActionRecord,
+    FinalRecord,
+    IterationRecord,
+    MemoryRecord,
+    Report,
+)
+from planaria.observe.recorder import Recorder
+from planaria.planner.problem import Problem
+from planaria.planning import Planned
+from planaria.predictions import Prediction, prediction
+from planaria.schedule.action import parse_action
+from planaria.show.watcher import Watcher
+
+
+def report_of(
+    planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watcher, ended: Ended
+) -> Report:
+    """The report of a run that has ended."""
+    config = planned.config
+    now_s = time.monotonic()
+    measured = recorder.measured.epochs
+    return Report(
+        job=asdict(config),
+        seed=config.training.seed,
+        versions=_versions(),
+        workers=recorder.workers(),
+        iterations=tuple(recorder.iterations),
+        events=recorder.events(),
+        checkpoints=watcher.checkpoints(
+            every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
+        ),
+        ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
+        final=_final(planned, tier, recorder.iterations, ended),
+        plan=msgspec.to_builtins(planned.plan),
+        actions=tuple(
+            record
+            for epoch, of_epoch in measured.items()
+            for record in _actions(planned.problem, epoch, of_epoch)
+        ),
+        # The profile of a paced job tells the bytes of another model.
+        memory=()
+        if config.model.kind == "paced"
+        else tuple(
+            record
+            for epoch, of_epoch in measured.items()
+            for record in _memory(planned.problem, epoch, of_epoch)
+        ),
+    )
+
+
+def _actions(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[ActionRecord]:
+    """What each rank took in an epoch, beside what was predicted."""
+    seconds = measured.seconds()
+    if not seconds:
+        return
+    predicted_s = _action_s(prediction(problem, measured.plan))
+    _, newest = measured.corrections[-1]
+    corrected_s = _action_s(prediction(problem, measured.plan, layer_factors=newest))
+    layers_by_rank = measured.plan.layers_by_rank
+    for (rank, kind), measured_s in seconds.items():
+        yield ActionRecord(
+            epoch=epoch,
+            rank=rank,
+            kind=kind,
+            first_layer=layers_by_rank[rank].start,
+            end_layer=layers_by_rank[rank].stop,
+            predicted_s=predicted_s[rank, kind],
+            corrected_s=corrected_s[rank, kind],
+            measured_s=measured_s,
+        )
+
+
+def _action_s(predicted: Prediction) -> dict[tuple[int, str], float]:
+    """Predicted seconds by rank and kind, of what a rank computes in an iteration."""
+    found: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for span in predicted.timeline.spans:
+        if span.lane == "compute":
+            found[span.rank, span.action.kind.value] += span.end_s - span.start_s
+    return found
+
+
+def _memory(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[MemoryRecord]:
+    """The most that each rank held in an epoch, beside what was predicted."""
+    found = measured.peak_bytes()
+    if not found:
+        return
+    predicted_bytes = prediction(problem, measured.plan).peak_bytes
+    for rank, peak_bytes in found.items():
+        if rank in predicted_bytes:  # Others have layers silently only.
+            yield MemoryRecord(
+                epoch=epoch,
+                rank=rank,
+                predicted_bytes=predicted_bytes[rank],
+                measured_bytes=peak_bytes,
+            )
+
+
+def compared_iterations(problem: Problem, recorder: Recorder) -> Iterator[Compared]:
+    """The traced iterations, each with its prediction. A rank's clock starts with its iteration."""
+    made: dict[tuple[int, tuple[float, ...]], Timeline] = {}
+    for record, by_rank in zip(recorder.iterations, recorder.spans, strict=True):
+        of_epoch = recorder.measured.epochs.get(record.epoch)
+        if not by_rank or of_epoch is None:
+            continue
+        factors = of_epoch.layer_factors(record.iteration)
+        key = (record.epoch, factors)
+        if key not in made:
+            made[key] = prediction(problem, of_epoch.plan, layer_factors=factors).timeline
+        yield Compared(record.iteration, made[key], _measured_timeline(by_rank, record.seconds))
+
+
+def _measured_timeline(
+    by_rank: dict[int, tuple[MeasuredSpan, ...]], iteration_s: float
+) -> Timeline:
+    spans = (
+        Span(rank, span.lane, parse_action(span.action), span.start_s, span.end_s)
+        for rank, of_rank in sorted(by_rank.items())
+        for span in of_rank
+    )
+    return Timeline(tuple(spans), iteration_s)
+
+
+def _final(
+    planned: Planned, tier: DiskTier, records: Sequence[IterationRecord], ended: Ended
+) -> FinalRecord:
+    """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
+    manifest = tier.newest()
+    first = planned.resumed.iteration if planned.resumed else 0
+    iteration = records[-1].iteration + 1 if records else first
+    parameters, optimizer = "", ""
+    if manifest is not None and manifest.layers and manifest.iteration == iteration:
+        parameters, optimizer = digests(tier, manifest, parameters=planned.prepared.parameters)
+    return FinalRecord(
+        iteration=iteration,
+        loss=records[-1].loss if records else float("nan"),  # null in JSON
+        parameters_sha256=parameters,
+        optimizer_sha256=optimizer,
+        nodes=ended.nodes,
+        epoch=ended.epoch,
+        checkpoint=str(tier.directory / f"{manifest.iteration}-{manifest.epoch}")
+        if manifest
+        else "",
+    )
+
+
+def _versions() -> dict[str, str]:
+    packages = ("planaria", "torch", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return versions | {"python": platform.python_version()}

@@ -1,0 +1,86 @@
+"""Predicted beside measured: iterations, the actions of each stage, memory, and transitions."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from statistics import median
+
+from rich.table import Table
+
+from planaria.core.plan import Stage
+from planaria.observe.metrics import ActionRecord, EventRecord, IterationRecord, Report
+from planaria.show.words import bytes_text, layers_text, seconds_text
+
+_ROWS_MAX = 24  # Of the actions; those that are furthest off.
+_NAMES = {"F": "forward", "B": "backward", "BI": "backward, input", "BW": "backward, weights"}
+
+
+def beside_table(report: Report) -> Table:
+    """A table of the newest epoch that tells of itself, and of all transitions."""
+    table = Table(title="predicted beside measured", title_justify="left", box=None, pad_edge=False)
+    table.add_column("", style="bold", no_wrap=True)
+    for heading in ("predicted", "corrected", "measured", "off by"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, predicted_s, corrected_s, measured_s in (
+        *_iterations(report.iterations),
+        *_actions(report.actions),
+        *_transitions(report.events),
+    ):
+        corrected = seconds_text(corrected_s) if corrected_s not in (0.0, predicted_s) else ""
+        texts = (seconds_text(predicted_s), corrected, seconds_text(measured_s))
+        table.add_row(name, *texts, off_text(corrected_s or predicted_s, measured_s))
+    for one in report.memory:
+        if one.epoch == report.memory[-1].epoch:
+            texts = (bytes_text(one.predicted_bytes), "", bytes_text(one.measured_bytes))
+            off = off_text(one.predicted_bytes, one.measured_bytes)
+            table.add_row(f"memory of rank {one.rank}", *texts, off)
+    return table
+
+
+def off_text(predicted: float, measured: float) -> str:
+    """How far a measurement is from its prediction, as "+3.1%"."""
+    return f"{100 * (measured / predicted - 1.0):+.1f}%" if predicted > 0.0 else ""
+
+
+_Row = tuple[str, float, float, float]
+
+
+def _iterations(records: Sequence[IterationRecord]) -> Iterator[_Row]:
+    """By epoch and prediction the median iteration; the first of an epoch is left out where there
+    are others: it sets up what they keep."""
+    for epoch, of_epoch in groupby(records, key=lambda record: record.epoch):
+        others = list(of_epoch)
+        later = others[1:] or others
+        measured_s = median(record.seconds for record in later)
+        corrected_s = later[-1].predicted_s
+        first_s = others[0].predicted_s
+        name = f"iteration of epoch {epoch}"
+        yield name, first_s, corrected_s if corrected_s != first_s else 0.0, measured_s
+
+
+def _actions(records: Sequence[ActionRecord]) -> Iterator[_Row]:
+    """The actions of the newest epoch, stages that are cut alike together; if they are too many,
+    those that are furthest off."""
+    newest = [record for record in records if record.epoch == records[-1].epoch]
+    newest.sort(key=_stage_key)
+    rows = []
+    for (first, end, kind), alike in groupby(newest, key=_stage_key):
+        of_ranks = list(alike)
+        name = f"{_NAMES[kind]} of {layers_text(Stage(first, end, 1))}"
+        predicted_s, corrected_s, measured_s = (
+            sum(getattr(one, key) for one in of_ranks) / len(of_ranks)
+            for key in ("predicted_s", "corrected_s", "measured_s")
+        )
+        rows.append((name, predicted_s, corrected_s, measured_s))
+    rows.sort(key=lambda row: abs(row[3] / (row[2] or 1.0) - 1.0), reverse=len(rows) > _ROWS_MAX)
+    yield from rows[:_ROWS_MAX] if len(rows) > _ROWS_MAX else sorted(rows)
+
+
+def _stage_key(record: ActionRecord) -> tuple[int, int, str]:
+    return record.first_layer, record.end_layer, record.kind
+
+
+def _transitions(events: Sequence[EventRecord]) -> Iterator[_Row]:
+    for event in events:
+        if event.answer and event.predicted_downtime_s:
+            name = f"{event.answer} at iteration {event.iteration}"
+            yield name, event.predicted_downtime_s, 0.0, event.transition_s

@@ -1,0 +1,190 @@
+"""Predicted beside measured as a picture: what every rank does in an iteration, and transitions.
+
+Of the iterations with one prediction that of median length is drawn. Each rank has two lanes, the
+predicted one above the measured one, on the same axis of time.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Final
+
+from planaria.estimator.drift import Compared
+from planaria.estimator.time import Timeline
+from planaria.observe.metrics import EventRecord
+from planaria.schedule.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from planaria.show.beside import off_text
+from planaria.show.figures import draw_heading
+from planaria.show.page import (
+    BACKWARD_COLOUR,
+    FORWARD_COLOUR,
+    GROUND_COLOUR,
+    LABEL,
+    LEFT_PT,
+    MEMORY_COLOUR,
+    PLOT_LEFT_PT,
+    PLOT_WIDTH_PT,
+    REDUCTION_COLOUR,
+    SUBTITLE,
+    TITLE,
+    Format,
+    Page,
+    Rectangle,
+)
+from planaria.show.timelines import Window, box_colour, draw_axis
+from planaria.show.words import counted, seconds_text
+
+ITERATIONS_MAX: Final = 4
+RANKS_MAX: Final = 32
+TRANSITIONS_MAX: Final = 12
+
+_COMPUTING: Final = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+_WEIGHT_COLOUR: Final = "#c9713c"
+_DETECT_COLOUR: Final = "#9aa5b1"
+_LANE_PT: Final = {8: 9.0, 16: 6.5, RANKS_MAX: 4.5}  # By ranks at most.
+_GAP_PT: Final = 3.0
+_LEGEND: Final = (
+    (FORWARD_COLOUR, "forward"),
+    (BACKWARD_COLOUR, "backward"),
+    (_WEIGHT_COLOUR, "weights' gradients"),
+    (REDUCTION_COLOUR, "reduction"),
+    (GROUND_COLOUR, "bubble"),
+)
+_PHASES_LEGEND: Final = (
+    (_DETECT_COLOUR, "detect"),
+    (FORWARD_COLOUR, "decide"),
+    (BACKWARD_COLOUR, "regroup (predicted: with decide)"),
+    (MEMORY_COLOUR, "transfer"),
+)
+
+
+def compared_figure(
+    title: str,
+    iterations: Sequence[Compared],
+    events: Sequence[EventRecord] = (),
+    *,
+    picture: Format,
+) -> bytes:
+    """The picture as a file.
+
+    Args:
+        iterations: that were traced, in order.
+        events: of the job, of which those with a price are drawn.
+    """
+    page = Page()
+    page.text((LEFT_PT, 42), page.shortened(title, PLOT_WIDTH_PT, TITLE), TITLE)
+    drawn = list(_median_iterations(iterations))
+    text = "of each rank what was predicted, and below it what was measured"
+    if len(drawn) > ITERATIONS_MAX:
+        text += f"; the last {ITERATIONS_MAX} of {len(drawn)} predictions"
+    page.text((LEFT_PT, 58), text, SUBTITLE)
+    top = 92.0
+    for one in drawn[-ITERATIONS_MAX:]:
+        top = _draw_iteration(page, one, top=top) + 40
+    priced = [event for event in events if event.answer and event.predicted_downtime_s > 0.0]
+    if priced:
+        top = _draw_transitions(page, priced[-TRANSITIONS_MAX:], top=top) + 40
+    return page.encoded(top, picture)
+
+
+def _median_iterations(iterations: Sequence[Compared]) -> Iterator[Compared]:
+    """Of those in a row that have one prediction, the one of median length; the first sets up what
+    the others keep, and is left out where there are others."""
+    for _, alike in groupby(iterations, key=lambda one: id(one.predicted)):
+        first, *later = alike
+        by_length = sorted(later or [first], key=lambda one: one.measured.iteration_s)
+        yield by_length[len(by_length) // 2]
+
+
+def _draw_iteration(page: Page, one: Compared, *, top: float) -> float:
+    """Draws the lanes of an iteration; returns where they end."""
+    predicted, measured = one.predicted, one.measured
+    note = (
+        f"{seconds_text(predicted.iteration_s)} predicted, "
+        f"{seconds_text(measured.iteration_s)} measured "
+        f"({off_text(predicted.iteration_s, measured.iteration_s)})"
+    )
+    draw_heading(page, top, heading=f"Iteration {one.iteration}", note=note, legend=_LEGEND)
+    ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
+    shown = ranks[:RANKS_MAX]
+    height = next(height for most, height in _LANE_PT.items() if len(shown) <= most)
+    end_s = max(predicted.iteration_s, measured.iteration_s)
+    window = Window(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
+    lanes = {}
+    top += 16
+    for rank in shown:
+        page.text((PLOT_LEFT_PT - 8, top + height + 2.6), f"rank {rank}", LABEL, align="right")
+        lanes[rank] = top
+        for lane_top in (top, top + height):
+            ground = Rectangle(PLOT_LEFT_PT, lane_top, PLOT_WIDTH_PT, height - 0.5)
+            page.ground(GROUND_COLOUR, ground)
+        top += 2 * height + _GAP_PT
+    _draw_spans(page, predicted, lanes, window=window, height=height - 0.5)
+    below = {rank: lane_top + height for rank, lane_top in lanes.items()}
+    _draw_spans(page, measured, below, window=window, height=height - 0.5)
+    draw_axis(page, (window,), top=top)
+    if len(ranks) > RANKS_MAX:
+        text = f"{counted(len(ranks) - RANKS_MAX, 'rank')} left out"
+        page.text((LEFT_PT, top + 11), text, LABEL)
+    return top + 14
+
+
+def _draw_spans(
+    page: Page, timeline: Timeline, tops: dict[int, float], *, window: Window, height: float
+) -> None:
+    """Forwards and backwards, and what is left of reductions behind them."""
+    computed_s = dict.fromkeys(tops, 0.0)
+    for span in timeline.spans:
+        if span.rank in tops and span.lane == "compute" and span.action.kind in _COMPUTING:
+            computed_s[span.rank] = max(computed_s[span.rank], span.end_s)
+            colour = (
+                _WEIGHT_COLOUR
+                if span.action.kind is BACKWARD_WEIGHT
+                else box_colour(span.action.kind, span.action.microbatch)
+            )
+            _draw_box(page, colour, (span.start_s, span.end_s), tops[span.rank], window, height)
+    for span in timeline.spans:
+        if span.rank in tops and span.lane == "reduce":
+            times_s = (max(span.start_s, computed_s[span.rank]), span.end_s)
+            _draw_box(page, REDUCTION_COLOUR, times_s, tops[span.rank], window, height)
+
+
+def _draw_box(
+    page: Page,
+    colour: str,
+    times_s: tuple[float, float],
+    top: float,
+    window: Window,
+    height: float,
+) -> None:
+    left, right = (window.place(time_s) for time_s in times_s)
+    seam = min(0.35, (right - left) / 10)
+    if right > left:
+        page.box(colour, Rectangle(left + seam, top, right - left - 2 * seam, height))
+
+
+def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) -> float:
+    """Two bars for each event, of its phases; returns where they end."""
+    note = "from the loss until every rank could go on"
+    draw_heading(page, top, heading="Transitions", note=note, legend=_PHASES_LEGEND)
+    top += 16
+    end_s = max(e.detect_s + max(e.predicted_downtime_s, e.transition_s) for e in events)
+    window = Window(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
+    height = _LANE_PT[8]
+    for event in events:
+        text = f"{event.answer} at {event.iteration}"
+        text = page.shortened(text, PLOT_LEFT_PT - LEFT_PT - 8, LABEL)
+        page.text((PLOT_LEFT_PT - 8, top + height + 2.6), text, LABEL, align="right")
+        rest_s = event.predicted_downtime_s - event.predicted_transfer_s
+        predicted = (event.detect_s, 0.0, rest_s, event.predicted_transfer_s)
+        measured = (event.detect_s, event.decide_s, event.regroup_s, event.transfer_s)
+        for phases, lane_top in ((predicted, top), (measured, top + height)):
+            ground = Rectangle(PLOT_LEFT_PT, lane_top, PLOT_WIDTH_PT, height - 0.5)
+            page.ground(GROUND_COLOUR, ground)
+            start_s = 0.0
+            for (colour, _), lasts_s in zip(_PHASES_LEGEND, phases, strict=True):
+                times_s = (start_s, start_s + lasts_s)
+                _draw_box(page, colour, times_s, lane_top, window, height - 0.5)
+                start_s += lasts_s
+        top += 2 * height + _GAP_PT
+    draw_axis(page, (window,), top=top)
+    return top + 14

@@ -1,0 +1,92 @@
+"""What happened in a job, in sentences: each event, its answer, and what came of it."""
+
+from collections.abc import Iterator
+
+from planaria.observe.metrics import EventRecord
+from planaria.show.beside import off_text
+from planaria.show.choice import choice_text
+from planaria.show.words import bytes_text, counted, seconds_text
+
+_HAPPENED = {
+    "kill": "was killed",
+    "hang": "was stopped",
+    "stall": "stood still",
+    "crash": "had its workers killed",
+    "cut": "was cut off",
+    "flip": "had a bit of its parameters flipped",
+    "preempt": "was told to leave",
+    "slow": "became slow",
+    "join": "joined",
+    "joined": "joined",
+    "drained": "left in peace",
+    "reformed": "got other layers",
+    "lost": "was lost",
+}
+
+
+def event_lines(event: EventRecord) -> Iterator[str]:
+    """An event in sentences, a line each; the first says what happened, where and why."""
+    yield _happened(event)
+    if not event.fired:
+        return
+    if event.detect_s:
+        yield f"All had left what they were in after {seconds_text(event.detect_s)}."
+    if event.answer:
+        yield f"Chosen was {choice_text(event)}."
+    if len(event.candidates) > 1:
+        yield _why(event)
+    if event.answer and event.downtime_s:
+        yield _took(event)
+    if event.answer and (event.transfer_bytes or event.redone_samples):
+        redone = f"{counted(event.redone_samples, 'sample')} were done again"
+        moved = f"{bytes_text(event.transfer_bytes)} of layers moved"
+        yield f"{moved}, {redone}." if event.redone_samples else f"{moved}."
+
+
+def _happened(event: EventRecord) -> str:
+    where = f"iteration {event.iteration}"
+    if event.step:
+        where += f", {event.step}"
+    nodes = ", ".join(map(str, event.nodes))
+    if not event.fired:
+        return f"{where}: {event.kind} of node {nodes} was never injected: its place never came"
+    if event.nodes and event.kind in _HAPPENED:
+        noun = "node" if len(event.nodes) == 1 else "nodes"
+        was = _HAPPENED[event.kind]
+        was = was if len(event.nodes) == 1 else was.replace("was ", "were ")
+        what = f"{noun} {nodes} {was}"
+    elif event.nodes:
+        what = f"{event.kind}: node {nodes}"
+    else:
+        what = "nodes are to join" if event.kind == "join" else event.kind.replace("_", " ")
+    return f"{where}: {what}" + (f" ({event.reason})" if event.reason else "")
+
+
+def _why(event: EventRecord) -> str:
+    """The scores of all candidates: what the choice maximises."""
+    scores = sorted(
+        ((float(str(c["score"])), str(c["answer"])) for c in event.candidates), reverse=True
+    )
+    told = ", ".join(f"{answer} {score:.2f}" for score, answer in scores)
+    return (
+        "It makes the most samples a second that are expected to count until the next failure: "
+        f"{told}."
+    )
+
+
+def _took(event: EventRecord) -> str:
+    """Predicted beside measured, in phases."""
+    if not event.detect_s:
+        return (
+            f"Training paused for {seconds_text(event.downtime_s)}, predicted were "
+            f"{seconds_text(event.predicted_downtime_s)}."
+        )
+    rest_s = event.predicted_downtime_s - event.predicted_transfer_s
+    return (
+        f"From then on it took {seconds_text(event.transition_s)}, predicted were "
+        f"{seconds_text(event.predicted_downtime_s)} "
+        f"({off_text(event.predicted_downtime_s, event.transition_s)}): decide "
+        f"{seconds_text(event.decide_s)} and regroup {seconds_text(event.regroup_s)} "
+        f"({seconds_text(rest_s)} predicted for both), transfer "
+        f"{seconds_text(event.transfer_s)} ({seconds_text(event.predicted_transfer_s)} predicted)."
+    )

@@ -1,0 +1,52 @@
+"""What ranks tell of their work, by epoch."""
+
+from jobs import shaped_plan
+from planaria.core.messages import IterationDone
+from planaria.observe.measured import Measured
+
+PLAN = shaped_plan((2,), 4)
+
+
+def done(
+    rank: int, iteration: int, forward_s: float, *, epoch: int = 3, peak_bytes: int = 0
+) -> IterationDone:
+    return IterationDone(
+        rank=rank,
+        epoch=epoch,
+        iteration=iteration,
+        loss=1.0,
+        num_samples=4,
+        sample_digest="",
+        seconds=1.0,
+        stall_s=0.0,
+        peak_bytes=peak_bytes,
+        ends=False,
+        action_s={"F": forward_s, "B": 2 * forward_s},
+    )
+
+
+def test_an_epoch_tells_medians_and_peaks_of_all_but_its_first_iteration() -> None:
+    """One long iteration is no news, and caches are cold in the first."""
+    measured = Measured()
+    measured.begun(3, PLAN)
+    for iteration, forward_s in enumerate((9.0, 1.0, 8.0, 1.5), start=5):
+        peak_bytes = 10 * iteration
+        measured.committed(iteration, [done(0, iteration, forward_s, peak_bytes=peak_bytes)])
+        measured.committed(iteration, [done(0, iteration, 7.0, epoch=2)])  # Of no epoch known.
+
+    assert measured.epochs[3].seconds() == {(0, "B"): 3.0, (0, "F"): 1.5}
+    assert measured.epochs[3].peak_bytes() == {0: 80}
+    assert done(0, 0, 1.5).computing_s == 4.5
+
+
+def test_corrections_hold_from_their_iteration_on_and_in_later_epochs() -> None:
+    """An iteration is compared to what was predicted when it began."""
+    measured = Measured()
+    measured.begun(0, PLAN)
+    measured.corrected(0, 7, (2.0,))
+    measured.corrected(0, 9, (3.0,))
+    measured.begun(1, PLAN)
+    before, after = measured.epochs[0], measured.epochs[1]
+
+    assert [before.layer_factors(i) for i in (6, 7, 8, 9)] == [(), (2.0,), (2.0,), (3.0,)]
+    assert after.layer_factors(12) == (3.0,)

@@ -1,0 +1,88 @@
+"""What a job that lost nodes tells of its predictions: by action, transition and iteration."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from command import PACED, command
+from planaria.core.inject import parse_injection
+from planaria.library import Job, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.show.gantt import compared_figure
+
+LOST = (4, 7)
+
+
+@pytest.fixture(scope="module")
+def traced(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """Nine nodes whose layers sleep, two of which die one after the other."""
+    directory = tmp_path_factory.mktemp("traced")
+    job = Job.from_file(
+        PACED,
+        overrides=[
+            f'checkpoint.directory="{directory}"',
+            "training.iterations=9",
+            "model.time_scale=0.15",
+        ],
+    )
+    specs = tuple(parse_injection(f"kill:{LOST[i]}@{3 * i + 3}") for i in range(2))
+    return job.train(trace=True, injections=specs, server=server)
+
+
+def test_each_traced_iteration_stands_beside_the_prediction_of_its_own_plan(
+    traced: TrainingResult,
+) -> None:
+    """A plan that a loss has replaced predicts nothing any more."""
+    assert [one.iteration for one in traced.compared] == list(range(9))
+    for one, record in zip(traced.compared, traced.report.iterations, strict=True):
+        assert one.predicted.iteration_s == pytest.approx(record.predicted_s)
+        assert one.measured.iteration_s == record.seconds
+        computing = [
+            {(span.rank, span.action) for span in line.spans if span.lane == "compute"}
+            for line in (one.predicted, one.measured)
+        ]
+        assert computing[0] <= computing[1]  # Sends and receives are measured on this lane, too.
+        assert not {rank for rank, _ in computing[0]}.intersection(LOST[: record.epoch])
+
+
+def test_every_rank_tells_its_forwards_and_backwards_in_every_epoch(
+    traced: TrainingResult,
+) -> None:
+    """Sleeps take what the profile says, or longer on a busy machine."""
+    told = {(record.epoch, record.rank, record.kind) for record in traced.report.actions}
+
+    nodes = set(range(9))
+    assert told == {
+        (epoch, rank, kind)
+        for epoch in range(3)
+        for rank in nodes.difference(LOST[:epoch])
+        for kind in "FB"
+    }
+    for record in traced.report.actions:
+        assert record.measured_s > 0.9 * record.predicted_s
+    assert traced.report.memory == ()  # The profile tells the bytes of another model.
+
+
+def test_the_second_recovery_is_priced_by_the_first(traced: TrainingResult) -> None:
+    """Whatever machine this is: beside moving layers it is expected to take as long."""
+    first, second = (event for event in traced.report.events if event.answer)
+
+    expected_s = max(0.0, first.transition_s - first.predicted_transfer_s)
+    predicted_s = second.predicted_downtime_s - second.predicted_transfer_s
+    assert predicted_s == pytest.approx(expected_s, abs=1e-6)
+    assert first.predicted_downtime_s > first.predicted_transfer_s
+
+
+def test_a_real_report_can_be_explained_and_drawn(traced: TrainingResult, tmp_path: Path) -> None:
+    """From the file that --report writes, and from what --timeline has."""
+    path = tmp_path / "report.json"
+    path.write_bytes(msgspec.json.encode(traced.report))
+
+    output = command("events", str(path)).output
+    drawn = compared_figure("paced", traced.compared, traced.report.events, picture="svg")
+
+    assert [f"node {node} was killed" in output for node in LOST] == [True, True]
+    assert output.count("Chosen was") == 2
+    assert output.count("predicted were") == 2
+    assert drawn.count(b">Iteration ") == 3

@@ -1,0 +1,58 @@
+"""Nodes die under resilience.policy = "repartition"; layouts searched anew have the same bits."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos import calm_digests, chaos_job, check_survived, recoveries, struck
+from planaria.library import TrainingResult
+from planaria.nodes.forkserver import ForkServer
+
+ITERATIONS = 16
+
+Run = Callable[..., TrainingResult]
+
+
+@pytest.fixture
+def calm(server: ForkServer) -> tuple[str, str]:
+    """The digests of the job without failures."""
+    return calm_digests(server, ITERATIONS)
+
+
+@pytest.fixture
+def repartition(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
+    """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
+
+    def run(*specs: str) -> TrainingResult:
+        config = chaos_job("gpt2", tmp_path / "run", server, iterations=ITERATIONS)
+        resilience = replace(config.resilience, policy="repartition")
+        result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
+        check_survived(result, specs, calm)
+        return result
+
+    return run
+
+
+def test_a_kill_is_answered_by_a_layout_that_was_searched(repartition: Run) -> None:
+    """All survivors work, and of the layouts proposed the best was taken."""
+    result = repartition("kill:1@3.backward")
+
+    (event,) = recoveries(result)
+    assert event.policy == "repartition"
+    scores = {str(c["answer"]): float(str(c["score"])) for c in event.candidates}
+    assert "repartition" in scores
+    assert scores[event.answer] == max(scores.values())
+    assert len(result.report.final.nodes) == 5
+
+
+def test_a_loss_a_join_and_a_notice_are_answered_by_layouts(repartition: Run) -> None:
+    """A join and a leave begin at commits, and nothing is done again for them."""
+    result = repartition("kill:0@2", "join:1@4", "preempt=60:3@9")
+
+    lost, *others = recoveries(result)
+    assert {event.policy for event in (lost, *others)} == {"repartition"}
+    assert {event.kind for event in others} == {"join", "preempt"}
+    assert all(event.redone_samples == 0 for event in others)
+    assert len(result.report.final.nodes) == 5

@@ -1,0 +1,196 @@
+"""The table and the picture of predicted beside measured."""
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from planaria.estimator.drift import Compared
+from planaria.estimator.time import Span, Timeline
+from planaria.observe.metrics import (
+    ActionRecord,
+    EventRecord,
+    FinalRecord,
+    IterationRecord,
+    MemoryRecord,
+    Report,
+)
+from planaria.schedule.action import parse_action
+from planaria.show.beside import beside_table
+from planaria.show.gantt import ITERATIONS_MAX, RANKS_MAX, compared_figure
+
+FINAL = FinalRecord(
+    iteration=6,
+    loss=1.0,
+    parameters_sha256="",
+    optimizer_sha256="",
+    nodes=(),
+    epoch=1,
+    checkpoint="",
+)
+LOST = EventRecord(
+    kind="lost",
+    nodes=(3,),
+    iteration=3,
+    answer="simple",
+    detect_s=1.0,
+    downtime_s=2.0,
+    predicted_downtime_s=0.8,
+)
+
+
+def iteration(number: int, *, epoch: int, seconds: float, predicted_s: float) -> IterationRecord:
+    return IterationRecord(
+        iteration=number,
+        loss=1.0,
+        samples=4,
+        sample_digest="",
+        seconds=seconds,
+        epoch=epoch,
+        predicted_s=predicted_s,
+        peak_bytes=0,
+        predicted_peak_bytes=0,
+    )
+
+
+def action(rank: int, kind: str, measured_s: float, *, epoch: int = 1) -> ActionRecord:
+    return ActionRecord(
+        epoch=epoch,
+        rank=rank,
+        kind=kind,
+        first_layer=0,
+        end_layer=5,
+        predicted_s=1.0,
+        corrected_s=1.25,
+        measured_s=measured_s,
+    )
+
+
+def report(**parts: Any) -> Report:
+    empty: dict[str, Any] = {
+        "job": {},
+        "seed": 0,
+        "versions": {},
+        "workers": (),
+        "iterations": (),
+        "events": (),
+        "checkpoints": {},
+        "ledger": {},
+        "final": FINAL,
+    }
+    return Report(**(empty | parts))
+
+
+def rows(told: Report) -> list[list[str]]:
+    """The table's lines, words that stand apart."""
+    file = io.StringIO()
+    Console(file=file, width=120).print(beside_table(told))
+    lines = file.getvalue().splitlines()[2:]
+    return [[word for word in line.split("  ") if word.strip()] for line in lines]
+
+
+def stripped(told: Report) -> list[list[str]]:
+    return [[word.strip() for word in row] for row in rows(told)]
+
+
+def test_iterations_actions_memory_and_transitions_stand_beside_their_predictions() -> None:
+    """An epoch's first iteration does not count; a correction has a column; stages that are cut
+    alike are one row; a transition counts from its choice on."""
+    told = report(
+        iterations=(
+            iteration(0, epoch=0, seconds=9.0, predicted_s=2.0),
+            iteration(1, epoch=0, seconds=3.0, predicted_s=2.0),
+            iteration(2, epoch=0, seconds=3.0, predicted_s=2.5),
+            iteration(3, epoch=1, seconds=4.0, predicted_s=4.0),
+        ),
+        actions=(
+            action(0, "F", 9.0, epoch=0),
+            action(0, "F", 1.0),
+            action(1, "F", 2.0),
+            action(0, "B", 1.25),
+        ),
+        memory=(MemoryRecord(epoch=1, rank=0, predicted_bytes=1 << 20, measured_bytes=3 << 19),),
+        events=(LOST,),
+    )
+
+    assert stripped(told) == [
+        ["iteration of epoch 0", "2.00 s", "2.50 s", "3.00 s", "+20.0%"],
+        ["iteration of epoch 1", "4.00 s", "4.00 s", "+0.0%"],
+        ["backward of layers 0-4", "1.00 s", "1.25 s", "1.25 s", "+0.0%"],
+        ["forward of layers 0-4", "1.00 s", "1.25 s", "1.50 s", "+20.0%"],
+        ["simple at iteration 3", "800.0 ms", "1.00 s", "+25.0%"],
+        ["memory of rank 0", "1.0 MiB", "1.5 MiB", "+50.0%"],
+    ]
+
+
+def test_of_many_stages_those_that_are_furthest_off_are_shown() -> None:
+    """A table is to be read."""
+    many = tuple(
+        replace(action(rank, "F", 1.25 + rank / 100), first_layer=rank, end_layer=rank + 1)
+        for rank in range(40)
+    )
+
+    found = stripped(report(actions=many))
+
+    assert len(found) == 24
+    assert found[0][0] == "forward of layer 39"
+    assert {row[0] for row in found} == {f"forward of layer {n}" for n in range(16, 40)}
+
+
+def timeline(scale: float, *, num_ranks: int = 2) -> Timeline:
+    spans = tuple(
+        Span(rank, lane, parse_action(text), scale * start_s, scale * end_s)
+        for rank in range(num_ranks)
+        for lane, text, start_s, end_s in (
+            ("compute", "0F0", 0.0, 0.5),
+            ("compute", "0BI0", 0.5, 1.0),
+            ("compute", "0BW0", 1.0, 1.25),
+            ("reduce", "R0", 1.0, 1.5),
+        )
+    )
+    return Timeline(spans, 1.5 * scale)
+
+
+def picture(iterations: list[Compared], *events: EventRecord) -> str:
+    return compared_figure("a job", iterations, events, picture="svg").decode()
+
+
+def test_a_picture_has_the_median_iteration_of_each_prediction_and_the_transitions() -> None:
+    """The first of an epoch sets up what the others keep, so it is no example."""
+    first, second = timeline(1.0), timeline(2.0)
+    measured = [timeline(scale) for scale in (9.0, 1.1, 1.2, 1.3, 2.2)]
+    predicted = [first, first, first, first, second]
+    compared = [Compared(i, *both) for i, both in enumerate(zip(predicted, measured, strict=True))]
+
+    drawn = picture(compared, LOST, replace(LOST, answer=""))
+
+    assert "Iteration 2<" in drawn
+    assert "1.50 s predicted, 1.80 s measured (+20.0%)" in drawn
+    assert "Iteration 4<" in drawn
+    assert "3.00 s predicted, 3.30 s measured (+10.0%)" in drawn
+    assert drawn.count(">Iteration ") == 2
+    assert drawn.count("simple at 3") == 1
+    assert drawn.count("rank 1<") == 2
+    assert drawn == picture(compared, LOST, replace(LOST, answer=""))
+
+
+def test_what_a_picture_has_no_room_for_is_said() -> None:
+    """Predictions by the dozen, and more ranks than can be told apart."""
+    many = [
+        Compared(i, timeline(1.0, num_ranks=RANKS_MAX + 3), timeline(1.0, num_ranks=RANKS_MAX + 3))
+        for i in range(ITERATIONS_MAX + 2)
+    ]
+
+    drawn = picture(many)
+
+    assert f"the last {ITERATIONS_MAX} of {ITERATIONS_MAX + 2} predictions" in drawn
+    assert drawn.count("3 ranks left out") == ITERATIONS_MAX
+    assert f"rank {RANKS_MAX}<" not in drawn
+
+
+@pytest.mark.parametrize("events", [(), (LOST,)])
+def test_a_picture_without_iterations_can_be_drawn(events: tuple[EventRecord, ...]) -> None:
+    """A job may end in its first iteration."""
+    assert "predicted" in picture([], *events)

@@ -1,0 +1,103 @@
+"""What `planaria events` says of an event."""
+
+from dataclasses import replace
+
+import pytest
+
+from planaria.observe.metrics import EventRecord
+from planaria.show.story import event_lines
+
+PRICES = {"policy": "reinstantiate", "iteration_s": 1.25, "downtime_s": 0.5, "score": 7.9}
+KILLED = EventRecord(
+    kind="kill",
+    nodes=(3,),
+    iteration=5,
+    step="backward",
+    policy="reinstantiate",
+    answer="borrow",
+    candidates=(
+        PRICES | {"answer": "borrow"},
+        PRICES | {"answer": "global", "iteration_s": 1.5, "score": 6.25},
+    ),
+    time_to_failure_s=2400.0,
+    detect_s=0.2,
+    decide_s=0.1,
+    regroup_s=0.05,
+    transfer_s=0.4,
+    transfer_bytes=3 << 20,
+    downtime_s=0.75,
+    predicted_downtime_s=0.5,
+    predicted_transfer_s=0.3,
+    redone_samples=12,
+    reason="its connection closed",
+)
+
+
+def test_a_loss_is_told_with_its_choice_its_reason_and_what_was_predicted() -> None:
+    """What happened and where; each candidate's price; why; predicted beside measured by phase."""
+    assert list(event_lines(KILLED)) == [
+        "iteration 5, backward: node 3 was killed (its connection closed)",
+        "All had left what they were in after 200.0 ms.",
+        (
+            "Chosen was borrow: 1.25 s an iteration after 500.0 ms; global would be 1.50 s after "
+            "500.0 ms; the next failure is expected in 40 min."
+        ),
+        (
+            "It makes the most samples a second that are expected to count until the next failure: "
+            "borrow 7.90, global 6.25."
+        ),
+        (
+            "From then on it took 550.0 ms, predicted were 500.0 ms (+10.0%): decide 100.0 ms and "
+            "regroup 50.0 ms (200.0 ms predicted for both), transfer 400.0 ms (300.0 ms predicted)."
+        ),
+        "3.0 MiB of layers moved, 12 samples were done again.",
+    ]
+
+
+def test_a_change_is_a_pause_and_redoes_nothing() -> None:
+    """Nothing was detected: training went on."""
+    joined = replace(
+        KILLED,
+        kind="joined",
+        nodes=(6, 7),
+        step="",
+        detect_s=0.0,
+        decide_s=0.0,
+        downtime_s=0.05,
+        redone_samples=0,
+        candidates=KILLED.candidates[:1],
+        reason="",
+    )
+
+    assert list(event_lines(joined)) == [
+        "iteration 5: nodes 6, 7 joined",
+        "Chosen was borrow: 1.25 s an iteration after 500.0 ms.",
+        "Training paused for 50.0 ms, predicted were 500.0 ms.",
+        "3.0 MiB of layers moved.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            EventRecord(kind="kill", nodes=(1,), iteration=9, fired=False),
+            "iteration 9: kill of node 1 was never injected: its place never came",
+        ),
+        (
+            EventRecord(kind="degraded", nodes=(), iteration=2, reason="3 nodes are left"),
+            "iteration 2: degraded (3 nodes are left)",
+        ),
+        (
+            EventRecord(kind="save_failed", nodes=(), iteration=4, reason="disk full"),
+            "iteration 4: save failed (disk full)",
+        ),
+        (
+            EventRecord(kind="cut", nodes=(1, 2), iteration=4),
+            "iteration 4: nodes 1, 2 were cut off",
+        ),
+    ],
+)
+def test_what_was_not_answered_is_one_sentence(event: EventRecord, text: str) -> None:
+    """There is no choice to explain."""
+    assert list(event_lines(event)) == [text]

@@ -1,0 +1,71 @@
+"""`planaria events`: what it reads, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from command import assert_mistake, command
+
+EVENT = {"kind": "lost", "nodes": [3], "iteration": 5, "reason": "its connection closed"}
+LINE = "iteration 5: node 3 was lost (its connection closed)\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, *events: object) -> Path:
+    """A report with these events; null is what JSON has for no loss."""
+    path = Path(name)
+    path.write_text(json.dumps({"version": 1, "final": {"loss": None}, "events": events}))
+    return path
+
+
+def test_a_report_is_explained_and_its_events_are_json() -> None:
+    """Reports of older versions lack keys, those of newer ones have more."""
+    path = write("report.json", EVENT | {"more": 1})
+
+    assert command("events", str(path)).output == LINE
+    (event,) = json.loads(command("events", str(path), "--json").output)
+    assert (event["kind"], event["nodes"], event["candidates"]) == ("lost", [3], [])
+
+
+def test_a_job_in_peace_has_nothing_to_explain() -> None:
+    """Rather than nothing at all."""
+    output = command("events", str(write("report.json"))).output
+
+    assert output == "nothing happened: training goes on in peace\n"
+
+
+def test_of_a_directory_every_report_is_explained() -> None:
+    """Other files may lie there too."""
+    write("b.json", EVENT)
+    write("a.json")
+    Path("other.json").write_text('{"traceEvents": []}')
+    Path("broken.json").write_text("{")
+
+    output = command("events", ".").output
+    told = json.loads(command("events", ".", "--json").output)
+
+    assert output == f"a.json\nnothing happened: training goes on in peace\nb.json\n{LINE}"
+    assert {path: len(events) for path, events in told.items()} == {"a.json": 0, "b.json": 1}
+
+
+def test_without_a_report_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there is none here."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(Path.cwd()))
+
+    assert_mistake(command("events"), "--job = ''", "no job of yours runs here")
+    assert_mistake(command("events", "--job", "mine"), "no such job of yours runs")
+
+
+def test_what_is_no_report_is_refused() -> None:
+    """With what is wrong with it."""
+    Path("trace.json").write_text('{"traceEvents": []}')
+    Path("empty").mkdir()
+
+    assert_mistake(command("events", "none.json"), "REPORT = 'none.json'", "No such file")
+    assert_mistake(command("events", "trace.json"), "is no report of planaria train --report")
+    assert_mistake(command("events", "empty"), "no report of planaria train is in this directory")

@@ -1,0 +1,87 @@
+"""What is predicted of a plan, whatever its routes are."""
+
+from dataclasses import replace
+
+import pytest
+
+from jobs import template
+from planaria.core.plan import ModelProfile
+from planaria.estimator.memory import peak_bytes
+from planaria.planner.plans import bind
+from planaria.planner.problem import Problem
+from planaria.planner.reroutes import rerouted
+from planaria.predictions import predicted_peak_bytes, prediction
+from strategies import layer_profile, model_profile
+
+NUM_MICROBATCHES = 9
+
+
+def profile() -> ModelProfile:
+    """Ten layers, none like the next."""
+    return model_profile(
+        tuple(
+            layer_profile(
+                f"layer {i}",
+                0.01 * (i + 1),
+                parameter_bytes=1000 + 70 * i,
+                activation_bytes=300 + 11 * i,
+            )
+            for i in range(10)
+        )
+    )
+
+
+PROBLEM = Problem(
+    profile=profile(),
+    devices_per_node=1,
+    num_microbatches=NUM_MICROBATCHES,
+    failures_tolerated=1,
+    is_deterministic=True,
+)
+SIZES = (4, 3)
+PLAN = bind(PROBLEM, [template(size) for size in SIZES], range(7), epoch=0)
+
+
+def test_of_plain_pipelines_each_rank_holds_what_equation_14_says() -> None:
+    """Counted on the schedule itself, in closed form there: in flight are min(N_b, S - i)."""
+    found = prediction(PROBLEM, PLAN).peak_bytes
+    expected: list[int] = []
+    for pipeline in PLAN.pipelines:
+        expected += peak_bytes(
+            PROBLEM.profile,
+            pipeline.template,
+            num_microbatches=PLAN.routes.count(pipeline.route()),
+            gradient_copies=PROBLEM.gradient_copies,
+        )
+
+    assert dict(enumerate(expected)) == found
+    assert predicted_peak_bytes(PROBLEM, PLAN) == max(expected)
+
+
+def test_around_an_empty_place_a_rank_holds_what_its_detours_bring() -> None:
+    """More microbatches than its own pipeline has; of who is gone nothing is said."""
+    broken = replace(PLAN, epoch=1, gone=(1,))
+    priced = rerouted(PROBLEM, broken)
+    assert priced is not None
+
+    found = prediction(PROBLEM, priced.plan)
+
+    assert set(found.peak_bytes) == set(PLAN.ranks) - {1}
+    assert found.timeline.iteration_s == pytest.approx(priced.iteration_s)
+
+
+def test_silent_members_are_left_out() -> None:
+    """A plan in the middle of a join has ranks that compute nothing; it can be predicted."""
+    silent = replace(PLAN, silent={7: (0, 1)})
+
+    assert prediction(PROBLEM, silent).timeline == prediction(PROBLEM, PLAN).timeline
+
+
+def test_factors_multiply_seconds_and_leave_bytes() -> None:
+    """Links and memory are not what ranks tell the seconds of."""
+    factors = (2.0,) * 10
+    plain, doubled = prediction(PROBLEM, PLAN), prediction(PROBLEM, PLAN, layer_factors=factors)
+
+    assert doubled.peak_bytes == plain.peak_bytes
+    for rank in PLAN.ranks:
+        assert doubled.timeline.busy_s(rank) == pytest.approx(2.0 * plain.timeline.busy_s(rank))

@@ -1,0 +1,82 @@
+"""The study of the adaptive policy's regret: its account of samples, by hand."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from planaria.policies.adaptive import Adaptive
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.unequal import Unequal
+from policies.losses import every, plan_of
+from study.job import Answers, Happening, Job
+
+
+@pytest.fixture
+def job() -> Job:
+    """Two pipelines of two nodes that hold the model in one each; an iteration takes 10 s."""
+    book = every(4, n0=1, f=1)
+    answers = Answers(book, Unequal(Reinstantiate(book)))
+    return Job(
+        answers=answers,
+        batch=40,
+        save_every_s=100.0,
+        is_adaptive=False,
+        plan=plan_of(book, (2, 2)),
+        iteration_s=10.0,
+        alive={0, 1, 2, 3},
+    )
+
+
+def test_whole_iterations_count_and_saves_come_by_time(job: Job) -> None:
+    """At 255 s there are 25 iterations of 40 samples; the save at 200 s has 20."""
+    job.go_on(255.0)
+
+    assert job.samples == 1000
+    assert job.saved == 800
+
+
+def test_a_loss_costs_the_iteration_in_flight_and_the_downtime(job: Job) -> None:
+    """Nothing of it counts; then three nodes go on, slower, for as long as the transition says."""
+    job.answer(Happening(255.0, (1,), is_loss=True))
+
+    assert job.samples == 1000
+    assert job.begins_s > 255.0
+    assert job.plan is not None
+    assert job.plan.nodes == (0, 2, 3)
+
+
+def test_the_last_copy_takes_along_what_is_not_saved(job: Job) -> None:
+    """Both first places are gone: from the save at 200 s, with the two that are left."""
+    job.answer(Happening(255.0, (0, 2), is_loss=True))
+
+    assert job.samples == 800
+    assert job.begins_s == 255.0 + 60.0
+
+
+def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
+    """What is remembered for one plan serves all that look like it."""
+    book = every(4, n0=1, f=1)
+    plan = plan_of(book, (2, 2))
+    other = plan_of(book, (2, 2), (7, 5, 3, 1))
+    results = []
+    for one, lost in ((plan, 1), (other, 5)):
+        alive = [node for node in one.nodes if node != lost]
+        job = Job(
+            answers=Answers(book, Adaptive((Unequal(Reinstantiate(book)),))),
+            batch=40,
+            save_every_s=100.0,
+            is_adaptive=True,
+            plan=one,
+            iteration_s=10.0,
+            alive={*alive, lost},
+        )
+        job.answer(Happening(255.0, (lost,), is_loss=True))
+        results.append(job)
+
+    assert results[0].iteration_s == results[1].iteration_s
+    assert results[0].begins_s == results[1].begins_s
+    assert results[1].plan is not None
+    assert results[1].plan.nodes == (1, 3, 7)
