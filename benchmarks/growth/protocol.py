@@ -17,6 +17,7 @@ thousands of them the longest that there is.
 """
 
 import asyncio
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,7 @@ def simulated_recovery(
     rules: Rules, plan: Plan, *, lost: int, action_s: float, costs: Costs
 ) -> Phases:
     """One node of the plan is lost while it trains; its longest action takes action_s."""
+    gc.freeze()  # As of a coordinator, which is forked from a server that has imported all.
     with tempfile.TemporaryDirectory() as directory:
         return asyncio.run(_Recovery(rules, plan, action_s, costs).run(Path(directory), lost))
 

@@ -1,0 +1,215 @@
+"""The loss of a small GPT-2 whose nodes die again and again, under each policy, and in peace.
+
+Every 70 iterations one of four nodes, drawn at random, is killed at a random step, and another
+joins. The job trains so under every policy that it can name, in deterministic and in fast mode, and
+once in each mode without failures. In deterministic mode parameters and optimizer state must have
+the same hashes in the end. In fast mode the mean loss of the last 100 iterations must be within 0.1
+of that in peace; where runs differ, gradients were summed in another order.
+
+Printed is a line for each run, with how often which answer was taken. `--plot FILE` draws the
+curves. 3,500 iterations are what `make soak` runs. Exits 1 if a run differs by more, or does not
+survive; 2 if the picture is asked for and matplotlib is not installed.
+
+Source: Odyssey, figure 13: the loss of GPT-3 over 3,500 iterations, with and without failures.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Final
+
+from planaria.config import load_job
+from planaria.core.inject import ITERATION_STEPS, parse_injection
+from planaria.core.job import POLICIES, JobConfig, PolicyName
+from planaria.core.profile_json import encode_profile
+from planaria.library import Job, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.planning import fork_server
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "small.toml"
+NODES: Final = 4
+FIRST, EVERY = 30, 70  # Iterations: before the first kill, and between two of them.
+JOINS_AFTER: Final = 3
+LAST: Final = 100  # Iterations, of whose losses the mean is compared.
+DIFFERENCE_MAX: Final = 0.1
+SEED: Final = 13
+MODES: Final = {True: "deterministic", False: "fast"}
+PEACE: Final = "in peace"
+_POINTS: Final = 140  # Of a drawn curve, each the mean of as many iterations.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A run.
+
+    Attributes:
+        name: of its policy, or that it was in peace.
+        losses: of its iterations.
+        hashes: of parameters and optimizer state in the end.
+        kills: how many were answered, and in how many iterations nodes were killed.
+        answers: how often each was taken.
+        error: what ended it early, empty if nothing did.
+    """
+
+    name: str
+    is_deterministic: bool
+    losses: tuple[float, ...]
+    hashes: tuple[str, str]
+    kills: tuple[int, int]
+    answers: Counter[str]
+    error: str
+
+    @property
+    def last(self) -> float:
+        """The mean loss of the last iterations."""
+        return statistics.fmean(self.losses[-LAST:])
+
+
+def main() -> int:
+    """Prints what was measured; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--plot", default="", help="an SVG file to draw the curves into")
+    arguments = parser.parse_args()
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib draws the curves: pip install 'planaria[plots]'")
+        return 2
+    curves: list[Curve] = []
+    missed = 0
+    header = f"{'mode':<14} {'policy':<14} {'kills':>6} {'loss':>7} {'from peace':>11}"
+    print(f"{header}  answers", flush=True)
+    example = load_job(EXAMPLE, overrides=(f"training.iterations={arguments.iterations}",))
+    with tempfile.TemporaryDirectory() as directory, closing(fork_server(example)) as server:
+        for is_deterministic in MODES:
+            job = _job(example, Path(directory), server, is_deterministic=is_deterministic)
+            calm = _curve(job, server, PEACE)
+            curves.append(calm)
+            missed += _told(calm, calm)
+            for policy in POLICIES:
+                struck = replace(job, resilience=replace(job.resilience, policy=policy))
+                curves.append(_curve(struck, server, policy))
+                missed += _told(curves[-1], calm)
+    if arguments.plot:
+        _draw(curves, Path(arguments.plot))
+    print(f"{missed} of {len(curves)} runs differ by more than they may, or ended early")
+    return 1 if missed else 0
+
+
+def _job(
+    example: JobConfig, directory: Path, server: ForkServer, *, is_deterministic: bool
+) -> JobConfig:
+    """The job with a profile, so that all runs have the same plans."""
+    mode = MODES[is_deterministic]
+    job = replace(
+        example,
+        training=replace(example.training, deterministic=is_deterministic),
+        checkpoint=replace(example.checkpoint, directory=str(directory / mode)),
+        cluster=replace(example.cluster, nodes=NODES, max_nodes=NODES + 1, rejoin_delay_s=0.0),
+    )
+    path = directory / f"{mode}.json"
+    path.write_bytes(encode_profile(Job(job).profile(server=server)))
+    return replace(job, model=replace(job.model, profile=str(path)))
+
+
+def specs(iterations: int, rng: Random) -> tuple[str, ...]:
+    """Faults over a run: a node of those that are there is killed, and then one joins."""
+    alive, found = list(range(NODES)), []
+    for index, at in enumerate(range(FIRST, iterations - JOINS_AFTER - 1, EVERY)):
+        node = alive.pop(rng.randrange(len(alive)))
+        found.append(f"kill:{node}@{at}.{rng.choice(ITERATION_STEPS)}")
+        found.append(f"join:1@{at + JOINS_AFTER}")
+        alive.append(NODES + index)
+    return tuple(found)
+
+
+def _curve(job: JobConfig, server: ForkServer, name: PolicyName | str) -> Curve:
+    iterations, is_calm = job.training.iterations, name == PEACE
+    faults = () if is_calm else specs(iterations, Random(SEED))
+    directory = f"{job.checkpoint.directory}-{name.replace(' ', '-')}"
+    job = replace(job, checkpoint=replace(job.checkpoint, directory=directory))
+    result = Job(job).run(injections=[parse_injection(spec) for spec in faults], server=server)
+    answered = [e for e in result.report.events if e.kind == "kill" and e.fired and e.answer]
+    return Curve(
+        name=name,
+        is_deterministic=job.training.deterministic,
+        losses=tuple(record.loss for record in result.report.iterations),
+        hashes=(result.report.final.parameters_sha256, result.report.final.optimizer_sha256),
+        kills=(len(answered), len(faults) // 2),
+        answers=Counter(event.answer for event in answered),
+        error=_error(result, iterations),
+    )
+
+
+def _error(result: TrainingResult, iterations: int) -> str:
+    if result.error is not None:
+        return str(result.error)
+    done = len(result.report.iterations)
+    return "" if done == iterations else f"{done} of {iterations} iterations"
+
+
+def _told(curve: Curve, calm: Curve) -> bool:
+    """Prints a line; whether the run is not as it has to be."""
+    difference = curve.last - calm.last
+    is_same = curve.hashes == calm.hashes and all(curve.hashes)
+    is_near = is_same if curve.is_deterministic else abs(difference) <= DIFFERENCE_MAX
+    is_met = is_near and not curve.error and curve.kills[0] == curve.kills[1]
+    verdict = "" if is_met else f"  MISSED {curve.error}"
+    far = f"{difference:+.4f}"
+    if curve.is_deterministic:
+        far = "no bit" if is_same else "bits"
+    answers = ", ".join(f"{count} {answer}" for answer, count in curve.answers.most_common())
+    print(
+        f"{MODES[curve.is_deterministic]:<14} {curve.name:<14} "
+        f"{curve.kills[0]:>3}/{curve.kills[1]:<2} {curve.last:>7.4f} {far:>11}  {answers}{verdict}",
+        flush=True,
+    )
+    return not is_met
+
+
+def _draw(curves: Sequence[Curve], path: Path) -> None:
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "planaria"}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        FigureCanvasSVG(figure)
+        panels = figure.subplots(1, len(MODES), sharey=True)
+        for panel, (is_deterministic, mode) in zip(panels, MODES.items(), strict=True):
+            in_mode = [one for one in curves if one.is_deterministic == is_deterministic]
+            _draw_panel(panel, in_mode)
+            panel.set_title(f"{mode}, {max(one.kills[1] for one in in_mode)} nodes killed")
+        panels[0].set_ylabel("loss")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def _draw_panel(panel: "Axes", curves: Sequence[Curve]) -> None:
+    """Curves that coincide stay visible: the later ones are thinner."""
+    for index, curve in enumerate(curves):
+        size = max(1, len(curve.losses) // _POINTS)
+        starts = range(0, len(curve.losses), size)
+        panel.plot(
+            [start + size / 2 for start in starts],
+            [statistics.fmean(curve.losses[start : start + size]) for start in starts],
+            label=curve.name,
+            linewidth=1.2 * (len(curves) - index),
+        )
+    panel.set_xlabel("iteration")
+    panel.grid(alpha=0.3)
+    panel.legend(frameon=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Clusters and what happens to their nodes, drawn from seeds."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from planaria.core.plan import Link, on_one_device
+from planaria.planner.plans import EveryPlan, every_plan
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_templates, smallest_num_nodes
+from planaria.planning import read_profile
+from study.job import Happening
+
+MODELS: Final = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cluster and how it fails.
+
+    Attributes:
+        each: microbatches for each node.
+        slower: how many times as slow links between nodes are as the profile has them.
+        gap_s: mean time between failures of the job.
+        burst: so many nodes at most fail at once.
+        repair_s: mean time until a node is back.
+    """
+
+    model: str
+    num_nodes: int
+    each: int
+    slower: int
+    gap_s: float
+    burst: int
+    repair_s: float
+    save_every_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model}, {self.num_nodes} nodes, {self.each} microbatches a node, links "
+            f"1/{self.slower}, a failure in {self.gap_s:.0f} s of up to {self.burst}, back after "
+            f"{self.repair_s:.0f} s, saved every {self.save_every_s:.0f} s"
+        )
+
+
+def drawn_case(seed: int, *, most_nodes: int) -> Case:
+    """A case that can be planned."""
+    rng = Random(seed)
+    while True:
+        case = Case(
+            model=rng.choice(MODELS),
+            num_nodes=rng.randint(4, most_nodes),
+            each=rng.choice((2, 4)),
+            slower=rng.choice((1, 10, 100)),
+            gap_s=rng.choice((60.0, 300.0, 1800.0, 7200.0)),
+            burst=rng.choice((1, 1, 2)),
+            repair_s=rng.choice((60.0, 600.0, 3600.0)),
+            save_every_s=rng.choice((300.0, 1800.0)),
+        )
+        if case.num_nodes >= 2 * n0(case):
+            return case
+
+
+def n0(case: Case) -> int:
+    """The fewest nodes that hold the model."""
+    return smallest_num_nodes(_problem(case))
+
+
+@cache
+def every_of(case: Case) -> EveryPlan:
+    """What the job can be re-formed to."""
+    problem = _problem(case)
+    return every_plan(problem, case.num_nodes, pipeline_templates(problem, case.num_nodes))
+
+
+@cache
+def _problem(case: Case) -> Problem:
+    profile = on_one_device(read_profile(Path(case.model)))
+    link = profile.links["inter_node"]
+    slow = Link(link.latency_s, link.bandwidth_bytes_per_s / case.slower)
+    return Problem(
+        profile=replace(profile, links={**profile.links, "inter_node": slow}),
+        devices_per_node=1,
+        num_microbatches=case.each * case.num_nodes,
+        failures_tolerated=1,
+    )
+
+
+def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, ...]:
+    """Failures and returns in order of time; some node always stays."""
+    rng = Random(f"{case} {seed}")
+    alive = set(range(case.num_nodes))
+    back: list[tuple[float, int]] = []
+    found: list[Happening] = []
+    now_s = 0.0
+    for _ in range(num_failures):
+        now_s += rng.expovariate(1.0 / case.gap_s)
+        for at_s, node in sorted(one for one in back if one[0] <= now_s):
+            found.append(Happening(at_s, (node,), is_loss=False))
+            alive.add(node)
+        back = [one for one in back if one[0] > now_s]
+        count = min(rng.randint(1, case.burst), len(alive) - 1)
+        lost = tuple(sorted(rng.sample(sorted(alive), count)))
+        if not lost:
+            continue
+        alive -= set(lost)
+        back += [(now_s + rng.expovariate(1.0 / case.repair_s), node) for node in lost]
+        found.append(Happening(now_s, lost, is_loss=True))
+    return tuple(found)

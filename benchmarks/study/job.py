@@ -1,0 +1,230 @@
+"""A whole job in numbers: what a policy makes of a cluster whose nodes fail and come back.
+
+The policies and the choice among their answers are the product's own. Time goes on by what they
+predict: downtime, iterations, and what is done again. A node that is back joins while training goes
+on, and what an adaptive job may change to after a loss it changes to once the layers have moved.
+What is asked again is looked up: nodes are numbered by their places, so the same loss at the same
+place of the same plan is the same question.
+
+Not modelled: coordinators that fail, slow or distrusted nodes, waves of a change one by one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from planaria.coordinator.change import GAIN_MIN
+from planaria.coordinator.history import learned_failures_per_s, with_failure
+from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
+from planaria.core.plan import Hop, Plan, Transition
+from planaria.core.records import FailureHistory
+from planaria.nodes.leader_spec import REGROUP_S
+from planaria.planner.plans import EveryPlan
+from planaria.policies.policy import (
+    Outlook,
+    Policy,
+    Prices,
+    best_transition,
+    expected_samples_per_s,
+    profile_prices,
+)
+from planaria.policies.unequal import STAY
+
+RESTART_S: Final = 60.0  # From a save, when some layer has no holder left.
+LEASE_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Nodes that are lost, or back, at a time."""
+
+    at_s: float
+    nodes: tuple[int, ...]
+    is_loss: bool
+
+
+class Answers:
+    """What a policy proposes, remembered."""
+
+    def __init__(self, every: EveryPlan, policy: Policy) -> None:
+        self.every = every
+        self.prices: Prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
+        self._policy = policy
+        self._known: dict[object, tuple[Transition, ...]] = {}
+
+    def to(
+        self, plan: Plan, alive: Iterable[int], event: ClusterEvent
+    ) -> tuple[tuple[Transition, ...], Mapping[int, int]]:
+        """The transitions, of nodes by their labels, and the node of each label."""
+        labels = _labels(plan, alive)
+        asked = _relabelled(plan, labels)
+        here = tuple(sorted(labels[node] for node in alive))
+        if isinstance(event, NodesLost):
+            event = replace(event, nodes=tuple(sorted(labels[n] for n in event.nodes)))
+        else:
+            event = replace(event, joined=tuple(sorted(labels[n] for n in event.joined)))
+        key = (asked.pipelines, asked.routes, asked.gone, here, event)
+        if key not in self._known:
+            held = asked.layers_by_rank
+            nodes = tuple(Node(n, (frozenset(held.get(n, ())),)) for n in here)
+            cluster = ClusterState(1, nodes)
+            self._known[key] = self._policy.propose(asked, cluster, event, self.prices)
+        return self._known[key], {label: node for node, label in labels.items()}
+
+
+def _labels(plan: Plan, alive: Iterable[int]) -> dict[int, int]:
+    """Of the nodes of a plan by their places, of others behind."""
+    placed = [node for pipeline in plan.pipelines for node in pipeline.nodes]
+    idle = sorted(set(alive).difference(placed))
+    return {node: label for label, node in enumerate((*placed, *idle))}
+
+
+def _relabelled(plan: Plan, labels: Mapping[int, int]) -> Plan:
+    """The plan with other numbers for its nodes, of one device each; of epoch 0."""
+    return Plan(
+        0,
+        tuple(replace(p, nodes=tuple(labels[node] for node in p.nodes)) for p in plan.pipelines),
+        tuple(
+            tuple(Hop(labels[hop.rank], hop.first_layer, hop.end_layer) for hop in route)
+            for route in plan.routes
+        ),
+        gone=tuple(sorted(labels[node] for node in plan.gone)),
+        in_flight={labels[rank]: most for rank, most in plan.in_flight.items()},
+        splits_backward=plan.splits_backward,
+        ticks={labels[rank]: ticks for rank, ticks in plan.ticks.items() if rank in labels},
+    )
+
+
+@dataclass(slots=True)
+class Job:
+    """One job until some time.
+
+    Attributes:
+        begins_s: when it trains by its plan; samples count from then on.
+        following: a change that is being made, and when its plan begins.
+        saved: samples that the newest save has.
+    """
+
+    answers: Answers
+    batch: int
+    save_every_s: float
+    is_adaptive: bool
+    plan: Plan | None
+    iteration_s: float
+    alive: set[int]
+    begins_s: float = 0.0
+    samples: float = 0.0
+    saved: float = 0.0
+    saved_s: float = 0.0
+    history: FailureHistory = field(default_factory=lambda: FailureHistory(since_s=1e-9))
+    following: tuple[float, Plan, float] | None = None
+
+    def go_on(self, until_s: float) -> None:
+        """Trains until then; iterations that have not ended do not count."""
+        if self.following is not None and self.following[0] <= until_s:
+            at_s, plan, iteration_s = self.following
+            self._count(at_s)
+            self.plan, self.iteration_s, self.following = plan, iteration_s, None
+            self.begins_s = max(self.begins_s, at_s + REGROUP_S)
+        self._count(until_s)
+
+    def _count(self, until_s: float) -> None:
+        if self.plan is None or until_s <= self.begins_s:
+            return
+        done = (until_s - self.begins_s) // self.iteration_s
+        due_s = self.saved_s + self.save_every_s
+        if self.begins_s <= due_s <= until_s:
+            periods = (until_s - due_s) // self.save_every_s
+            self.saved_s = due_s + periods * self.save_every_s
+            before = max(0.0, self.saved_s - self.begins_s) // self.iteration_s
+            self.saved = self.samples + self.batch * before
+        self.samples += self.batch * done
+        self.begins_s += done * self.iteration_s
+
+    def answer(self, what: Happening) -> None:
+        """Loses nodes, or gets them back."""
+        self.go_on(what.at_s)
+        self.following = None
+        if what.is_loss:
+            self.alive -= set(what.nodes)
+            self.history = with_failure(self.history, what.at_s, lease_s=LEASE_S)
+        else:
+            self.alive |= set(what.nodes)
+        if self.plan is None:
+            self._restart(what.at_s)
+        elif what.is_loss:
+            self._recover(what)
+        else:
+            self._change(NodesChanged(what.nodes, ()), what.at_s)
+
+    def _recover(self, what: Happening) -> None:
+        assert self.plan is not None
+        event = NodesLost(what.nodes, self.batch)
+        if not set(what.nodes).intersection(self.plan.nodes):
+            return
+        transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
+        if not transitions:
+            self.samples = self.saved
+            self._restart(what.at_s)
+            return
+        best = self._best(transitions, what.at_s)
+        self._take(best, node_of)
+        self.begins_s = what.at_s + best.downtime_s
+        if self.plan.gone and self.is_adaptive:
+            self._change(NodesChanged((), ()), self.begins_s + self.iteration_s)
+
+    def _change(self, event: NodesChanged, now_s: float) -> None:
+        """Layers move while training goes on by the plan as it is."""
+        assert self.plan is not None
+        transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
+        if not transitions:
+            return
+        paused = tuple(
+            replace(one, downtime_s=0.0 if one.answer == STAY else REGROUP_S) for one in transitions
+        )
+        best = self._best(paused, now_s)
+        placed = any(node_of[label] in event.joined for label in best.after.nodes)
+        if not placed and not self._pays(paused, best, now_s):
+            return
+        moving_s = transitions[paused.index(best)].downtime_s
+        plan = _relabelled(best.after, node_of)
+        self.following = (max(now_s, self.begins_s) + moving_s, plan, best.iteration_s)
+
+    def _pays(self, transitions: tuple[Transition, ...], best: Transition, now_s: float) -> bool:
+        """As coordinator/change.py asks."""
+        stay = next((one for one in transitions if one.answer == STAY), None)
+        if stay is None:
+            return False
+        outlook = self._outlook(transitions, now_s)
+        scores = [
+            expected_samples_per_s(one, global_batch_size=self.batch, outlook=outlook)
+            for one in (best, stay)
+        ]
+        return scores[0] - scores[1] > GAIN_MIN * self.batch / stay.iteration_s
+
+    def _best(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
+        outlook = self._outlook(transitions, now_s)
+        return best_transition(transitions, global_batch_size=self.batch, outlook=outlook)
+
+    def _outlook(self, transitions: tuple[Transition, ...], now_s: float) -> Outlook:
+        """As coordinator/choice.py has it, with saves that come by time."""
+        rate = learned_failures_per_s(self.history, now_s)
+        fastest_s = min(one.iteration_s for one in transitions)
+        unsaved = self.samples - self.saved + self.batch / (rate * fastest_s)
+        most = self.batch * self.save_every_s / fastest_s
+        return Outlook(failures_per_s=rate, unsaved_samples=max(0.0, min(unsaved, most)))
+
+    def _take(self, best: Transition, node_of: Mapping[int, int]) -> None:
+        self.plan = _relabelled(best.after, node_of)
+        self.iteration_s = best.iteration_s
+
+    def _restart(self, now_s: float) -> None:
+        """From the newest save with those that are there, if they are enough."""
+        planned = self.answers.every.plans.get(len(self.alive))
+        self.plan = None
+        if planned is not None:
+            labels = dict(zip(planned.nodes, sorted(self.alive), strict=False))
+            self.plan = _relabelled(planned, labels)
+            templates = [pipeline.template for pipeline in planned.pipelines]
+            self.iteration_s = self.answers.every.distribution(templates)[0]
+            self.begins_s = now_s + RESTART_S
