@@ -31,7 +31,7 @@ help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
 	@echo 'make test     check the code, then run all tests'
 	@echo 'make sim      1,000 simulated jobs under faults; SEED=n RUNS=1 replays one'
-	@echo 'make soak     100,000 of them'
+	@echo 'make soak     100,000 of them; then a job of 3,500 iterations whose nodes die, its curves'
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
 	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
 	@echo 'make check    formatting, lint and types'
@@ -43,14 +43,17 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/survive.py reports/demo
 
+# Tests that start processes have the machine to themselves; the others share its cores.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --ignore tests/processes
+	$(BIN)/python -m pytest tests/processes
 
 sim: $(READY)
 	$(BIN)/python -m planaria.simulator --seed $(SEED) --runs $(RUNS)
 
 soak: $(READY)
 	$(BIN)/python -m planaria.simulator --seed $(SEED) --runs 100000
+	$(BIN)/python benchmarks/curves.py --iterations 3500 --plot docs/curves.svg
 
 sweep: $(READY)
 	$(BIN)/python -m pytest -m long tests/processes/test_bits.py tests/processes/test_oracle.py \
@@ -61,7 +64,8 @@ chaos: $(READY)
 		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py \
 		tests/processes/test_standstill.py tests/processes/test_ends.py \
 		tests/processes/test_cut.py tests/processes/test_changes.py tests/processes/test_flip.py \
-		tests/processes/test_slow.py
+		tests/processes/test_slow.py tests/processes/test_around.py \
+		tests/processes/test_choosing.py tests/processes/test_paced_links.py
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json
