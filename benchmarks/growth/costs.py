@@ -2,9 +2,10 @@
 
 The coordinator reads and writes on one event loop, so its time per message is CPU time: that of a
 server with CONNECTIONS connections, each message on another one than the message before. A worker
-makes the links of an epoch side by side, so the time per link is the wall time of many, over their
-number. Each figure is the least of several tries: what other processes take of the machine is not
-the protocol's.
+makes the links of an epoch side by side, so the time per link is CPU time, too: that of its process
+for many, over their number. Their other ends are other machines' in truth, and here one process's,
+which keeps this one waiting. Each figure is the least of several tries: what other processes take
+of the machine is not the protocol's.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class Costs:
         receive_s: of the coordinator, to read and decode a message of a rank.
         send_s: of the coordinator, to write a short frame that is encoded already.
         hop_s: of a short message from one process to another, with its wake-up.
-        link_s: of a worker, for one more link.
+        link_s: CPU time of a worker, for one more link.
     """
 
     receive_s: float
@@ -127,20 +128,20 @@ def _echo(end: Connection) -> None:
 
 
 def _links_s() -> float:
-    """How much longer a rank takes for many links than for few."""
+    """How much more a rank computes for many links than for few."""
     return _begun_s(MANY_LINKS) - _begun_s(FEW_LINKS)
 
 
 def _begun_s(num_peers: int) -> float:
-    """A rank enters an epoch with so many peers, whose ends are in another process."""
+    """CPU time to enter an epoch with so many peers, whose ends are in another process."""
     near, far = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_listen, args=(num_peers, far))
     process.start()
     addresses = near.recv()
     links = Links(0, token=TOKEN)
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     links.begin(0, addresses={0: links.address, **addresses}, peers=addresses, timeout_s=60.0)
-    seconds = time.perf_counter() - begin_s
+    seconds = time.process_time() - begin_s
     links.close()
     near.send(None)
     process.join()

@@ -49,7 +49,7 @@ from planaria.core.records import ToLauncher
 from planaria.engine.groups import iteration_peers
 from planaria.nodes.journal import open_store
 from planaria.schedule.lower import lowered_for
-from planaria.transport.frames import FrameDecoder, frame, to_node_decoder
+from planaria.transport.frames import FrameDecoder, frame, order_of
 
 _Result = TypeVar("_Result")
 _Order = TypeVar("_Order", bound=Message)
@@ -185,7 +185,7 @@ class _Recovery:
         """What agent and worker compute when the order comes, and how many links are new."""
         (body,) = FrameDecoder().feed(data)
         heard_s, _ = _timed(lambda: FrameDecoder().feed(data))
-        decoding_s, _ = _timed(lambda: to_node_decoder.decode(body))
+        decoding_s, _ = _timed(lambda: order_of(body))
         encoding_s, _ = _timed(lambda: frame(order))
         own_s, schedule = _timed(lambda: lowered_for(order.plan, rank))
         peers_s, peers = _timed(lambda: iteration_peers(schedule, rank, order.plan.all_ranks))

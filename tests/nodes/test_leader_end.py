@@ -14,7 +14,7 @@ from planaria.core.messages import Message, Shutdown, WorkerFailed
 from planaria.core.records import AgentEnded, Ended, ToLauncher
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.leader_spec import LeaderSpec
-from planaria.transport.frames import FrameDecoder, Role, frame, handshake, to_node_decoder
+from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
 from strategies import equal_problem
 
 TOKEN = b"the job's token"
@@ -58,7 +58,7 @@ def heard(agent: socket.socket, kind: type[Message]) -> None:
     """Blocks until the agent is told a message of this kind."""
     decoder = FrameDecoder()
     while data := agent.recv(1 << 16):
-        if any(isinstance(to_node_decoder.decode(body), kind) for body in decoder.feed(data)):
+        if any(isinstance(order_of(body), kind) for body in decoder.feed(data)):
             return
     raise AssertionError(f"the connection closed before any {kind.__name__}")
 

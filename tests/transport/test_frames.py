@@ -1,16 +1,18 @@
 """Frames and the handshake: fed bytes, they give bytes, however the stream is cut."""
 
 import asyncio
+import gc
 import struct
 import zlib
 from collections.abc import Generator
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.core.messages import Heartbeat, StopRequested, WorkerExited
+from planaria.core.messages import Heartbeat, SaveLayers, StopRequested, WorkerExited
 from planaria.errors import AuthenticationError
 from planaria.transport import frames
 from planaria.transport.frames import (
@@ -20,6 +22,7 @@ from planaria.transport.frames import (
     frame,
     from_node_decoder,
     handshake,
+    order_of,
     shake_hands,
 )
 
@@ -252,3 +255,28 @@ def test_a_small_frame_that_inflates_without_end_is_refused(
 def deflated(num_bytes: int) -> bytes:
     body = zlib.compress(bytes(num_bytes))
     return struct.pack("!I", 1 << 31 | len(body)) + body
+
+
+def test_no_garbage_is_looked_for_while_a_long_order_is_read() -> None:
+    """It is looked for again afterwards, if it was before; also where it is none."""
+    order = SaveLayers(epoch=0, iteration=1, layers={rank: (rank,) for rank in range(20_000)})
+    (body,) = FrameDecoder().feed(frame(order))
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        read = order_of(body)
+        noted = phases.count("start")
+    finally:
+        gc.callbacks.remove(note)
+
+    assert read == order
+    assert noted <= 1  # Right afterwards.
+    assert gc.isenabled()
+    with pytest.raises(msgspec.DecodeError):
+        order_of(b"{")
+    assert gc.isenabled()

@@ -17,7 +17,7 @@ import threading
 import traceback
 
 from planaria.core.messages import AT_COMMIT, Abort, Message, Order, StartEpoch, StopRequested
-from planaria.transport.frames import FrameDecoder, frame, to_node_decoder
+from planaria.transport.frames import FrameDecoder, frame, order_of
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -99,7 +99,7 @@ class Control:
                 if not data:
                     return
                 for body in decoder.feed(data):
-                    message = to_node_decoder.decode(body)
+                    message = order_of(body)
                     if isinstance(message, StopRequested):
                         self.stop_requested.set()
                         continue

@@ -57,8 +57,8 @@ from planaria.transport.frames import (
     FrameDecoder,
     Role,
     frame,
+    order_of,
     shake_hands,
-    to_node_decoder,
 )
 from planaria.transport.pacing import node_clocks
 from planaria.transport.pulse import Pulse
@@ -213,7 +213,7 @@ class _Agent:
             decoder = FrameDecoder()
             while not self._is_shut_down and (data := await reader.read(_READ_BYTES)):
                 for body in decoder.feed(data):
-                    self._hear(to_node_decoder.decode(body))
+                    self._hear(order_of(body))
         finally:
             writer.close()
 

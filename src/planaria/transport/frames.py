@@ -12,6 +12,7 @@ is given up after `HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descrip
 """
 
 import asyncio
+import gc
 import hmac
 import os
 import struct
@@ -36,7 +37,7 @@ _DEFLATED_FROM_BYTES = 1 << 16
 HANDSHAKE_TIMEOUT_S = 10.0
 
 from_node_decoder: msgspec.json.Decoder[FromNode] = msgspec.json.Decoder(FromNode)
-to_node_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
+_order_decoder: msgspec.json.Decoder[ToNode] = msgspec.json.Decoder(ToNode)
 
 
 class Role(Enum):
@@ -81,6 +82,24 @@ class FrameDecoder:
             bodies.append(_inflated(body) if is_deflated else body)
             del self._buffer[: _LENGTH.size + length]
         return bodies
+
+
+def order_of(body: bytes) -> ToNode:
+    """The message to a node that a frame holds.
+
+    No garbage is looked for meanwhile: a plan for thousands of nodes is 100,000s of objects, none
+    of them garbage, and Python would look at most of them several times over (0.1 s).
+
+    Raises:
+        msgspec.DecodeError, msgspec.ValidationError: it holds none.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return _order_decoder.decode(body)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _inflated(deflated: bytes) -> bytes:

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,7 @@ class Links:
         self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
         self._ports: dict[int, int] = {}  # Of the epoch's peers.
+        self._awaited: set[int] = set()  # Those of them to whom no link stands.
         self._early: dict[int, list[list[memoryview]]] = {}  # Messages for links to come.
         self._first_epoch = 0
         self._abort_reason = ""
@@ -138,10 +139,11 @@ class Links:
             self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
             self._retire({rank: address[1] for rank, address in addresses.items()})
             self._ports = {peer: addresses[peer][1] for peer in peers}
-            for peer in filter(self._has, peers):
+            self._awaited = set()
+            self._note_links(peers)
+            for peer in self._ports.keys() - self._awaited:
                 self._peers[peer].is_used = True
-            self._note_linked()
-            missing = [peer for peer in peers if peer > self.rank and not self._has(peer)]
+            missing = [peer for peer in self._awaited if peer > self.rank]
             # Whoever still waits in an older epoch is freed, also if abort came just before.
             self._changed.notify_all()
         for peer in sorted(set(missing) - self._calling.keys()):
@@ -156,9 +158,7 @@ class Links:
         """
         with self._changed:
             epoch, peers = self.epoch, self._ports.keys()
-            self._wait(
-                lambda: all(map(self._has, peers)), epoch=epoch, peers=peers, timeout_s=timeout_s
-            )
+            self._wait(lambda: not self._awaited, epoch=epoch, peers=peers, timeout_s=timeout_s)
 
     def send(self, peer: int, tag: Tag, *buffers: Buffer, virtual_bytes: int = 0) -> None:
         """Sends contiguous arrays as one message; never blocks. They must not change until the
@@ -222,8 +222,7 @@ class Links:
             self._check_epoch(self.epoch)
 
     def close(self) -> None:
-        """Writes out what is queued as far as the kernel takes it now, then closes every socket;
-        nothing if closed already."""
+        """Writes out what the kernel takes now, then closes every socket; nothing if closed."""
         self.abort("links closed", first_epoch=_NEVER)
         self._flow.close()
         self._server.close()
@@ -272,13 +271,11 @@ class Links:
             return None
         return connection
 
-    def _has(self, peer: int) -> bool:
-        """A link to this peer of the epoch stands. The condition must be held."""
-        return self._link(peer) is not None
-
-    def _note_linked(self) -> None:
-        """Notes the time if all links of the epoch stand. The condition must be held."""
-        if not self.linked_s and all(map(self._has, self._ports)):
+    def _note_links(self, peers: Iterable[int]) -> None:
+        """Links to these have come or gone. The condition must be held."""
+        self._awaited.difference_update(peers)
+        self._awaited.update(p for p in self._ports.keys() & peers if self._link(p) is None)
+        if not self.linked_s and not self._awaited:
             self.linked_s = time.monotonic()
 
     def _retire(self, ports: Mapping[int, int]) -> None:
@@ -363,8 +360,9 @@ class Links:
                 self._server.retire(older)
                 if older.is_used:  # This epoch knows another one.
                     self._lost[peer] = "it came back on a new link"
-            self._note_linked()
-            self._changed.notify_all()
+            self._note_links([peer])
+            if peer in self._lost or not self._awaited:
+                self._changed.notify_all()
 
     def _put(self, connection: Connection, message: Received, due_s: float) -> None:
         """A message has arrived: whoever waits for it finds it."""
@@ -385,6 +383,7 @@ class Links:
                     del links[rank]
                     self._lost[rank] = reason
                     self._flow.forget(rank)
+                    self._note_links([rank])
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
