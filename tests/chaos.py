@@ -14,7 +14,7 @@ import pytest
 from jobs import digests, tiny_job
 from planaria.config import load_job
 from planaria.core.inject import parse_injection
-from planaria.core.job import JobConfig
+from planaria.core.job import JobConfig, PolicyName
 from planaria.core.plan import ModelProfile, Plan
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
@@ -69,9 +69,17 @@ def measured(family: str, server: ForkServer) -> tuple[ModelProfile, int]:
 
 
 def chaos_job(
-    family: str, directory: Path, server: ForkServer, *, nodes: int = 6, f: int = 1, **training: Any
+    family: str,
+    directory: Path,
+    server: ForkServer,
+    *,
+    nodes: int = 6,
+    f: int = 1,
+    policy: PolicyName = "reinstantiate",
+    **training: Any,
 ) -> JobConfig:
-    """A job of eight iterations, with a profile, so that nothing is measured again."""
+    """A job of eight iterations, with a profile, so that nothing is measured again. Unless another
+    policy is named, its answers follow from the plan alone."""
     profiles = directory.parent
     profile, memory_bytes = measured(family, server)
     path = profiles / f"{family}.json"
@@ -80,7 +88,7 @@ def chaos_job(
     return replace(
         config,
         model=replace(config.model, profile=str(path)),
-        resilience=replace(config.resilience, failures_tolerated=f),
+        resilience=replace(config.resilience, failures_tolerated=f, policy=policy),
         cluster=replace(config.cluster, nodes=nodes, device_memory_bytes=memory_bytes),
     )
 
@@ -138,13 +146,8 @@ def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
 
 
 def recoveries(result: TrainingResult) -> list[EventRecord]:
-    """The events that were answered."""
-    return [event for event in result.report.events if event.answer]
-
-
-def answered(result: TrainingResult) -> list[EventRecord]:
-    """As `recoveries`, without nodes that a busy machine makes slow."""
-    return [event for event in recoveries(result) if event.kind != "slow"]
+    """The events that were answered, without nodes that a busy machine makes slow."""
+    return [event for event in result.report.events if event.answer and event.kind != "slow"]
 
 
 def check_survived(result: TrainingResult, specs: Sequence[str], calm: tuple[str, str]) -> None:

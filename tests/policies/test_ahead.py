@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.core.cluster import ClusterState, NodesChanged, NodesLost, survivors
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan
 from planaria.planner.depths import Ranges
 from planaria.planner.plans import EveryPlan
@@ -42,7 +42,7 @@ def looked_ahead(book: EveryPlan, plan: Plan, *, failures_ahead: int) -> Ahead:
     ):
         if found is not None:
             known.add(found.plan, found.lost, partial(tuple, found.transitions))
-    return Ahead(policy, known)
+    return Ahead(policy, known, Unequal(Reinstantiate(book)))
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,28 @@ def test_the_answers_to_losses_that_are_alike_are_whole_and_at_their_price(
                 assert transition.then.after in [other.after for other in found]
         best = min(x.iteration_s for x in found)
         assert best <= 1.02 * min(x.iteration_s for x in direct)
+
+
+def test_what_is_not_known_about_a_large_plan_is_answered_in_a_hurry(
+    job: tuple[EveryPlan, Plan, Ahead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss for which all stand still sooner than a notice; what is known stays known."""
+    book, plan, ahead = job
+    num_hops = sum(map(len, plan.routes))
+    unknown = survivors(plan, (4, 0, 3), epoch=1)
+    lost, leaves = NodesLost((0, 3, 4), 0), NodesChanged((), (4,))
+
+    def policies_of(event: ClusterEvent, cluster: ClusterState) -> set[str]:
+        return {one.policy for one in ahead.propose(plan, cluster, event, prices(book))}
+
+    usual = survivors(plan, (4,), epoch=1)
+    assert policies_of(lost, unknown) == {"reinstantiate", "reroute", "repartition"}
+    monkeypatch.setattr("planaria.policies.ahead._HOPS_STANDING_MAX", num_hops - 1)
+    assert policies_of(lost, unknown) == {"reinstantiate"}
+    assert policies_of(NodesLost((4,), 0), usual) > {"reinstantiate"}
+    assert policies_of(leaves, usual) > {"reinstantiate"}
+    monkeypatch.setattr("planaria.policies.ahead._HOPS_TRAINING_MAX", num_hops - 1)
+    assert policies_of(leaves, usual) == {"reinstantiate"}
 
 
 def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Ahead]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import answered, calm_digests, chaos_job, check_survived, long_but_the_first, struck
+from chaos import calm_digests, chaos_job, check_survived, long_but_the_first, recoveries, struck
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Kind
@@ -28,10 +28,9 @@ def absorb(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
     """Runs a job on two pipelines of three nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str, trace: bool = False) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server, iterations=ITERATIONS)
+        config = chaos_job("gpt2", tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
         config = replace(
             config,
-            resilience=replace(config.resilience, policy="absorb"),
             # Of one node's layers there is room for two of three.
             cluster=replace(
                 config.cluster, device_memory_bytes=3 * config.cluster.device_memory_bytes
@@ -58,7 +57,7 @@ def test_a_lost_node_is_absorbed(node: int, absorb: Run) -> None:
     """The first, the middle and the last of a pipeline; nothing is sent, and nobody idles."""
     result = absorb(f"kill:{node}@4.backward")
 
-    (event,) = answered(result)
+    (event,) = recoveries(result)
     assert (event.policy, event.answer) == ("absorb", "absorb")
     assert event.received_bytes == 0
     assert len(result.report.final.nodes) == 5
@@ -68,6 +67,6 @@ def test_neighbours_that_are_lost_are_left_to_another_policy(absorb: Run) -> Non
     """Its plan is protected again, so the next loss can be absorbed."""
     result = absorb("kill:0,1@3", "kill:5@6")
 
-    first, _ = answered(result)
+    first, _ = recoveries(result)
     assert first.policy == "reinstantiate"
     assert first.received_bytes > 0

@@ -51,9 +51,10 @@ def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
     """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server, f=2, iterations=ITERATIONS)
-        resilience = replace(config.resilience, policy="reroute")
-        result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
+        config = chaos_job(
+            "gpt2", tmp_path / "run", server, f=2, policy="reroute", iterations=ITERATIONS
+        )
+        result = struck(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
         return result
 

@@ -16,6 +16,11 @@ from planaria.planning import given_profile
 ITERATIONS = 16
 POLICIES = {"reinstantiate", "reroute", "repartition"}
 
+LOSSES_AND_JOINS = (
+    *("kill:1@2", "join:1@3", "kill:4@5.backward", "join:1@7", "kill:0@8.reduce"),
+    *("kill:3@10.optimizer", "join:1@11", "kill:6@13.forward"),
+)
+
 Run = Callable[..., TrainingResult]
 
 
@@ -29,10 +34,11 @@ def calm(server: ForkServer) -> tuple[str, str]:
 def adaptive(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
     """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
 
-    def run(*specs: str, failure_rate: float = 0.0) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server, f=2, iterations=ITERATIONS)
-        resilience = replace(config.resilience, policy="adaptive", failure_rate=failure_rate)
-        result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
+    def run(*specs: str, f: int = 2, sizes: tuple[int, ...] = (2, 2, 2)) -> TrainingResult:
+        config = chaos_job(
+            "gpt2", tmp_path / "run", server, f=f, policy="adaptive", iterations=ITERATIONS
+        )
+        result = struck(config, server, *specs, sizes=sizes)
         check_survived(result, specs, calm)
         return result
 
@@ -50,6 +56,13 @@ def test_the_best_of_all_answers_is_taken(adaptive: Run) -> None:
         assert {c["policy"] for c in event.candidates} == POLICIES
         assert scores[event.answer] == max(scores.values())
     assert len(result.report.final.nodes) == 4
+
+
+def test_five_nodes_die_and_three_come(adaptive: Run) -> None:
+    """Six nodes at first, never more; those that come are 6, 7 and 8."""
+    result = adaptive(*LOSSES_AND_JOINS, f=1, sizes=())
+
+    assert result.report.final.nodes == (2, 5, 7, 8)
 
 
 def test_a_quick_answer_is_followed_by_a_better_one_at_commits(

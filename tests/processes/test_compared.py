@@ -24,6 +24,7 @@ def traced(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trai
             f'checkpoint.directory="{directory}"',
             "training.iterations=9",
             "model.time_scale=0.15",
+            'resilience.policy="reinstantiate"',  # Its backwards are whole.
         ],
     )
     specs = tuple(parse_injection(f"kill:{LOST[i]}@{3 * i + 3}") for i in range(2))

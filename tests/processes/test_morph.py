@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import answered, calm_digests, chaos_job, check_survived, long_but_the_first, struck
+from chaos import calm_digests, chaos_job, check_survived, long_but_the_first, recoveries, struck
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
@@ -32,12 +32,10 @@ def morph(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
     """Runs a job on six nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str, every: int = EVERY, f: int = 1) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server, f=f, iterations=ITERATIONS)
-        config = replace(
-            config,
-            resilience=replace(config.resilience, policy="morph"),
-            checkpoint=replace(config.checkpoint, persist_every=every),
+        config = chaos_job(
+            "gpt2", tmp_path / "run", server, f=f, policy="morph", iterations=ITERATIONS
         )
+        config = replace(config, checkpoint=replace(config.checkpoint, persist_every=every))
         result = struck(config, server, *specs)
         check_survived(result, specs, calm)
         return result
@@ -50,7 +48,7 @@ def test_all_go_back_to_the_newest_save(specs: tuple[str, ...], morph: Run) -> N
     """No layer comes from a peer, every process lives on, and what was redone is accounted for."""
     result = morph(*specs)
 
-    (event,) = answered(result)
+    (event,) = recoveries(result)
     assert event.policy == "morph"
     assert event.source_tier == "disk"
     assert event.received_bytes == 0
@@ -65,7 +63,7 @@ def test_without_a_save_all_begin_anew(morph: Run) -> None:
     """The seed tells the first state, so the job redoes all that it has done, and loses nothing."""
     result = morph("kill:3@2", every=0)
 
-    (event,) = answered(result)
+    (event,) = recoveries(result)
     assert event.redone_samples >= 2 * result.planned.config.training.global_batch_size
     assert event.source_tier == ""
 
@@ -74,7 +72,7 @@ def test_a_layer_without_a_live_holder_is_on_disk(morph: Run) -> None:
     """Four of six nodes at once, where only two failures are tolerated: two nodes hold no model."""
     result = morph("kill:0,2,3,4@5", f=1)
 
-    (event,) = answered(result)
+    (event,) = recoveries(result)
     assert event.source_tier == "disk"
     assert len(result.report.final.nodes) == 2
 
@@ -83,7 +81,7 @@ def test_losses_in_a_recovery_and_after_it(morph: Run) -> None:
     """The second loss strikes before the first is answered, the third in what is redone."""
     result = morph("kill:1@4", "kill:2@3.transfer", "kill:5@5")
 
-    assert {event.policy for event in answered(result)} == {"morph"}
+    assert {event.policy for event in recoveries(result)} == {"morph"}
     assert len(result.report.final.nodes) == 3
 
 
@@ -91,7 +89,7 @@ def test_nodes_that_come_or_leave_in_peace_undo_nothing(morph: Run) -> None:
     """Layers come from live holders while training goes on."""
     result = morph("kill:4@3", "join:1@4")
 
-    loss, join = answered(result)
+    loss, join = recoveries(result)
     assert loss.redone_samples
     assert join.policy == "morph"
     assert join.redone_samples == 0

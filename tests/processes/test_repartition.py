@@ -1,7 +1,6 @@
 """Nodes die under resilience.policy = "repartition"; layouts searched anew have the same bits."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,10 @@ def repartition(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Ru
     """Runs a job on three pipelines of two nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server, iterations=ITERATIONS)
-        resilience = replace(config.resilience, policy="repartition")
-        result = struck(replace(config, resilience=resilience), server, *specs, sizes=(2, 2, 2))
+        config = chaos_job(
+            "gpt2", tmp_path / "run", server, policy="repartition", iterations=ITERATIONS
+        )
+        result = struck(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
         return result
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -20,13 +21,15 @@ from chaos import (
 )
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
-from planaria.core.job import JobConfig
+from planaria.core.job import JobConfig, PolicyName
 from planaria.errors import InsufficientError
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 FAMILIES = ("gpt2", "llama", "sequential")
 DOWNTIME_S = 1.0  # The median of twenty; benchmarks/recovery.py asserts that.
+
+OTHERS = tuple(name for name in get_args(PolicyName) if name != "reinstantiate")
 
 Run = Callable[..., TrainingResult]
 
@@ -56,9 +59,19 @@ def survive(
     """Runs a job with faults; it must end with the bits of the calm run."""
 
     def run(
-        *specs: str, family: str = "gpt2", nodes: int = 6, f: int = 1, sizes: tuple[int, ...] = ()
+        *specs: str,
+        family: str = "gpt2",
+        nodes: int = 6,
+        f: int = 1,
+        sizes: tuple[int, ...] = (),
+        policy: PolicyName = "reinstantiate",
     ) -> TrainingResult:
-        config = chaos_job(family, tmp_path / "run", server, nodes=nodes, f=f)
+        config = chaos_job(family, tmp_path / "run", server, nodes=nodes, f=f, policy=policy)
+        if policy == "absorb":  # Of a neighbour's layers there is room for two of three.
+            memory_bytes = 3 * config.cluster.device_memory_bytes
+            config = replace(
+                config, cluster=replace(config.cluster, device_memory_bytes=memory_bytes)
+            )
         result = struck(config, server, *specs, sizes=sizes)
         check_survived(result, specs, calm(family))
         return result
@@ -141,6 +154,24 @@ def test_a_loss_in_the_first_iteration_starts_anew_without_the_node(survive: Run
     (event,) = recoveries(survive("kill:0@0.backward"))
 
     assert event.transfer_bytes == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "policy", [name for name in get_args(PolicyName) if name != "reinstantiate"]
+)
+@pytest.mark.parametrize("specs", [*SINGLE, *AT_ONCE[::4], *TWICE], ids=" ".join)
+def test_every_policy_survives_what_one_does(
+    specs: tuple[str, ...], policy: PolicyName, survive: Run
+) -> None:
+    """The sweeps above; what may be lost at once is the same."""
+    num_nodes = 6 if specs in SINGLE else 8
+    sizes = {6: (3, 3), 8: (2, 3, 3)}[num_nodes] if policy == "absorb" else ()
+    f = 1 if specs in SINGLE else 2
+
+    result = survive(*specs, policy=policy, nodes=num_nodes, f=f, sizes=sizes)
+
+    assert len(result.report.final.nodes) == num_nodes - f
 
 
 @pytest.mark.parametrize("family", long_but_the_first(FAMILIES))

@@ -89,7 +89,7 @@ class ResilienceConfig:
         1, "f: any f nodes may be lost at once; f + 1 pipelines at least"
     )
     policy: PolicyName = _key(  # noqa: RUF009 (an alias of a Literal)
-        "reinstantiate",
+        "adaptive",
         "who answers a loss; reinstantiate: pipelines made anew (Oobleck); reroute: microbatches "
         "go around lost nodes (ReCycle); repartition: pipelines of any depth, searched for the "
         "nodes that are left (Odyssey); morph: the best grid of equal pipelines, from the newest "
