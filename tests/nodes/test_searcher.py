@@ -37,6 +37,7 @@ class Seen(msgspec.Struct):
         proposed: those of the policy itself.
         epochs: of the plans known.
         found_alone: as `found`, once the process was killed.
+        nice: of the process, and of its group where the kernel has such.
         is_gone: no process is left.
     """
 
@@ -45,6 +46,7 @@ class Seen(msgspec.Struct):
     proposed: dict[int, list[str]] = {}
     epochs: list[int] = []
     found_alone: list[int] = []
+    nice: list[int] = []
     is_gone: bool = False
 
 
@@ -97,6 +99,10 @@ async def _coordinated(spec: LeaderSpec) -> Seen:
         proposed = rules_of(spec, known_no_more).policy.propose(plan, cluster, event, rules.prices)
         seen.proposed[node] = [transition.answer for transition in proposed]
     (process,) = psutil.Process().children()
+    seen.nice = [process.nice()]
+    group = Path(f"/proc/{process.pid}/autogroup")
+    if group.exists():
+        seen.nice.append(int(group.read_text().split()[-1]))
     process.send_signal(signal.SIGKILL)
     process.wait()
     await asyncio.sleep(0.01)
@@ -120,4 +126,5 @@ def test_answers_are_those_of_the_policy_and_are_there_before_a_loss(tmp_path: P
     assert set(seen.epochs) == {8}
     assert seen.found[0] == 7
     assert seen.found_alone == [7, 9]
+    assert set(seen.nice) == {10}
     assert seen.is_gone

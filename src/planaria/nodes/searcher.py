@@ -8,6 +8,7 @@ bytes until they are needed.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import pickle
@@ -17,6 +18,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from planaria.coordinator.drift import corrected_plans
@@ -127,7 +129,7 @@ def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
     try:
         die_with_parent(parent_pid)
         close_others({0, 1, 2, sock.fileno()})
-        os.nice(_NICE)
+        _step_back()
         _serve(spec, sock)
     except EOFError:
         logger.debug("the coordinator's process has ended")
@@ -135,6 +137,18 @@ def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
         logger.exception("no answers are looked for ahead any more")
     finally:
         os._exit(1)
+
+
+def _step_back() -> None:
+    """Leaves the processor to whoever trains.
+
+    Where Linux groups tasks by session a process is nice to those of its own session only, and all
+    of planaria's processes have one each, so it is the group that has to be.
+    """
+    os.setsid()
+    os.nice(_NICE)
+    with contextlib.suppress(OSError):  # There are no groups.
+        Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
 def _serve(spec: LeaderSpec, sock: socket.socket) -> None:
