@@ -276,8 +276,22 @@ class _Search:
                 break
             counts[pairs.index(last)] -= 1
             counts[pairs.index(taker)] += 1
-        templates = [self._cut_for_split(*pair) for pair in pairs]
-        return self._layout([one for one in templates if one], counts, is_split=True)
+        templates = [one for pair in pairs if (one := self._cut_for_split(*pair))]
+        layout = self._layout(templates, counts, is_split=True)
+        # Whoever ends earlier is not the one to wait for, but equal cuts have fewer reductions.
+        slowest = templates[pairs.index(last)]
+        alike = [
+            slowest if pair[0] == last[0] else one
+            for pair, one in zip(pairs, templates, strict=True)
+        ]
+        if alike == templates or any(
+            self._partitions.split_times.ends_s(*pair) is None
+            for pair in zip(alike, counts, strict=True)
+        ):
+            return layout
+        yield
+        equal = self._layout(alike, counts, is_split=True)
+        return min(layout, equal, key=lambda one: one.iteration_s)
 
     def _by_share(self, slots: Sequence[_Slot]) -> tuple[int, ...]:
         return by_share([slot.num_nodes for slot in slots], self._problem.num_microbatches)
