@@ -182,7 +182,8 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Bound:
-    """Ends a run that takes too long, as Ctrl-C twice does; `stacks` is where its workers stood."""
+    """Interrupts a run that takes too long, as Ctrl-C twice does; `stacks` is where its workers
+    stood."""
 
     seconds: float
     stand: _Stand
@@ -196,9 +197,6 @@ class _Bound:
         try:
             thread.start()
             yield
-        except KeyboardInterrupt:
-            if not self.is_expired:
-                raise
         finally:
             self.is_over.set()
             thread.join()
@@ -275,6 +273,9 @@ def _run(
                 display=watch,
                 server=bound.stand.server,
             )
+    except KeyboardInterrupt:
+        if not bound.is_expired:
+            raise
     except (PlanariaError, AssertionError, OSError) as error:
         found.append(f"{type(error).__name__}: {error}")
     if bound.is_expired:

@@ -13,6 +13,7 @@ from planaria.core.job import (
     ClusterConfig,
     JobConfig,
     ModelConfig,
+    ResilienceConfig,
     TrainingConfig,
 )
 from planaria.core.plan import LayerProfile, Link, ModelProfile
@@ -57,6 +58,7 @@ def _run(
         model=ModelConfig(kind="paced", profile=str(profile), time_scale=time_scale, jitter=0.0),
         training=TrainingConfig(iterations=6, global_batch_size=8, microbatch_size=1),
         checkpoint=CheckpointConfig(directory=str(profile.parent / name)),
+        resilience=ResilienceConfig(policy="reinstantiate"),  # Of which something has to move.
         cluster=ClusterConfig(nodes=4),
     )
     injections = tuple(parse_injection(spec) for spec in specs)
