@@ -65,7 +65,9 @@ chaos: $(READY)
 		tests/processes/test_standstill.py tests/processes/test_ends.py \
 		tests/processes/test_cut.py tests/processes/test_changes.py tests/processes/test_flip.py \
 		tests/processes/test_slow.py tests/processes/test_around.py \
-		tests/processes/test_choosing.py tests/processes/test_paced_links.py
+		tests/processes/test_choosing.py tests/processes/test_paced_links.py \
+		tests/processes/test_absorb.py tests/processes/test_morph.py \
+		tests/processes/test_prediction.py
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json

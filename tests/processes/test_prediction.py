@@ -33,6 +33,7 @@ def test_predicted_iteration_time_is_the_measured_one(
 BOTH_STAGES_BYTES = 6000  # A node has room for its neighbour's layers, too.
 
 
+@pytest.mark.long
 def test_what_eager_forwards_cost_is_predicted(server: ForkServer, tmp_path: Path) -> None:
     """Iterations of a job that is ready to absorb losses, over those of one that is not."""
     ready, plain = (
