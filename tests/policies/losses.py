@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
+from hypothesis import strategies as st
+
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import NUM_CHUNKS, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import EveryPlan, bind, every_plan
@@ -47,6 +49,14 @@ def plan_of(every: EveryPlan, sizes: tuple[int, ...], nodes: Sequence[int] | Non
     """The plan of epoch 0 with pipelines of these sizes, on nodes 0, 1, .. or on those given."""
     templates = [every.templates.get(size) or even_template(size) for size in sizes]
     return bind(every.problem, templates, nodes or range(sum(sizes)), epoch=0)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
+    """Two to four pipelines of up to four nodes, that may lose any one."""
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
+    book = every(sum(sizes), n0=1, f=1)
+    return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
 
 
 def prices(every: EveryPlan) -> Prices:

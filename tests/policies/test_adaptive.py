@@ -16,7 +16,7 @@ from planaria.policies.policy import Outlook, Policy, Prices, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
-from policies.losses import NUM_SAMPLES, every, plan_of, prices
+from policies.losses import NUM_SAMPLES, every, jobs, plan_of, prices
 
 
 def policies(book: EveryPlan) -> tuple[Policy, Policy]:
@@ -51,13 +51,6 @@ def expected_samples(transition: Transition, outlook: Outlook) -> float:
         total += NUM_SAMPLES / one.iteration_s * (left - over)
         total -= at_risk * ((left if index else 1.0) - over)
     return total
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
-    book = every(sum(sizes), n0=1, f=1)
-    return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
 
 
 @settings(max_examples=6, deadline=None)

@@ -15,7 +15,15 @@ from planaria.planner.search import Searched
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
 from planaria.policies.unequal import STAY, Unequal
-from policies.losses import NUM_LAYERS, NUM_MICROBATCHES, check_transfers, every, plan_of, prices
+from policies.losses import (
+    NUM_LAYERS,
+    NUM_MICROBATCHES,
+    check_transfers,
+    every,
+    jobs,
+    plan_of,
+    prices,
+)
 
 
 def policy(book: EveryPlan) -> Repartition:
@@ -35,13 +43,6 @@ def check_is_a_layout(transition: Transition, cluster: ClusterState, book: Every
     assert len(after.routes) == NUM_MICROBATCHES
     assert transition.iteration_s == pytest.approx(simulated_s(book.problem, after), rel=1e-9)
     check_transfers(transition, cluster, prices(book).layer_bytes)
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
-    book = every(sum(sizes), n0=1, f=1)
-    return book, plan_of(book, sizes, draw(st.permutations(range(sum(sizes)))))
 
 
 @settings(max_examples=5, deadline=None)

@@ -20,6 +20,7 @@ from policies.losses import (
     check_is_whole,
     check_transfers,
     every,
+    jobs,
     plan_of,
     prices,
 )
@@ -69,15 +70,6 @@ def test_a_loss_is_answered_without_moving_anything() -> None:
     assert first.downtime_s == prices(book).regroup_s
     assert first.redone_samples == NUM_SAMPLES
     check_goes_around(first, survivors(plan, (2,), epoch=1), book)
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
-    """Two to four pipelines of different sizes, so of different boundaries."""
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
-    num_nodes = sum(sizes)
-    book = every(num_nodes, n0=1, f=1)
-    return book, plan_of(book, sizes, draw(st.permutations(range(num_nodes))))
 
 
 @settings(max_examples=8, deadline=None)

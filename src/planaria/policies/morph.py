@@ -26,10 +26,9 @@ from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
 from planaria.core.plan import PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroutes import Priced
-from planaria.policies.policy import Prices, downtime_s
+from planaria.policies.policy import Prices, moving
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import of_kinds, staying
-from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY: Final = "morph"
@@ -118,13 +117,12 @@ class Morph:
         self, grid: Priced, plan: Plan, cluster: ClusterState, prices: Prices
     ) -> Transition:
         """Layers come from whoever holds them."""
-        moved = self.restoring.sources(grid.plan, cluster, layer_bytes=prices.layer_bytes)
-        per_node = self.every.problem.devices_per_node
-        return Transition(
-            before=plan,
-            after=grid.plan,
-            rounds=transfer_rounds(moved),
-            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+        return moving(
+            plan,
+            grid.plan,
+            cluster,
+            prices,
+            self.restoring,
             iteration_s=grid.iteration_s,
             redone_samples=0,
             policy=POLICY,

@@ -16,6 +16,8 @@ from typing import Protocol
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Link, ModelProfile, Plan, Transfer, Transition
 from planaria.restorer.cover import trusted_layers
+from planaria.restorer.sources import transfer_rounds
+from planaria.restorer.strategies import Restoring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,33 @@ def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
             bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
     busiest_s = (prices.links[kind].seconds(size) for (kind, _, _), size in bytes_on.items())
     return prices.regroup_s + max(busiest_s, default=0.0)
+
+
+def moving(
+    plan: Plan,
+    after: Plan,
+    cluster: ClusterState,
+    prices: Prices,
+    restoring: Restoring,
+    *,
+    iteration_s: float,
+    redone_samples: int,
+    policy: str,
+    answer: str,
+) -> Transition:
+    """The way from a plan to another one: layers come from whoever holds them."""
+    moved = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
+    per_node = after.pipelines[0].template.devices_per_node
+    return Transition(
+        before=plan,
+        after=after,
+        rounds=transfer_rounds(moved),
+        downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+        iteration_s=iteration_s,
+        redone_samples=redone_samples,
+        policy=policy,
+        answer=answer,
+    )
 
 
 def num_exposed(plan: Plan, cluster: ClusterState) -> int:

@@ -35,10 +35,9 @@ from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Prices, downtime_s, least_exposed, num_exposed
+from planaria.policies.policy import Prices, least_exposed, moving, num_exposed
 from planaria.restorer.assignment import Opening
 from planaria.restorer.cover import trusted_layers
-from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY = "reinstantiate"
@@ -117,13 +116,12 @@ class Reinstantiate:
         """The way from a plan to these pipelines, microbatches distributed anew."""
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
         after = plain_plan(cluster.epoch, pipelines, microbatches)
-        moved = self.restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
-        per_node = self.every.problem.devices_per_node
-        return Transition(
-            before=plan,
-            after=after,
-            rounds=transfer_rounds(moved),
-            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+        return moving(
+            plan,
+            after,
+            cluster,
+            prices,
+            self.restoring,
             iteration_s=iteration_s,
             redone_samples=event.redone_samples,
             policy=POLICY,

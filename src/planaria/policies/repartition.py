@@ -25,10 +25,9 @@ from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Trans
 from planaria.planner.problem import Problem
 from planaria.planner.reroutes import with_split_backwards
 from planaria.planner.search import Layout, Searched
-from planaria.policies.policy import Policy, Prices, downtime_s, least_exposed, num_exposed
+from planaria.policies.policy import Policy, Prices, least_exposed, moving, num_exposed
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import STAY
-from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY: Final = "repartition"
@@ -99,13 +98,12 @@ class Repartition:
         after = plain_plan(cluster.epoch, pipelines, _dealt(layout, pipelines))
         if layout.splits_backward:
             after = with_split_backwards(self.problem, after)
-        moved = self.restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
-        per_node = self.problem.devices_per_node
-        return Transition(
-            before=plan,
-            after=after,
-            rounds=transfer_rounds(moved),
-            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+        return moving(
+            plan,
+            after,
+            cluster,
+            prices,
+            self.restoring,
             iteration_s=layout.iteration_s,
             redone_samples=event.redone_samples,
             policy=POLICY,

@@ -32,9 +32,8 @@ from planaria.planner.reroutes import (
     rerouted,
     simulated_s,
 )
-from planaria.policies.policy import Policy, Prices, downtime_s, least_exposed
+from planaria.policies.policy import Policy, Prices, least_exposed, moving
 from planaria.policies.unequal import of_kinds
-from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
 POLICY: Final = "reroute"
@@ -131,13 +130,12 @@ class Reroute:
         event: ClusterEvent,
         prices: Prices,
     ) -> Transition:
-        moved = self.restoring.sources(found.plan, cluster, layer_bytes=prices.layer_bytes)
-        per_node = self.problem.devices_per_node
-        return Transition(
-            before=plan,
-            after=found.plan,
-            rounds=transfer_rounds(moved),
-            downtime_s=downtime_s(moved, prices, devices_per_node=per_node),
+        return moving(
+            plan,
+            found.plan,
+            cluster,
+            prices,
+            self.restoring,
             iteration_s=found.iteration_s,
             redone_samples=event.redone_samples,
             policy=POLICY,
