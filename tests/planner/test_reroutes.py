@@ -14,7 +14,7 @@ from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, plain_pl
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import dealt, even_s, rerouted, simulated_s
+from planaria.planner.reroutes import even_s, rerouted, simulated_s
 from planaria.schedule.lower import lowered, lowered_for
 from schedule.plan_examples import pipeline, plain_plans, random_plan
 from strategies import MEBIBYTE, layer_profile, model_profile
@@ -112,7 +112,7 @@ def test_peers_share_what_a_lost_node_did() -> None:
     """Odyssey's equation 13 would sum over stages; here nobody has more than a microbatch more."""
     plan = grid(4, 4, ((0, 1),))
 
-    found = dealt(unit_problem(4, 32), plan)
+    found = rerouted(unit_problem(4, 32), plan, hops_max=0)
 
     assert found is not None
     visits = Counter(hop.rank for route in found.plan.routes for hop in route)
@@ -189,7 +189,7 @@ def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
         problem = unit_problem(num_places, each * num_pipelines)
         problem = replace(problem, splits_backward=False)
 
-        found = dealt(problem, plan)
+        found = rerouted(problem, plan, hops_max=0)
 
         assert found is not None
         assert 0.7 * found.iteration_s <= even_s(problem, plan) <= found.iteration_s

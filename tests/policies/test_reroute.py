@@ -1,14 +1,18 @@
 """Rerouting as transitions: nothing moves, several losses, nodes that come, and what is left."""
 
 from dataclasses import replace
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, Plan, Transition
+from planaria.planner import reroutes
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroutes import num_without_work
+from planaria.policies import reroute
+from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Outlook, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
@@ -118,6 +122,30 @@ def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.
         assert transition.after.gone == ()
         check_is_whole(transition, cluster, book)
         check_transfers(transition, cluster, prices(book).layer_bytes)
+
+
+@settings(max_examples=15, deadline=None)
+@given(jobs(), st.data())
+def test_in_a_hurry_few_plans_are_run(job: tuple[EveryPlan, Plan], data: st.DataObject) -> None:
+    """One for each way of going around, and each move; none is faster than the best of all tries,
+    and a large plan is left to others."""
+    book, plan = job
+    lost = data.draw(st.sampled_from(plan.nodes))
+    cluster, event = survivors(plan, (lost,), epoch=1), NodesLost((lost,), 0)
+    all_tries = Reroute(book.problem, Adaptive(()))
+    hurried = replace(all_tries, is_hurried=True)
+
+    with mock.patch.object(reroutes, "priced", wraps=reroutes.priced) as run:
+        found = hurried.propose(plan, cluster, event, prices(book))
+    best = all_tries.propose(plan, cluster, event, prices(book))
+
+    assert run.call_count <= 2 + 3  # As it is, before a move, and three moves of one node.
+    assert bool(found) == bool(best)
+    for one in found:
+        check_goes_around(one, cluster, book)
+        assert one.iteration_s >= min(other.iteration_s for other in best)
+    with mock.patch.object(reroute, "_HURRIED_HOPS_MAX", sum(map(len, plan.routes)) - 1):
+        assert hurried.propose(plan, cluster, event, prices(book)) == ()
 
 
 def test_a_node_that_joins_takes_the_empty_place() -> None:

@@ -193,7 +193,7 @@ def initialise(model: Any, *, seed: int) -> None:
             empty = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype)
             setattr(module, name, empty)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model.initialize_weights()
     for name, buffer in model.named_buffers():
         unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)

@@ -12,7 +12,7 @@ from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.policies.ahead import Ahead, Known
-from planaria.policies.named import looks_ahead, policy_of, quickest_of
+from planaria.policies.named import looks_ahead, policy_of
 from planaria.policies.policy import Policy, profile_prices
 
 # What a recovery takes beside moving layers, until the job has told; docs/LOG.md.
@@ -60,7 +60,9 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
 
     def policy(plans: EveryPlan) -> Policy:
         named = policy_of(spec.job, plans)
-        return Ahead(named, known, quickest_of(spec.job, plans)) if is_ahead else named
+        if not is_ahead:
+            return named
+        return Ahead(named, known, hurried=policy_of(spec.job, plans, is_hurried=True))
 
     num_layers = len(spec.problem.profile.layers)
     return Rules(

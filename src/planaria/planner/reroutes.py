@@ -32,7 +32,7 @@ from planaria.planner.ticks import stage_ticks
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import unchecked
 
-_HOPS_MAX: Final = 1 << 10  # Of all tries together; they take some 50 ms.
+HOPS_MAX: Final = 1 << 10  # Of all tries together; they take some 50 ms.
 
 
 class Priced(NamedTuple):
@@ -42,7 +42,7 @@ class Priced(NamedTuple):
     iteration_s: float
 
 
-def rerouted(problem: Problem, plan: Plan) -> Priced | None:
+def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Priced | None:
     """The fastest plan with routes around its empty places, of those that leave the fewest devices
     without work.
 
@@ -51,6 +51,7 @@ def rerouted(problem: Problem, plan: Plan) -> Priced | None:
 
     Args:
         plan: its routes are not looked at.
+        hops_max: of all that is run; what step 1 finds always is, at 0 nothing else.
 
     Returns:
         None if a layer is in empty places only, or some device has no memory for one microbatch.
@@ -60,7 +61,7 @@ def rerouted(problem: Problem, plan: Plan) -> Priced | None:
         return None
     first = detours.routes(problem.num_microbatches, None)
     around = detours.num_around(first)
-    num_tries = max(1, _HOPS_MAX // sum(map(len, first)))
+    num_tries = max(1, hops_max // sum(map(len, first)))
     nearest = [around + sign * step for step in range(1, num_tries) for sign in (-1, 1)]
     can = [number for number in nearest if detours.can_deal(problem.num_microbatches, number)]
     others = [detours.routes(problem.num_microbatches, number) for number in can[: num_tries - 1]]
@@ -81,19 +82,10 @@ def num_without_work(plan: Plan) -> int:
     return sum(rank in plan.layers_by_rank and rank not in visited for rank in firsts)
 
 
-def dealt(problem: Problem, plan: Plan) -> Priced | None:
-    """As `rerouted`, without step 2."""
-    detours = Detours(problem, plan)
-    if not detours.covers_model():
-        return None
-    routes = detours.routes(problem.num_microbatches, None)
-    return priced(problem, replace(plan, routes=routes))
-
-
 def even_s(problem: Problem, plan: Plan) -> float:
     """When the rank that ends last would end, if all holders of each layer shared its work evenly.
 
-    Infinite if a layer has none. It is what `dealt` aims at, in O(layers + ranks).
+    Infinite if a layer has none. It is what step 1 of `rerouted` aims at, in O(layers + ranks).
     """
     stages = [
         (stage, kind.speed, ranks[0])

@@ -7,9 +7,9 @@ two. An answer is kept as the policy gave it, with its transfers and its price, 
 costs what the first one costs: links between nodes are all alike.
 
 What is kept serves where the survivors hold just what the plan gave them, are as fast as it takes
-them for and are trusted; the policy itself answers all else, or a quicker one where that would take
-too long. Whether there is a better plan for the
-nodes that there are is looked at first: a plan that answered a loss was chosen in a hurry.
+them for and are trusted. All else is answered in a hurry while everybody waits, and by the policy
+itself while they train, unless the plan is too large for that. Whether there is a better plan for
+the nodes that there are is looked at first: a plan that answered a loss was chosen in a hurry.
 
 Source: Odyssey, section IV-C: the search for a plan can be performed in advance.
 Differs: Odyssey's algorithm 1 keeps one plan for all losses, whoever and however many are lost.
@@ -30,10 +30,8 @@ from planaria.policies.unequal import STAY
 
 SEARCH_STEPS_MAX: Final = 4000  # For one number of nodes; 32 nodes take 0.7 s.
 LOSSES_MAX: Final = 256  # That are looked at for one plan.
-# Of a plan that is answered by the policy itself, in some 0.1 s while all stand still and in up to
-# 1 s while they train.
-_HOPS_STANDING_MAX: Final = 1 << 8
-_HOPS_TRAINING_MAX: Final = 1 << 10
+# Of a plan that is answered by the policy itself while its nodes train, in up to 1 s.
+_HOPS_MAX: Final = 1 << 10
 
 # Of a pipeline its template, the positions that were empty, and those of the nodes that are lost.
 _Sort = tuple[PipelineTemplate, tuple[int, ...], tuple[int, ...]]
@@ -101,8 +99,8 @@ class Ahead:
     """The policy: another one's answers, looked up where they are known.
 
     Attributes:
-        hurried: answers what is not known about a large plan, and leaves to the search what might
-            be better.
+        hurried: answers what is not known while everybody waits, and leaves to the search what
+            might be better.
     """
 
     policy: Policy
@@ -116,10 +114,8 @@ class Ahead:
         known = self.known.answers(plan, cluster, event, prices)
         if known is not None:
             return known
-        is_lost = isinstance(event, NodesLost)
-        hops_max = _HOPS_STANDING_MAX if is_lost else _HOPS_TRAINING_MAX
         found: tuple[Transition, ...] = ()
-        if sum(map(len, plan.routes)) > hops_max:
+        if isinstance(event, NodesLost) or sum(map(len, plan.routes)) > _HOPS_MAX:
             found = self.hurried.propose(plan, cluster, event, prices)
         return found or self.policy.propose(plan, cluster, event, prices)
 

@@ -12,7 +12,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.morph import Morph
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.repartition import Repartition
+from planaria.policies.repartition import STEPS_MAX, Repartition
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
@@ -26,21 +26,30 @@ def searched_by(job: JobConfig, problem: Problem) -> Searched:
     return Searched(problem, ranges)
 
 
-def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
+def policy_of(
+    job: JobConfig,
+    every: EveryPlan,
+    searched: Searched | None = None,
+    *,
+    is_hurried: bool = False,
+) -> Policy:
     """The policy that a job names, and that its nodes' speeds are answered with.
 
     Args:
         searched: what is known of layouts; None if nothing is yet.
+        is_hurried: takes some 30 ms at tens of nodes and a second at thousands, for answers that
+            are not quite as good.
     """
     restoring = _RESTORING[job.resilience.assignment]
-    anew = quickest_of(job, every)
+    anew = Unequal(Reinstantiate(every, restoring))
     searched = searched or searched_by(job, every.problem)
-    anew_of_any_depth = Repartition(every.problem, anew, searched, restoring)
+    steps_max = 0 if is_hurried else STEPS_MAX
+    anew_of_any_depth = Repartition(every.problem, anew, searched, restoring, steps_max)
     match job.resilience.policy:
         case "reinstantiate":
             return anew
         case "reroute":
-            return Reroute(every.problem, anew, restoring)
+            return Reroute(every.problem, anew, restoring, is_hurried)
         case "repartition":
             return anew_of_any_depth
         case "absorb":
@@ -48,13 +57,8 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
         case "morph":
             return Morph(every, restoring)
         case "adaptive":
-            around = Reroute(every.problem, Adaptive(()), restoring)
+            around = Reroute(every.problem, Adaptive(()), restoring, is_hurried)
             return Adaptive((anew, around, anew_of_any_depth))
-
-
-def quickest_of(job: JobConfig, every: EveryPlan) -> Policy:
-    """The policy whose answers to thousands of nodes take a second at most."""
-    return Unequal(Reinstantiate(every, _RESTORING[job.resilience.assignment]))
 
 
 def looks_ahead(job: JobConfig) -> bool:

@@ -25,8 +25,8 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
 from planaria.planner.reroutes import (
+    HOPS_MAX,
     Priced,
-    dealt,
     even_s,
     num_without_work,
     rerouted,
@@ -42,6 +42,7 @@ NORMALISED: Final = "reroute-normalised"
 
 _MOVES_RUN: Final = 3  # Of all possible ones, those that are run in virtual time.
 _HOPS_MAX: Final = 1 << 11  # Of all that are run; one is always.
+_HURRIED_HOPS_MAX: Final = 1 << 8  # Of a plan; an answer in a hurry takes some 20 ms then.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,13 @@ class Reroute:
 
     Attributes:
         otherwise: answers what rerouting cannot.
+        is_hurried: runs no more than one try for each answer, and nothing of large plans.
     """
 
     problem: Problem
     otherwise: Policy
     restoring: Restoring = LEAST_BYTES
+    is_hurried: bool = False
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -85,13 +88,15 @@ class Reroute:
         return least_exposed(found, cluster)
 
     def _answers(self, plan: Plan, cluster: ClusterState) -> Iterator[tuple[str, Priced]]:
+        if self.is_hurried and sum(map(len, plan.routes)) > _HURRIED_HOPS_MAX:
+            return
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
         around = _emptied(of_kinds(plan, kinds), alive, epoch=cluster.epoch)
         if around.gone == plan.gone:  # A worker is new, its node is not.
             as_is: Priced | None = Priced(around, simulated_s(self.problem, around))
         else:
-            as_is = rerouted(self.problem, around)
+            as_is = self._rerouted(around)
         if as_is is not None:
             yield REROUTE, as_is
         moved = self._normalised(around, alive, kinds)
@@ -108,18 +113,23 @@ class Reroute:
         """The plan once nodes have moved to empty places; None if no move helps."""
         num_hops = len(plan.routes) * max(len(p.template.stages) for p in plan.pipelines)
         num_run = min(_MOVES_RUN, 1 + _HOPS_MAX // max(1, num_hops))
-        now = dealt(self.problem, plan)
+        now = rerouted(self.problem, plan, hops_max=0)
         moved = plan
         for _ in range(len(plan.gone)):
             idle = tuple(sorted(set(alive).difference(moved.nodes)))
             options = [of_kinds(one, kinds) for one in _moves(moved, idle or moved.nodes)]
             options.sort(key=lambda one: even_s(self.problem, one))
-            found = [one for one in (dealt(self.problem, o) for o in options[:num_run]) if one]
-            best = min(found, key=lambda one: one.iteration_s, default=None)
+            found = [rerouted(self.problem, one, hops_max=0) for one in options[:num_run]]
+            best = min(filter(None, found), key=lambda one: one.iteration_s, default=None)
             if best is None or (not idle and now and best.iteration_s >= now.iteration_s):
                 break
             now, moved = best, best.plan
-        return None if moved == plan else rerouted(self.problem, moved)
+        if moved == plan:
+            return None
+        return now if self.is_hurried else self._rerouted(moved)
+
+    def _rerouted(self, plan: Plan) -> Priced | None:
+        return rerouted(self.problem, plan, hops_max=0 if self.is_hurried else HOPS_MAX)
 
     def _transition(
         self,

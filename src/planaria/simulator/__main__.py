@@ -10,6 +10,7 @@ from multiprocessing import Pool
 from planaria.simulator.simulation import Run, run, told
 
 _CHUNK = 20
+_TOLD_EVERY = 5000  # Runs.
 
 
 def runs(seeds: range, *, num_processes: int) -> Iterator[Run]:
@@ -42,6 +43,8 @@ if __name__ == "__main__":
             raise SystemExit(1)
         if len(seeds) == 1:
             print(told(run(one.seed)))
+        if endings.total() % _TOLD_EVERY == 0:
+            print(f"{endings.total()} runs", flush=True)
     seconds = time.monotonic() - begin_s
     counts = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
     print(
