@@ -15,11 +15,12 @@ from jobs import NUM_LAYERS, tiny_job
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import ResilienceConfig
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.leader_spec import LeaderSpec, rules_of
+from planaria.nodes.leader_spec import LeaderSpec, every_of, rules_of
 from planaria.nodes.searcher import Searcher
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import Known
+from planaria.policies.named import policy_of
 from strategies import equal_problem
 
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -80,6 +81,7 @@ def coordinate(payload: bytes, result_fd: int) -> None:
 async def _coordinated(spec: LeaderSpec) -> Seen:
     seen, known = Seen(), Known()
     rules = rules_of(spec, known)
+    policy = policy_of(spec.job, every_of(spec))
     searcher = Searcher(spec, known, found=seen.found.append)
     await searcher.open()
     hearing = asyncio.create_task(searcher.hear())
@@ -95,8 +97,7 @@ async def _coordinated(spec: LeaderSpec) -> Seen:
             await asyncio.sleep(0.01)
         seen.known[node] = [transition.answer for transition in found]
         seen.epochs += [transition.after.epoch for transition in found]
-        known_no_more = Known()
-        proposed = rules_of(spec, known_no_more).policy.propose(plan, cluster, event, rules.prices)
+        proposed = policy.propose(plan, cluster, event, rules.prices)
         seen.proposed[node] = [transition.answer for transition in proposed]
     (process,) = psutil.Process().children()
     seen.nice = [process.nice()]

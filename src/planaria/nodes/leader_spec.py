@@ -11,8 +11,8 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.policies.ahead import Ahead, Known
-from planaria.policies.named import looks_ahead, policy_of
+from planaria.policies.ahead import Known
+from planaria.policies.named import aware_policy_of, looks_ahead
 from planaria.policies.policy import Policy, profile_prices
 
 # What a recovery takes beside moving layers, until the job has told; docs/LOG.md.
@@ -56,13 +56,9 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
         known: answers that are found before they are needed, if the job looks ahead.
     """
     every = every_of(spec)
-    is_ahead = looks_ahead(spec.job)
 
     def policy(plans: EveryPlan) -> Policy:
-        named = policy_of(spec.job, plans)
-        if not is_ahead:
-            return named
-        return Ahead(named, known, hurried=policy_of(spec.job, plans, is_hurried=True))
+        return aware_policy_of(spec.job, plans, known)
 
     num_layers = len(spec.problem.profile.layers)
     return Rules(
@@ -80,5 +76,5 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
         ),
         every=every,
         policy_of=policy,
-        looks_ahead=is_ahead,
+        looks_ahead=looks_ahead(spec.job),
     )

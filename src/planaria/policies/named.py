@@ -9,6 +9,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.search import Searched
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
+from planaria.policies.ahead import Ahead, Known
 from planaria.policies.morph import Morph
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
@@ -59,6 +60,14 @@ def policy_of(
         case "adaptive":
             around = Reroute(every.problem, Adaptive(()), restoring, is_hurried)
             return Adaptive((anew, around, anew_of_any_depth))
+
+
+def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
+    """As `policy_of`, with what is known of losses if the job looks ahead."""
+    named = policy_of(job, every)
+    if not looks_ahead(job):
+        return named
+    return Ahead(named, known, hurried=policy_of(job, every, is_hurried=True))
 
 
 def looks_ahead(job: JobConfig) -> bool:

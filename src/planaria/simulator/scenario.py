@@ -23,7 +23,8 @@ from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.shadows import shadowed
 from planaria.planner.templates import pipeline_templates
-from planaria.policies.named import policy_of
+from planaria.policies.ahead import Known
+from planaria.policies.named import aware_policy_of
 from planaria.policies.policy import profile_prices
 
 PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on what is expected.
@@ -106,7 +107,7 @@ def planned_job(scenario: Scenario) -> PlannedJob:
     every = _every(replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0))
     rules = Rules(
         job=job,
-        policy=policy_of(job, every),
+        policy=aware_policy_of(job, every, Known()),
         prices=profile_prices(every.problem.profile, regroup_s=REGROUP_S),
         n0=min(every.templates),
         max_nodes=scenario.max_nodes,
