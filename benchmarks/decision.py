@@ -3,12 +3,14 @@
 A node of a job of Llama-2 7B is lost, on 32 nodes and on 1,000 of one device each. Printed are the
 seconds of CPU of what the coordinator calls between the loss and its choice: all answers under
 `resilience.policy = "adaptive"`. Ahead of it they were looked for as between failures, here for
-single losses; the time of that and of its longest step is beside.
+single losses, and are pickles since, as in nodes/searcher.py; the time of that and of its longest
+step is beside.
 
 The goal is 10 ms at 32 nodes and 100 ms at 1,000 for a loss that was foreseen. Exits 1 above that.
 `python benchmarks/decision.py 32` takes one size.
 """
 
+import pickle
 import sys
 from dataclasses import replace
 from functools import partial
@@ -63,7 +65,8 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
         num_steps += 1
         longest_s = max(longest_s, process_time() - last_s)
         if found is not None:
-            known.add(found.plan, found.lost, partial(tuple, found.transitions))
+            answers = pickle.dumps(found.transitions, pickle.HIGHEST_PROTOCOL)
+            known.add(found.plan, found.lost, partial(pickle.loads, answers))
         last_s = process_time()
     ahead_s = last_s - began_s
     is_fast = True

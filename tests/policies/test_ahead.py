@@ -144,6 +144,20 @@ def test_what_is_not_known_is_answered_in_a_hurry_while_everybody_waits(
     assert policies_of(leaves, usual) == {"reinstantiate"}
 
 
+def test_what_is_equal_is_found_as_one_object(job: tuple[EveryPlan, Plan, Ahead]) -> None:
+    """So that the answers of a thousand nodes are unpickled in some ms."""
+    book, plan, _ = job
+    policy, searched = policies(book)
+    found = look_ahead(policy, searched, plan, prices=prices(book), failures_ahead=1)
+    for answers in filter(None, found):
+        plans = [one.after for one in answers.transitions]
+        parts = [x for one in plans for x in (*one.pipelines, *one.routes)]
+        assert len({id(part) for part in parts}) == len(set(parts))
+        for one in answers.transitions:
+            assert one.before is plan
+            assert one.then is None or any(one.then.after is other for other in plans)
+
+
 def test_what_is_known_has_the_prices_of_now(job: tuple[EveryPlan, Plan, Ahead]) -> None:
     """A job learns from each recovery what the next one takes."""
     book, plan, ahead = job

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
+from planaria.core.garbage import no_collection
 from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Transition
 from planaria.planner.search import Searched
 from planaria.policies.policy import Policy, Prices, downtime_s
@@ -111,7 +112,8 @@ class Ahead:
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         """As the other policy, or in a hurry."""
-        known = self.known.answers(plan, cluster, event, prices)
+        with no_collection():
+            known = self.known.answers(plan, cluster, event, prices)
         if known is not None:
             return known
         found: tuple[Transition, ...] = ()
@@ -149,7 +151,30 @@ def look_ahead(
         for lost in islice(losses(plan, number), LOSSES_MAX):
             cluster = survivors(plan, lost, epoch=plan.epoch + 1)
             event = NodesLost(lost, 0) if lost else NodesChanged((), ())
-            yield Foreseen(plan, lost, policy.propose(plan, cluster, event, prices))
+            found = policy.propose(plan, cluster, event, prices)
+            yield Foreseen(plan, lost, _sharing(found, plan))
+
+
+def _sharing(transitions: tuple[Transition, ...], plan: Plan) -> tuple[Transition, ...]:
+    """The same, in which what is equal is one object: a pickle has it once."""
+    pipelines = {pipeline: pipeline for pipeline in plan.pipelines}
+    routes = {route: route for route in plan.routes}
+    plans: dict[int, Plan] = {}
+
+    def shared_plan(one: Plan) -> Plan:
+        if id(one) not in plans:
+            plans[id(one)] = replace(
+                one,
+                pipelines=tuple(pipelines.setdefault(x, x) for x in one.pipelines),
+                routes=tuple(routes.setdefault(x, x) for x in one.routes),
+            )
+        return plans[id(one)]
+
+    def shared(one: Transition) -> Transition:
+        then = shared(one.then) if one.then else None
+        return replace(one, before=plan, after=shared_plan(one.after), then=then)
+
+    return tuple(map(shared, transitions))
 
 
 def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
@@ -235,7 +260,9 @@ class _Renaming:
         for pipeline in foreseen.pipelines:
             target = targets[_sort(pipeline, foreseen.gone, foreseen_lost)].pop()
             self._node_of.update(zip(pipeline.nodes, target.nodes, strict=True))
-        self._routes: dict[Route, Route] = {}
+        # By what they are made of, which is looked up by identity: that takes no time.
+        self._pipelines: dict[int, Pipeline] = {}
+        self._routes: dict[int, Route] = {}
         self._plans: dict[int, Plan] = {}
 
     def transition(self, one: Transition, *, redone_samples: int, prices: Prices) -> Transition:
@@ -269,10 +296,7 @@ class _Renaming:
         """Its pipelines in the order of those before."""
         if id(plan) not in self._plans:
             place = self._places()
-            pipelines = [
-                replace(one, nodes=tuple(self._node_of[node] for node in one.nodes))
-                for one in plan.pipelines
-            ]
+            pipelines = [self._pipeline(pipeline) for pipeline in plan.pipelines]
             self._plans[id(plan)] = replace(
                 plan,
                 epoch=self._epoch,
@@ -293,9 +317,17 @@ class _Renaming:
             for position, node in enumerate(pipeline.nodes)
         }
 
+    def _pipeline(self, pipeline: Pipeline) -> Pipeline:
+        """Most answers keep most of those that there are."""
+        if id(pipeline) not in self._pipelines:
+            nodes = tuple(self._node_of[node] for node in pipeline.nodes)
+            self._pipelines[id(pipeline)] = replace(pipeline, nodes=nodes)
+        return self._pipelines[id(pipeline)]
+
     def _route(self, route: Route) -> Route:
-        if route not in self._routes:
-            self._routes[route] = tuple(
+        """A plan has the same few routes thousands of times."""
+        if id(route) not in self._routes:
+            self._routes[id(route)] = tuple(
                 Hop(self._rank(hop.rank), hop.first_layer, hop.end_layer) for hop in route
             )
-        return self._routes[route]
+        return self._routes[id(route)]

@@ -12,7 +12,6 @@ is given up after `HANDSHAKE_TIMEOUT_S`, so that strangers cannot use up descrip
 """
 
 import asyncio
-import gc
 import hmac
 import os
 import struct
@@ -23,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from planaria.core.garbage import no_collection
 from planaria.core.messages import FromNode, Message, ToNode
 from planaria.errors import AuthenticationError
 
@@ -87,19 +87,11 @@ class FrameDecoder:
 def order_of(body: bytes) -> ToNode:
     """The message to a node that a frame holds.
 
-    No garbage is looked for meanwhile: a plan for thousands of nodes is 100,000s of objects, none
-    of them garbage, and Python would look at most of them several times over (0.1 s).
-
     Raises:
         msgspec.DecodeError, msgspec.ValidationError: it holds none.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_collection():
         return _order_decoder.decode(body)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _inflated(deflated: bytes) -> bytes:
