@@ -127,5 +127,7 @@ def test_answers_are_those_of_the_policy_and_are_there_before_a_loss(tmp_path: P
     assert set(seen.epochs) == {8}
     assert seen.found[0] == 7
     assert seen.found_alone == [7, 9]
-    assert set(seen.nice) == {10}
+    # A process adds to what its parent has.
+    assert seen.nice[0] == min(19, os.nice(0) + 10)
+    assert seen.nice[1:] in ([], [10])
     assert seen.is_gone
