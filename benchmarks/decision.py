@@ -27,7 +27,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
 from planaria.planning import read_profile
 from planaria.policies.ahead import Ahead, Known, look_ahead
-from planaria.policies.named import policy_of, searched_by
+from planaria.policies.named import hurried_policy_of, policy_of, searched_by
 from planaria.policies.policy import Outlook, best_transition, profile_prices
 
 MEMORY_BYTES: Final = 64 * 10**9
@@ -57,7 +57,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
     prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
     known = Known()
     searched = searched_by(job, every.problem)
-    hurried = policy_of(job, every, is_hurried=True)
+    hurried = hurried_policy_of(job, every)
     policy = Ahead(policy_of(job, every, searched), known, hurried)
     began_s = last_s = process_time()
     longest_s, num_steps = 0.0, 0

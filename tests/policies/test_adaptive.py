@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.plans import EveryPlan
+from planaria.planner.reroutes import num_without_work
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Outlook, Policy, Prices, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
@@ -139,3 +140,29 @@ def test_every_survivor_works_where_some_policy_has_work_for_it() -> None:
 
     assert found
     assert all(len(one.after.nodes) == 7 for one in found)
+
+
+class Unvisited(Idler):
+    """A policy whose answers give every node a place, and one of them no microbatch."""
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        found = Reinstantiate(self.book).propose(plan, cluster, event, prices)
+        return tuple(replace(one, after=self._unvisited(one.after)) for one in found)
+
+    def _unvisited(self, plan: Plan) -> Plan:
+        return replace(plan, routes=tuple(plan.routes[0] for _ in plan.routes))
+
+
+def test_a_place_that_no_microbatch_visits_is_no_work() -> None:
+    """Seen in the simulation: a node that everybody else goes around."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    cluster, event = survivors(plan, (2,), epoch=1), NodesLost((2,), 0)
+    policy = Adaptive((Unvisited(book), policies(book)[0]))
+
+    found = policy.propose(plan, cluster, event, prices(book))
+
+    assert found
+    assert not any(num_without_work(one.after) for one in found)

@@ -52,7 +52,8 @@ def test_a_loss_a_join_and_a_notice_are_answered_by_layouts(repartition: Run) ->
     result = repartition("kill:0@2", "join:1@4", "preempt=60:3@9")
 
     lost, *others = recoveries(result)
-    assert {event.policy for event in (lost, *others)} == {"repartition"}
+    told = [(event.kind, event.policy, event.reason) for event in result.report.events]
+    assert {event.policy for event in (lost, *others)} == {"repartition"}, told
     assert {event.kind for event in others} == {"join", "preempt"}
     assert all(event.redone_samples == 0 for event in others)
     assert len(result.report.final.nodes) == 5

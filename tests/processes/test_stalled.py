@@ -31,6 +31,7 @@ def test_a_forward_that_never_returns_is_found_by_its_stack(
     config = replace(
         config,
         model=replace(config.model, target="user_models:hanging"),
+        resilience=replace(config.resilience, policy="reinstantiate"),
         cluster=replace(config.cluster, nodes=3, lease_s=LEASE_S),
     )
 

@@ -32,7 +32,7 @@ from planaria.planner.ticks import stage_ticks
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import unchecked
 
-HOPS_MAX: Final = 1 << 10  # Of all tries together; they take some 50 ms.
+_HOPS_MAX: Final = 1 << 10  # Of all tries together; they take some 50 ms.
 
 
 class Priced(NamedTuple):
@@ -42,7 +42,7 @@ class Priced(NamedTuple):
     iteration_s: float
 
 
-def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Priced | None:
+def rerouted(problem: Problem, plan: Plan, *, hops_max: int = _HOPS_MAX) -> Priced | None:
     """The fastest plan with routes around its empty places, of those that leave the fewest devices
     without work.
 

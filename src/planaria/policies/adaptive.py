@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Plan, Transition
+from planaria.planner.reroutes import num_without_work
 from planaria.policies.policy import Policy, Prices, least_exposed
 from planaria.policies.unequal import STAY
 
@@ -35,7 +36,10 @@ class Adaptive:
         Where a policy leaves out slow nodes, it proposes plans with them, too.
         """
         answers = [policy.propose(plan, cluster, event, prices) for policy in self.policies]
-        at_work = [max((len(one.after.nodes) for one in found), default=0) for found in answers]
+        at_work = [
+            max((len(x.after.nodes) - num_without_work(x.after) for x in found), default=0)
+            for found in answers
+        ]
         most = max(at_work, default=0)
         distinct: list[Transition] = []
         for found, number in zip(answers, at_work, strict=True):

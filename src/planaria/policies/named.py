@@ -13,7 +13,7 @@ from planaria.policies.ahead import Ahead, Known
 from planaria.policies.morph import Morph
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.repartition import STEPS_MAX, Repartition
+from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
@@ -27,30 +27,21 @@ def searched_by(job: JobConfig, problem: Problem) -> Searched:
     return Searched(problem, ranges)
 
 
-def policy_of(
-    job: JobConfig,
-    every: EveryPlan,
-    searched: Searched | None = None,
-    *,
-    is_hurried: bool = False,
-) -> Policy:
+def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
     """The policy that a job names, and that its nodes' speeds are answered with.
 
     Args:
         searched: what is known of layouts; None if nothing is yet.
-        is_hurried: takes some 30 ms at tens of nodes and a second at thousands, for answers that
-            are not quite as good.
     """
     restoring = _RESTORING[job.resilience.assignment]
     anew = Unequal(Reinstantiate(every, restoring))
     searched = searched or searched_by(job, every.problem)
-    steps_max = 0 if is_hurried else STEPS_MAX
-    anew_of_any_depth = Repartition(every.problem, anew, searched, restoring, steps_max)
+    anew_of_any_depth = Repartition(every.problem, anew, searched, restoring)
     match job.resilience.policy:
         case "reinstantiate":
             return anew
         case "reroute":
-            return Reroute(every.problem, anew, restoring, is_hurried)
+            return Reroute(every.problem, anew, restoring)
         case "repartition":
             return anew_of_any_depth
         case "absorb":
@@ -58,16 +49,24 @@ def policy_of(
         case "morph":
             return Morph(every, restoring)
         case "adaptive":
-            around = Reroute(every.problem, Adaptive(()), restoring, is_hurried)
+            around = Reroute(every.problem, Adaptive(()), restoring)
             return Adaptive((anew, around, anew_of_any_depth))
+
+
+def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
+    """What takes some 30 ms at tens of nodes and a second at thousands, if the job may choose among
+    policies; else the one that it names."""
+    if job.resilience.policy != "adaptive":
+        return policy_of(job, every)
+    restoring = _RESTORING[job.resilience.assignment]
+    around = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
+    return Adaptive((Unequal(Reinstantiate(every, restoring)), around))
 
 
 def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
     """As `policy_of`, with what is known of losses if the job looks ahead."""
     named = policy_of(job, every)
-    if not looks_ahead(job):
-        return named
-    return Ahead(named, known, hurried=policy_of(job, every, is_hurried=True))
+    return Ahead(named, known, hurried_policy_of(job, every)) if looks_ahead(job) else named
 
 
 def looks_ahead(job: JobConfig) -> bool:

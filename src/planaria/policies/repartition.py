@@ -41,15 +41,13 @@ class Repartition:
 
     Attributes:
         otherwise: answers what this one cannot.
-        searched: what is known of layouts.
-        steps_max: so many steps it is searched on in `propose`.
+        searched: what is known of layouts; it is searched on in `propose`.
     """
 
     problem: Problem
     otherwise: Policy
     searched: Searched
     restoring: Restoring = LEAST_BYTES
-    steps_max: int = STEPS_MAX
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -64,7 +62,7 @@ class Repartition:
         if not is_usual(plan, cluster):
             return self.otherwise.propose(plan, cluster, event, prices)
         present = templates_of(plan)
-        for _ in islice(self.searched.steps(len(cluster.nodes), present), self.steps_max):
+        for _ in islice(self.searched.steps(len(cluster.nodes), present), STEPS_MAX):
             pass
         front = self.searched.front(len(cluster.nodes), present)
         found = tuple(

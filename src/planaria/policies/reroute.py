@@ -25,7 +25,6 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
 from planaria.planner.reroutes import (
-    HOPS_MAX,
     Priced,
     even_s,
     num_without_work,
@@ -51,7 +50,8 @@ class Reroute:
 
     Attributes:
         otherwise: answers what rerouting cannot.
-        is_hurried: runs no more than one try for each answer, and nothing of large plans.
+        is_hurried: runs one try for each answer, if everybody has work then, and nothing of large
+            plans.
     """
 
     problem: Problem
@@ -126,10 +126,13 @@ class Reroute:
             now, moved = best, best.plan
         if moved == plan:
             return None
-        return now if self.is_hurried else self._rerouted(moved)
+        return self._rerouted(moved)
 
     def _rerouted(self, plan: Plan) -> Priced | None:
-        return rerouted(self.problem, plan, hops_max=0 if self.is_hurried else HOPS_MAX)
+        found = rerouted(self.problem, plan, hops_max=0) if self.is_hurried else None
+        if found is None or num_without_work(found.plan):
+            return rerouted(self.problem, plan)
+        return found
 
     def _transition(
         self,
