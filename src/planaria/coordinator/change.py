@@ -103,7 +103,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         waves=waves_of(state.plan, best, leaving=leaving, prices=rules.prices),
         began_s=now_s,
         silent=state.plan.silent,
-        reason=_slow_text(state, slow) if slow else hurried,
+        reason=_slow_text(state, slow) if slow else "" if is_asked_for else hurried,
     )
     return _with_switch(replace(state, change=change))
 
