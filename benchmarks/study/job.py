@@ -14,7 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from planaria.coordinator.change import GAIN_MIN
-from planaria.coordinator.history import learned_failures_per_s, with_failure
+from planaria.coordinator.history import (
+    learned_failures_per_s,
+    learned_nodes_per_failure,
+    with_failure,
+)
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Hop, Plan, Transition
 from planaria.core.records import FailureHistory
@@ -59,8 +63,9 @@ class Answers:
         labels = _labels(plan, alive)
         asked = _relabelled(plan, labels)
         here = tuple(sorted(labels[node] for node in alive))
-        if isinstance(event, NodesLost):
-            event = replace(event, nodes=tuple(sorted(labels[n] for n in event.nodes)))
+        if isinstance(event, NodesLost):  # Whoever had no place is no loss.
+            lost = tuple(sorted(labels[n] for n in event.nodes if n in labels))
+            event = replace(event, nodes=lost)
         else:
             event = replace(event, joined=tuple(sorted(labels[n] for n in event.joined)))
         key = (asked.pipelines, asked.routes, asked.gone, here, event)
@@ -147,7 +152,9 @@ class Job:
         self.following = None
         if what.is_loss:
             self.alive -= set(what.nodes)
-            self.history = with_failure(self.history, what.at_s, lease_s=LEASE_S)
+            self.history = with_failure(
+                self.history, what.at_s, num_nodes=len(what.nodes), lease_s=LEASE_S
+            )
         else:
             self.alive |= set(what.nodes)
         if self.plan is None:
@@ -212,7 +219,11 @@ class Job:
         fastest_s = min(one.iteration_s for one in transitions)
         unsaved = self.samples - self.saved + self.batch / (rate * fastest_s)
         most = self.batch * self.save_every_s / fastest_s
-        return Outlook(failures_per_s=rate, unsaved_samples=max(0.0, min(unsaved, most)))
+        return Outlook(
+            failures_per_s=rate,
+            unsaved_samples=max(0.0, min(unsaved, most)),
+            nodes_per_failure=learned_nodes_per_failure(self.history, now_s),
+        )
 
     def _take(self, best: Transition, node_of: Mapping[int, int]) -> None:
         self.plan = _relabelled(best.after, node_of)

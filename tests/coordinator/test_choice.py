@@ -11,9 +11,11 @@ from jobs import shaped_plan
 from planaria.coordinator.choice import outlook, time_to_failure_s
 from planaria.coordinator.history import (
     MEMORY_S,
+    PRIOR_NODES,
     PRIOR_S,
     begun_history,
     learned_failures_per_s,
+    learned_nodes_per_failure,
     with_failure,
 )
 from planaria.coordinator.state import Rules
@@ -27,7 +29,7 @@ HOUR_S = 3600.0
 def failed_at(*times_s: float, began_s: float = 1.0) -> FailureHistory:
     history = begun_history(FailureHistory(), began_s)
     for now_s in times_s:
-        history = with_failure(history, now_s, lease_s=LEASE_S)
+        history = with_failure(history, now_s, num_nodes=1, lease_s=LEASE_S)
     return history
 
 
@@ -84,6 +86,22 @@ def test_losses_within_a_lease_of_each_other_are_one_failure() -> None:
     assert apart.weight == pytest.approx(8 * one.weight, rel=0.01)
 
 
+def test_how_many_nodes_a_failure_takes_is_learned() -> None:
+    """Whether they are noticed at once or one by one; and forgotten like failures."""
+    assert learned_nodes_per_failure(FailureHistory(), NOW_S) == PRIOR_NODES
+    single, at_once = failed_at(), failed_at()
+    for n in range(1, 40):
+        single = with_failure(single, 100.0 * n, num_nodes=1, lease_s=LEASE_S)
+        at_once = with_failure(at_once, 100.0 * n, num_nodes=3, lease_s=LEASE_S)
+    one_by_one = failed_at(*(100.0 * n + 0.1 * LEASE_S * i for n in range(1, 40) for i in range(3)))
+
+    assert 1.0 <= learned_nodes_per_failure(single, 4000.0) < 1.02
+    for history in (at_once, one_by_one):
+        assert learned_nodes_per_failure(history, 4000.0) == pytest.approx(3.0, rel=0.05)
+        late_s = 4000.0 + 48 * HOUR_S
+        assert learned_nodes_per_failure(history, late_s) == pytest.approx(PRIOR_NODES, rel=0.03)
+
+
 def test_the_job_file_overrides_what_is_learned() -> None:
     """In failures of the whole job in an hour."""
     cluster = trained(small_rules(failure_rate=4.0))
@@ -99,7 +117,7 @@ def test_a_new_coordinator_knows_what_the_one_before_it_learned() -> None:
     cluster = trained(small_rules())
     cluster.lose(3)
     before = cluster.state.history
-    assert before == FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S)
+    assert before == FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=1.0)
     cluster.join(4)
     cluster.train(cluster.state.next_iteration)
 

@@ -1,6 +1,7 @@
 """What an answer costs, and which one is the best."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from planaria.policies.policy import (
     downtime_s,
     expected_samples_per_s,
     profile_prices,
-    sole_holders,
+    share_at_risk,
 )
 from strategies import MEBIBYTE, layer_profile, model_profile
 
@@ -127,13 +128,67 @@ def held_by(*pipelines: tuple[int, int], gone: tuple[int, ...] = ()) -> Plan:
     return replace(plain_plan(1, bound, (1,) * len(bound)), gone=gone)
 
 
-def test_nodes_that_hold_a_layer_alone_are_known() -> None:
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        (held_by((0, 1)), 1.0),
+        (held_by((0, 1), (2, 3)), 0.0),
+        (held_by((0, 1), (2, 3), gone=(0,)), 1 / 3),  # Node 2 alone has the first layer.
+        (held_by((0, 1), (2, 3), gone=(0, 3)), 1.0),
+        (held_by((0, 1), (2, 3), (4, 5), gone=(0,)), 0.0),
+    ],
+)
+def test_a_failure_of_one_node_takes_the_last_copy_if_that_holds_a_layer_alone(
+    plan: Plan, share: float
+) -> None:
     """With a place empty its peer is the only one; two whole pipelines have each layer twice."""
-    assert sole_holders(held_by((0, 1))) == {0, 1}
-    assert sole_holders(held_by((0, 1), (2, 3))) == frozenset()
-    assert sole_holders(held_by((0, 1), (2, 3), gone=(0,))) == {2}
-    assert sole_holders(held_by((0, 1), (2, 3), gone=(0, 3))) == {1, 2}
-    assert sole_holders(held_by((0, 1), (2, 3), (4, 5), gone=(0,))) == frozenset()
+    assert share_at_risk(plan, nodes_per_failure=1.0) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("nodes_per_failure", [1.1, 1.5, 3.0])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        held_by((0, 1), (2, 3)),
+        held_by((0, 1), (2, 3), gone=(0,)),
+        held_by((0, 1), (2, 3), (4, 5)),
+    ],
+)
+def test_failures_of_several_nodes_take_last_copies_as_often_as_is_said(
+    plan: Plan, nodes_per_failure: float
+) -> None:
+    """Against all sets of nodes, each size as likely as it is; what sets of holders have in common
+    counts twice at most."""
+    nodes, holders = plan.nodes, [plan.holders(layer) for layer in range(plan.num_layers)]
+    share = 0.0
+    for k in range(1, len(nodes) + 1):
+        at_least = (1.0 - 1.0 / nodes_per_failure) ** (k - 1)
+        exactly = at_least / nodes_per_failure if k < len(nodes) else at_least
+        sets = [set(lost) for lost in combinations(nodes, k)]
+        struck = sum(any(lost.issuperset(ranks) for ranks in holders) for lost in sets)
+        share += exactly * struck / len(sets)
+
+    assert share * (1 - 1e-4) <= share_at_risk(plan, nodes_per_failure=nodes_per_failure)
+    assert share_at_risk(plan, nodes_per_failure=nodes_per_failure) <= 1.35 * share
+
+
+def test_a_copy_more_is_worth_it_where_failures_take_two_nodes() -> None:
+    """Three copies against two that train 5% faster."""
+    two = replace(
+        transition(downtime_s=0.0, iteration_s=2.0, answer="two"), after=held_by((0, 1), (2, 3))
+    )
+    three = transition(downtime_s=0.0, iteration_s=2.1, answer="three")
+    three_copies = held_by((0, 1), (2, 3), (4, 5))
+    three = replace(three, before=replace(three_copies, epoch=0), after=three_copies)
+
+    def best(nodes_per_failure: float) -> str:
+        outlook = Outlook(
+            failures_per_s=0.001, unsaved_samples=4000.0, nodes_per_failure=nodes_per_failure
+        )
+        return best_transition((two, three), global_batch_size=8, outlook=outlook).answer
+
+    assert best(1.0) == "two"
+    assert best(2.0) == "three"
 
 
 @pytest.mark.parametrize(

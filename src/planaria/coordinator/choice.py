@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from planaria.coordinator.history import learned_failures_per_s
+from planaria.coordinator.history import learned_failures_per_s, learned_nodes_per_failure
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate
@@ -44,9 +44,9 @@ def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
 def outlook(
     rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
 ) -> Outlook:
-    """The rate of failures, and what is not saved when the next one is to be expected.
+    """The rate and the size of failures, and what is not saved when the next one is to be expected.
 
-    That is what there is since the newest save of this run, and what the fastest of the answers
+    The last is what there is since the newest save of this run, and what the fastest of the answers
     makes until then; no more than is trained between two saves, where the job saves as it goes.
     """
     training, every = rules.job.training, rules.job.checkpoint.persist_every
@@ -60,4 +60,5 @@ def outlook(
     return Outlook(
         failures_per_s=1.0 / to_failure_s,
         unsaved_samples=num_unsaved * training.global_batch_size,
+        nodes_per_failure=learned_nodes_per_failure(state.history, now_s),
     )

@@ -66,7 +66,8 @@ def lost(
     """
     state, history = with_failures(state, nodes, now_s), state.history
     if kind != "leader":
-        history = with_failure(history, now_s, lease_s=rules.job.cluster.lease_s)
+        lease_s = rules.job.cluster.lease_s
+        history = with_failure(history, now_s, num_nodes=max(1, len(nodes)), lease_s=lease_s)
     alive = tuple(member for member in state.all_nodes if member not in nodes)
     joined = _needed_candidates(rules, state, len(alive), now_s)
     left = tuple(sorted({*alive, *joined}))

@@ -32,11 +32,13 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
         since_s: when it first trained, 0 if it has not yet.
         weight: of its failures when the last one was, older ones count less.
         last_s: when the last one was.
+        nodes: that they took, weighed like them.
     """
 
     since_s: float = 0.0
     weight: float = 0.0
     last_s: float = 0.0
+    nodes: float = 0.0
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):

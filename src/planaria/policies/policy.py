@@ -10,14 +10,16 @@ Source: DESIGN 6 (Policies).
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf
-from typing import Protocol
+from math import exp, inf, prod
+from typing import Final, Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Link, ModelProfile, Plan, Transfer, Transition
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import Restoring
+
+_NEGLIGIBLE: Final = 1e-6  # Of all failures.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +44,17 @@ class Outlook:
     Attributes:
         failures_per_s: of the whole job; 0 if none is expected.
         unsaved_samples: that would be trained again if it took the last copy of a layer.
+        nodes_per_failure: that one failure takes at once, on average.
     """
 
     failures_per_s: float
     unsaved_samples: float = 0.0
+    nodes_per_failure: float = 1.0
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.failures_per_s < inf
         assert 0.0 <= self.unsaved_samples < inf
+        assert 1.0 <= self.nodes_per_failure < inf
 
 
 class Policy(Protocol):
@@ -143,17 +148,49 @@ def least_exposed(
     return tuple(one for one, number in zip(transitions, exposed, strict=True) if number == fewest)
 
 
-def sole_holders(plan: Plan) -> frozenset[int]:
-    """The nodes whose loss would take the last copy of some layer. O(layers * nodes)."""
-    num_whole = sum(not set(pipeline.nodes).intersection(plan.gone) for pipeline in plan.pipelines)
-    if num_whole > 1:  # Each of them holds the whole model: the usual case.
-        return frozenset()
+def holder_sets(plan: Plan) -> frozenset[frozenset[int]]:
+    """The nodes that hold a layer, for each layer; if all of one set are lost, a last copy is.
+
+    O(layers * nodes).
+    """
     per_node = plan.pipelines[0].template.devices_per_node
     holders: dict[int, set[int]] = {}
     for rank, layers in plan.held_by_rank.items():
         for layer in layers:
             holders.setdefault(layer, set()).add(rank // per_node)
-    return frozenset(node for nodes in holders.values() if len(nodes) == 1 for node in nodes)
+    return frozenset(map(frozenset, holders.values()))
+
+
+def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
+    """The probability that a failure takes the last copy of some layer, or little more.
+
+    A failure takes k of the N nodes, any k as likely, where k is geometric with the given mean,
+    N at most. The h holders of a layer are all among them with probability
+
+        k / N * (k - 1) / (N - 1) * .. * (k - h + 1) / (N - h + 1)
+
+    which is added up for different sets of holders, so what two of them have in common counts
+    twice.
+    """
+    num_whole = sum(not set(pipeline.nodes).intersection(plan.gone) for pipeline in plan.pipelines)
+    one_more = 1.0 - 1.0 / nodes_per_failure
+    if one_more ** max(0, num_whole - 1) < _NEGLIGIBLE:  # So many copies there are of each layer.
+        return 0.0
+    sizes = Counter(map(len, holder_sets(plan)))
+    num_nodes = len(plan.nodes)
+    share, at_least = 0.0, 1.0
+    for k in range(1, num_nodes + 1):
+        exactly = at_least * (1.0 - one_more) if k < num_nodes else at_least
+        struck = sum(
+            number * prod((k - i) / (num_nodes - i) for i in range(size))
+            for size, number in sizes.items()
+            if size <= k
+        )
+        share += exactly * min(1.0, struck)
+        at_least -= exactly
+        if at_least < _NEGLIGIBLE:
+            break
+    return share
 
 
 def expected_samples_per_s(
@@ -168,11 +205,11 @@ def expected_samples_per_s(
         samples until the next failure = v * integral over T of L * exp(-L * T) * max(0, T - t)
                                        = v * exp(-L * t) / L
 
-    If the next failure strikes a node that is the only holder of some layer, the job goes back to
-    its newest save. Of N nodes one is struck, each as likely; with n such nodes U samples, those
-    that are not saved by then, are lost with probability n / N. Over 1 / L together:
+    If the next failure takes the last copy of some layer, which it does with probability p
+    (`share_at_risk`), the job goes back to its newest save, and U samples, those that are not saved
+    by then, are lost. Over 1 / L together:
 
-        v * exp(-L * t) - L * U * n / N
+        v * exp(-L * t) - L * U * p
 
     If another plan follows, m after the first has begun, what is beyond t + m is worth what that
     one makes and risks, not the first: exp(-L * (t + m)) times their difference is added.
@@ -186,19 +223,22 @@ def expected_samples_per_s(
     begin_s = transition.downtime_s + transition.redone_samples / samples_per_s
     rate = outlook.failures_per_s
     lost_per_s = rate * outlook.unsaved_samples
-    useful_per_s = samples_per_s * exp(-rate * begin_s) - lost_per_s * _share_at_risk(transition)
+    at_risk_per_s = lost_per_s * _share_at_risk(transition, outlook)
+    useful_per_s = samples_per_s * exp(-rate * begin_s) - at_risk_per_s
     then = transition.then
     if then is None:
         return useful_per_s
     end_s = begin_s + then.downtime_s
-    until_then = samples_per_s - lost_per_s * _share_at_risk(transition)
-    then_per_s = global_batch_size / then.iteration_s - lost_per_s * _share_at_risk(then)
+    until_then = samples_per_s - at_risk_per_s
+    then_per_s = global_batch_size / then.iteration_s - lost_per_s * _share_at_risk(then, outlook)
     return useful_per_s + exp(-rate * end_s) * (then_per_s - until_then)
 
 
-def _share_at_risk(transition: Transition) -> float:
-    """Of the nodes that have work, those that hold some layer alone."""
-    return len(sole_holders(transition.after)) / len(transition.after.nodes)
+def _share_at_risk(transition: Transition, outlook: Outlook) -> float:
+    """Under the plan that the transition leads to; 0 if nothing would be trained again."""
+    if not outlook.failures_per_s * outlook.unsaved_samples:
+        return 0.0
+    return share_at_risk(transition.after, nodes_per_failure=outlook.nodes_per_failure)
 
 
 def best_transition(
