@@ -291,8 +291,9 @@ class Faults:
         # A node that never came is lost later than one that did.
         may_be_awaited = cluster.loop.now_s < _CONNECTED_S and math.isinf(fault.lasts_s)
         lasts_s = arrival_s(LEASE_S) if may_be_awaited else fault.lasts_s
-        if math.isfinite(lasts_s):
-            self._over_s = max(self._over_s, cluster.loop.now_s + lasts_s)
+        # What lasts for good has done what it does when it strikes.
+        ends_s = cluster.loop.now_s + (lasts_s if math.isfinite(lasts_s) else 0.0)
+        self._over_s = max(self._over_s, ends_s)
         agent = cluster.agents[node]
         worker = agent.workers[fault.other % len(agent.workers)]
         match fault.kind:
