@@ -38,6 +38,18 @@ def test_whole_iterations_count_and_saves_come_by_time(job: Job) -> None:
     assert job.saved == 800
 
 
+def test_a_save_that_was_due_while_nobody_trained_is_made_afterwards(job: Job) -> None:
+    """Due at 200 s, down from 195 to 215 s: with what there was, and the next 100 s later."""
+    job.go_on(195.0)
+    job.begins_s = 215.0
+    job.go_on(260.0)
+    assert job.saved == 760
+
+    job.go_on(330.0)
+
+    assert (job.saved, job.samples) == (760 + 400, 760 + 440)
+
+
 def test_a_loss_costs_the_iteration_in_flight_and_the_downtime(job: Job) -> None:
     """Nothing of it counts; then three nodes go on, slower, for as long as the transition says."""
     job.answer(Happening(255.0, (1,), is_loss=True))

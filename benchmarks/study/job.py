@@ -137,8 +137,8 @@ class Job:
         if self.plan is None or until_s <= self.begins_s:
             return
         done = (until_s - self.begins_s) // self.iteration_s
-        due_s = self.saved_s + self.save_every_s
-        if self.begins_s <= due_s <= until_s:
+        due_s = max(self.begins_s, self.saved_s + self.save_every_s)
+        if due_s <= until_s:
             periods = (until_s - due_s) // self.save_every_s
             self.saved_s = due_s + periods * self.save_every_s
             before = max(0.0, self.saved_s - self.begins_s) // self.iteration_s
