@@ -346,8 +346,10 @@ class Checkers:
         age = max((self._outcome, *(w.vector_iteration + 1 for w in workers)))
         for worker in workers:
             held = worker.held.get(layer)
-            is_complete = held is not None and held.gradients_of == held.age == age - 1
-            if held is not None and (held.age == age or is_complete):
+            if held is None or held.age < 0:  # Its state has not come.
+                continue
+            is_complete = held.gradients_of == held.age == age - 1
+            if held.age == age or is_complete:
                 self._fail(f"rank {worker.rank} has layer {layer}, and the job ends without it")
 
     def _node(self, worker: SimulatedWorker) -> int:
