@@ -15,7 +15,9 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Final
 
@@ -65,11 +67,12 @@ def main() -> int:
     parser.add_argument("--most-nodes", type=int, default=7)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
+    cases = [drawn_case(seed, most_nodes=options.most_nodes) for seed in range(options.cases)]
     results = []
-    for seed in range(options.cases):
-        case = drawn_case(seed, most_nodes=options.most_nodes)
-        results.append(result(case, num_seeds=options.seeds))
-        print(_row(results[-1]), flush=True)
+    with Pool() as pool:
+        for one in pool.imap(partial(result, num_seeds=options.seeds), cases):
+            results.append(one)
+            print(_row(one), flush=True)
     text, is_met = summary(results)
     print(text)
     if options.page:

@@ -346,7 +346,7 @@ class Checkers:
         age = max((self._outcome, *(w.vector_iteration + 1 for w in workers)))
         for worker in workers:
             held = worker.held.get(layer)
-            if held is None or held.age < 0:  # Its state has not come.
+            if held is None or held.age == NOT_YET:
                 continue
             is_complete = held.gradients_of == held.age == age - 1
             if held.age == age or is_complete:
