@@ -19,10 +19,12 @@ from planaria.coordinator.overhead import (
 from planaria.coordinator.state import JobState, Loss
 from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
-from planaria.core.plan import Transition
+from planaria.core.plan import Link, Transition
 from planaria.core.records import Findings
 
+LINKS = {kind: Link(0.001, 1e9) for kind in ("intra_node", "inter_node")}
 RULES = small_rules()  # Its regroup_s is 0.1.
+RULES = replace(RULES, prices=replace(RULES.prices, links=LINKS))
 PLAN = shaped_plan((2,), 6)
 
 
@@ -33,9 +35,18 @@ def state_with(findings: Findings) -> JobState:
     return replace(state, loss=loss, learning=replace(state.learning, findings=findings))
 
 
-def recovered(state: JobState, *, transfer_s: float, total_s: float) -> JobState:
-    """The state after a recovery whose layers were to take so long, and which took so long."""
-    price_s = prices_of(RULES, state).regroup_s + transfer_s
+def recovered(
+    state: JobState, *, transfer_s: float, total_s: float, took_s: float | None = None
+) -> JobState:
+    """The state after a recovery whose layers were to take `transfer_s` by the profile, and took
+    `took_s`, or just that, and which took so long in all."""
+    prices = prices_of(RULES, state)
+    link, of_profile = prices.links["inter_node"], RULES.prices.links["inter_node"]
+    factor = of_profile.bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
+    price_s = prices.regroup_s + transfer_s * factor
+    took_s = transfer_s if took_s is None else took_s
+    ready = EpochReady(rank=0, epoch=1, layers_materialised=1, transfer_s=took_s)
+    state = replace(state, ready=Growing({0: ready}))
     chosen = Transition(
         before=PLAN,
         after=replace(PLAN, epoch=1),
@@ -75,6 +86,37 @@ def test_the_newest_recoveries_count_and_one_exception_does_not() -> None:
     assert prices_of(RULES, fast).regroup_s == 0.0
 
 
+def test_transfers_that_take_longer_than_links_say_cost_more() -> None:
+    """Whatever else a recovery takes is not theirs; the fifth last is forgotten."""
+    state = state_with(Findings())
+    size = 10**9
+    for _ in range(NUM_NEWEST):
+        state = recovered(state, transfer_s=1.0, took_s=3.0, total_s=3.5)
+    slow = prices_of(RULES, state)
+    for _ in range(NUM_NEWEST):
+        state = recovered(state, transfer_s=1.0, total_s=1.5)
+    usual = prices_of(RULES, state)
+
+    for kind, link in RULES.prices.links.items():
+        assert slow.links[kind].seconds(size) == pytest.approx(3 * link.seconds(size), rel=0.01)
+        assert usual.links[kind].seconds(size) == pytest.approx(link.seconds(size))
+    assert slow.regroup_s == usual.regroup_s == pytest.approx(0.5)
+
+
+def test_a_few_bytes_tell_little_of_links_and_none_nothing() -> None:
+    """A microsecond's worth of bytes takes as long as a message."""
+    none = recovered(state_with(Findings()), transfer_s=0.0, took_s=0.01, total_s=0.5)
+    few = state_with(Findings())
+    for _ in range(NUM_NEWEST):
+        few = recovered(few, transfer_s=1e-6, took_s=0.01, total_s=0.5)
+
+    assert none.learning.findings.transfers_s == ()
+    assert prices_of(RULES, none).links == RULES.prices.links
+    assert prices_of(RULES, none).regroup_s == pytest.approx(0.5)
+    link, cheap = prices_of(RULES, few).links["inter_node"], RULES.prices.links["inter_node"]
+    assert 1.0 < link.seconds(10**9) / cheap.seconds(10**9) < 4.0
+
+
 def test_a_start_tells_what_links_took_and_a_restart_in_the_middle_nothing() -> None:
     """Who did not see the choice cannot know what came after it."""
     ready = EpochReady(rank=0, epoch=0, layers_materialised=1, regroup_s=0.5)
@@ -103,7 +145,9 @@ def test_what_was_measured_outlives_the_coordinator() -> None:
     """It is on record with the members of the next epoch."""
     cluster = FakeCluster(small_rules(), shaped_plan((2, 2, 2), 6))
     cluster.begin()
-    findings = msgspec.structs.replace(cluster.state.learning.findings, overheads_s=(0.7,))
+    findings = msgspec.structs.replace(
+        cluster.state.learning.findings, overheads_s=(0.7,), transfers_s=((0.1, 0.2),)
+    )
     learning = replace(cluster.state.learning, findings=findings)
     cluster.state = replace(cluster.state, learning=learning)
     cluster.lose(5)
@@ -113,3 +157,4 @@ def test_what_was_measured_outlives_the_coordinator() -> None:
 
     assert before.overheads_s[0] == 0.7
     assert cluster.state.learning.findings.overheads_s[0] == 0.7
+    assert cluster.state.learning.findings.transfers_s[0] == (0.1, 0.2)

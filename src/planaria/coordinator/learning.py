@@ -22,7 +22,7 @@ class Learning:
             that are predicted now; see drift.py.
         decided_s: when the answer to the newest loss was chosen, 0 if there was none or it is
             over; see overhead.py.
-        transfer_s: that its layers were to take.
+        transfer_s: that its layers were to take by the profile's links.
     """
 
     findings: Findings = field(default_factory=Findings)

@@ -1,14 +1,22 @@
-"""What a recovery takes beside moving layers, and a switch, as this job has measured it.
+"""What a recovery takes, and a switch, as this job has measured it.
 
 From the choice of an answer until every rank can go on a job takes
 
-    overhead_s + transfer_s
+    overhead_s + factor * transfer_s
 
-The second is what the bytes take on the busiest link (policies/policy.py). The first is all the
-rest, whatever moves: records on disk, the order's way, links made anew, ranks that get going. It
-depends on machines, nodes and model, so it is measured, in each recovery, as the time that there
-was less the price of the layers. The price of the next is the median of the newest; before the
-first recovery it is what the links took when the job began, which were all new then.
+The last is what the bytes take on the busiest link as the profile has it (policies/policy.py). In
+truth modules are built for the layers, bytes are hashed, and links shared: by which factor that
+takes longer is learned from the newest recoveries in which layers moved,
+
+    (0.02 s + what they took) / (0.02 s + transfer_s of each)
+
+so that a few bytes, which take as long as a message, tell next to nothing.
+
+The overhead is all the rest, whatever moves: records on disk, the order's way, links made anew,
+ranks that get going. It depends on machines, nodes and model, so it is measured, in each recovery,
+as the time that there was less what the layers took. The price of the next is the median of the
+newest; before the first recovery it is what the links took when the job began, which were all new
+then.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise; it
 is mostly links, too.
@@ -23,18 +31,31 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.state import JobState, Rules
-from planaria.core.plan import Transition
+from planaria.core.plan import Link, Transition
 from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
+PRIOR_TRANSFER_S: Final = 0.02
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
     """What recovery costs, as far as the job has told."""
-    findings = state.learning.findings
+    findings, factor = state.learning.findings, _transfer_factor(state)
+    regroup_s = findings.linked_s or rules.prices.regroup_s
     if findings.overheads_s:
-        return replace(rules.prices, regroup_s=median(findings.overheads_s))
-    return replace(rules.prices, regroup_s=findings.linked_s or rules.prices.regroup_s)
+        regroup_s = median(findings.overheads_s)
+    links = {
+        kind: Link(link.latency_s * factor, link.bandwidth_bytes_per_s / factor)
+        for kind, link in rules.prices.links.items()
+    }
+    return replace(rules.prices, links=links, regroup_s=regroup_s)
+
+
+def _transfer_factor(state: JobState) -> float:
+    """How many times as long as the profile says transfers are expected to take."""
+    told = state.learning.findings.transfers_s
+    priced_s, took_s = sum(priced_s for priced_s, _ in told), sum(took_s for _, took_s in told)
+    return (PRIOR_TRANSFER_S + took_s) / (PRIOR_TRANSFER_S + priced_s)
 
 
 def switch_s(rules: Rules, state: JobState) -> float:
@@ -48,6 +69,7 @@ def switch_s(rules: Rules, state: JobState) -> float:
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
     """The state once an answer is chosen: what follows is timed."""
     transfer_s = chosen.downtime_s - prices_of(rules, state).regroup_s
+    transfer_s /= _transfer_factor(state)
     learning = replace(state.learning, decided_s=now_s, transfer_s=transfer_s)
     return replace(state, learning=learning)
 
@@ -59,7 +81,12 @@ def with_start(state: JobState, now_s: float) -> JobState:
         linked_s = max(event.regroup_s for event in state.ready.values())
         findings = msgspec.structs.replace(findings, linked_s=linked_s)
     elif learning.decided_s:  # Or the coordinator began in the middle of it.
-        overhead_s = max(0.0, now_s - learning.decided_s - learning.transfer_s)
+        overhead_s = now_s - learning.decided_s
+        took_s = max((event.transfer_s for event in state.ready.values()), default=0.0)
+        if learning.transfer_s > 0.0 and took_s > 0.0:
+            overhead_s = max(0.0, overhead_s - took_s)
+            moved = (*findings.transfers_s, (learning.transfer_s, took_s))[-NUM_NEWEST:]
+            findings = msgspec.structs.replace(findings, transfers_s=moved)
         newest_s = (*findings.overheads_s, overhead_s)[-NUM_NEWEST:]
         findings = msgspec.structs.replace(findings, overheads_s=newest_s)
     return replace(state, learning=replace(learning, findings=findings, decided_s=0.0))

@@ -50,12 +50,15 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         linked_s: that links took when the job began, 0 if that is not known.
         overheads_s: of the newest recoveries, what they took beside moving layers, the newest last.
             See coordinator/overhead.py.
+        transfers_s: of the newest recoveries in which layers moved, what that was to take by the
+            profile's links, and what it took.
         pauses_s: of the newest switches, for how long ranks did not train.
     """
 
     layer_factors: tuple[float, ...] = ()
     linked_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
+    transfers_s: tuple[tuple[float, float], ...] = ()
     pauses_s: tuple[float, ...] = ()
 
 
