@@ -125,14 +125,12 @@ def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.
         check_transfers(transition, cluster, prices(book).layer_bytes)
 
 
-@settings(max_examples=15, deadline=None)
-@given(jobs(), st.data())
-def test_in_a_hurry_few_plans_are_run(job: tuple[EveryPlan, Plan], data: st.DataObject) -> None:
-    """One for each way of going around, and each move, as long as everybody has work; none is
-    faster than the best of all tries, and a large plan is left to others."""
-    book, plan = job
-    lost = data.draw(st.sampled_from(plan.nodes))
-    cluster, event = survivors(plan, (lost,), epoch=1), NodesLost((lost,), 0)
+def test_in_a_hurry_few_plans_are_run() -> None:
+    """As it is, before a move, after it, and three moves of a node; none is faster than the best of
+    all tries, and a large plan is left to others."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    cluster, event = survivors(plan, (2,), epoch=1), NodesLost((2,), 0)
     all_tries = Reroute(book.problem, Adaptive(()))
     hurried = replace(all_tries, is_hurried=True)
 
@@ -140,12 +138,11 @@ def test_in_a_hurry_few_plans_are_run(job: tuple[EveryPlan, Plan], data: st.Data
         found = hurried.propose(plan, cluster, event, prices(book))
     best = all_tries.propose(plan, cluster, event, prices(book))
 
-    assert bool(found) == bool(best)
-    if len(found) == 2 and not num_without_work(found[0].after):
-        assert run.call_count <= 3 + 3  # As it is, before a move, after it; three moves of a node.
-    for one in found:
+    assert run.call_count <= 6
+    assert [one.answer for one in found] == [one.answer for one in best]
+    for one, other in zip(found, best, strict=True):
         check_goes_around(one, cluster, book)
-        assert one.iteration_s >= min(other.iteration_s for other in best)
+        assert other.iteration_s <= one.iteration_s <= 1.02 * other.iteration_s
     with mock.patch.object(reroute, "_HURRIED_HOPS_MAX", sum(map(len, plan.routes)) - 1):
         assert hurried.propose(plan, cluster, event, prices(book)) == ()
 
