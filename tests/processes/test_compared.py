@@ -66,13 +66,13 @@ def test_every_rank_tells_its_forwards_and_backwards_in_every_epoch(
 
 
 def test_the_second_recovery_is_priced_by_the_first(traced: TrainingResult) -> None:
-    """Whatever machine this is: beside moving layers it is expected to take as long."""
+    """Whatever machine this is: beside what layers took, as ranks tell, it is to take as long."""
     first, second = (event for event in traced.report.events if event.answer)
 
-    expected_s = max(0.0, first.transition_s - first.predicted_transfer_s)
     predicted_s = second.predicted_downtime_s - second.predicted_transfer_s
-    assert predicted_s == pytest.approx(expected_s, abs=1e-6)
-    assert first.predicted_downtime_s > first.predicted_transfer_s
+    assert first.predicted_transfer_s > 0.0
+    assert first.transition_s - first.transfer_s <= predicted_s + 1e-6
+    assert predicted_s < first.transition_s
 
 
 def test_a_real_report_can_be_explained_and_drawn(traced: TrainingResult, tmp_path: Path) -> None:
