@@ -54,10 +54,8 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
 
 
 def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
-    """What takes some 30 ms at tens of nodes and a second at thousands, if the job may choose among
-    policies; else the one that it names."""
-    if job.resilience.policy != "adaptive":
-        return policy_of(job, every)
+    """What takes some 30 ms at tens of nodes and a second at thousands, where the job lets its
+    coordinator choose."""
     restoring = _RESTORING[job.resilience.assignment]
     around = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
     return Adaptive((Unequal(Reinstantiate(every, restoring)), around))
@@ -66,7 +64,10 @@ def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
 def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
     """As `policy_of`, with what is known of losses if the job looks ahead."""
     named = policy_of(job, every)
-    return Ahead(named, known, hurried_policy_of(job, every)) if looks_ahead(job) else named
+    if not looks_ahead(job):
+        return named
+    is_choice = job.resilience.policy == "adaptive"
+    return Ahead(named, known, hurried_policy_of(job, every) if is_choice else named)
 
 
 def looks_ahead(job: JobConfig) -> bool:

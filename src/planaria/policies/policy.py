@@ -10,7 +10,7 @@ Source: DESIGN 6 (Policies).
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf, prod
+from math import exp, inf, lgamma
 from typing import Final, Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -182,7 +182,7 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
     for k in range(1, num_nodes + 1):
         exactly = at_least * (1.0 - one_more) if k < num_nodes else at_least
         struck = sum(
-            number * prod((k - i) / (num_nodes - i) for i in range(size))
+            number * exp(_log_ways(k, size) - _log_ways(num_nodes, size))
             for size, number in sizes.items()
             if size <= k
         )
@@ -191,6 +191,12 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
         if at_least < _NEGLIGIBLE:
             break
     return share
+
+
+def _log_ways(number: int, taken: int) -> float:
+    """The logarithm of number * (number - 1) * .. * (number - taken + 1), of which thousands are as
+    quick as two."""
+    return lgamma(number + 1) - lgamma(number - taken + 1)
 
 
 def expected_samples_per_s(
