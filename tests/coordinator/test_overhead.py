@@ -103,6 +103,21 @@ def test_transfers_that_take_longer_than_links_say_cost_more() -> None:
     assert slow.regroup_s == usual.regroup_s == pytest.approx(0.5)
 
 
+def test_who_waits_for_the_links_of_others_does_not_transfer() -> None:
+    """Rank 0 has its links a second earlier than rank 1, which sends to it for half a second."""
+    state = state_with(Findings())
+    early = EpochReady(rank=0, epoch=1, layers_materialised=1, regroup_s=0.1, transfer_s=1.5)
+    late = EpochReady(rank=1, epoch=1, layers_materialised=1, regroup_s=1.1, transfer_s=0.0)
+    learning = replace(state.learning, decided_s=NOW_S, transfer_s=0.25)
+    state = replace(state, ready=Growing({0: early, 1: late}), learning=learning)
+
+    findings = with_start(state, NOW_S + 2.0).learning.findings
+
+    (moved,), (overhead_s,) = findings.transfers_s, findings.overheads_s
+    assert moved == pytest.approx((0.25, 0.5))
+    assert overhead_s == pytest.approx(1.5)
+
+
 def test_a_few_bytes_tell_little_of_links_and_none_nothing() -> None:
     """A microsecond's worth of bytes takes as long as a message."""
     none = recovered(state_with(Findings()), transfer_s=0.0, took_s=0.01, total_s=0.5)

@@ -24,6 +24,7 @@ is mostly links, too.
 Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from statistics import median
 from typing import Final
@@ -31,6 +32,7 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.state import JobState, Rules
+from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
 from planaria.policies.policy import Prices
 
@@ -82,7 +84,7 @@ def with_start(state: JobState, now_s: float) -> JobState:
         findings = msgspec.structs.replace(findings, linked_s=linked_s)
     elif learning.decided_s:  # Or the coordinator began in the middle of it.
         overhead_s = now_s - learning.decided_s
-        took_s = max((event.transfer_s for event in state.ready.values()), default=0.0)
+        took_s = _transferred_s(state.ready.values())
         if learning.transfer_s > 0.0 and took_s > 0.0:
             overhead_s = max(0.0, overhead_s - took_s)
             moved = (*findings.transfers_s, (learning.transfer_s, took_s))[-NUM_NEWEST:]
@@ -90,6 +92,15 @@ def with_start(state: JobState, now_s: float) -> JobState:
         newest_s = (*findings.overheads_s, overhead_s)[-NUM_NEWEST:]
         findings = msgspec.structs.replace(findings, overheads_s=newest_s)
     return replace(state, learning=replace(learning, findings=findings, decided_s=0.0))
+
+
+def _transferred_s(ready: Collection[EpochReady]) -> float:
+    """From when the last rank had its links until the last one had its layers; 0 if nobody tells.
+
+    Who is linked early waits for others' links before their layers can come.
+    """
+    linked_s = max((event.regroup_s for event in ready), default=0.0)
+    return max((event.regroup_s + event.transfer_s for event in ready), default=0.0) - linked_s
 
 
 def with_switch(state: JobState, pause_s: float) -> JobState:
