@@ -77,9 +77,11 @@ def test_a_layer_without_a_live_holder_is_on_disk(morph: Run) -> None:
     assert len(result.report.final.nodes) == 2
 
 
-def test_losses_in_a_recovery_and_after_it(morph: Run) -> None:
-    """The second loss strikes before the first is answered, the third in what is redone."""
-    result = morph("kill:1@4", "kill:2@3.transfer", "kill:5@5")
+@pytest.mark.parametrize("step", ["decide", "transfer"])
+def test_losses_in_a_recovery_and_after_it(step: str, morph: Run) -> None:
+    """The second loss strikes in the recovery of iteration 4, which goes back to 3; the third in
+    what is redone."""
+    result = morph("kill:1@4", f"kill:2@4.{step}", "kill:5@5")
 
     assert {event.policy for event in recoveries(result)} == {"morph"}
     assert len(result.report.final.nodes) == 3

@@ -97,6 +97,7 @@ class Leadership(Generic[Agent]):
         self._lines: dict[int, Agent] = {}
         self._order: Tell | None = None
         self._progress: Progress | None = None
+        self._lost_at = 0  # The iteration whose recovery it is; the job may go back to another.
 
     @property
     def term(self) -> int:
@@ -186,7 +187,8 @@ class Leadership(Generic[Agent]):
     async def handle(self, event: Event, now_s: float) -> None:
         """Takes in one event, and carries out what follows."""
         if isinstance(event, Stopped):  # It knows better than the reports how far the job was.
-            self._reached("detect", event.vector_iteration + 1)
+            self._lost_at = event.vector_iteration + 1
+            self._reached("detect")
         self.state, commands = step(self._rules, self.state, event, now_s)
         await self._carry_out(commands)
 
@@ -201,12 +203,14 @@ class Leadership(Generic[Agent]):
                     await self._evict(nodes)
                 case RecordMembers(members):
                     if self.state.phase is Phase.RECORDING:
-                        self._reached("detect", self.state.next_iteration)
+                        self._lost_at = self.state.next_iteration
+                        self._reached("detect")
                     await self._logbook.record_members(members)
                     self._hands.queue(MembersRecorded(members.epoch))
                 case RecordDecision(outcome, decision):
                     if self.state.phase is Phase.DECIDING:
-                        self._reached("decide", outcome.iteration)
+                        self._lost_at = max(self._lost_at, outcome.iteration)
+                        self._reached("decide")
                     await self._logbook.record_decision(outcome, decision)
                     self._hands.queue(DecisionRecorded(outcome.epoch))
                 case Notify(message):
@@ -224,9 +228,9 @@ class Leadership(Generic[Agent]):
                 case End():
                     self.ended = _ended(self.state, command)
 
-    def _reached(self, place: str, iteration: int) -> None:
+    def _reached(self, place: str) -> None:
         if self.state.loss is not None:
-            self._hands.reached(place, iteration)
+            self._hands.reached(place, self._lost_at)
 
     def _tell(self, message: ToNode, nodes: Collection[int]) -> None:
         told = set(nodes)

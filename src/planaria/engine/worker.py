@@ -127,7 +127,7 @@ class _Worker:
             probe.heed(cutter(links, devices_per_node=spec.job.cluster.devices_per_node))
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
-        self._is_recovering = False
+        self._stopped_at = -1  # The iteration whose recovery it is, -1 while all is well.
         self._takes_part = False  # In the newest epoch that this rank was told to begin.
         self._switches_at = -1  # Where the ranks agreed that the next epoch begins.
         self._vector: tuple[int, CommitVector] | None = None
@@ -163,7 +163,7 @@ class _Worker:
         match order:
             case Abort() if order.epoch >= self._epoch:
                 self._epoch = order.epoch
-                self._is_recovering = True
+                self._stopped_at = self._vector[0] + 1 if self._vector else 0
                 hashes = sampled_hashes(self._stage.whole().values(), self._job.resilience)
                 told = answer(self._stage, rank, epoch, self._vector, hashes, since=self._since)
                 self._control.send(told)
@@ -191,9 +191,7 @@ class _Worker:
     def _is_for_this(self, start: StartEpoch) -> bool:
         """Whether this very worker is meant, and has not begun the epoch yet."""
         own = start.addresses.get(self._spec.rank)
-        is_new = start.epoch > self._epoch or (
-            start.epoch == self._epoch and self._links.epoch < start.epoch
-        )
+        is_new = start.epoch > self._epoch or start.epoch == self._epoch > self._links.epoch
         is_agreed = self._switches_at >= 0 or not self._takes_part
         return (
             is_new
@@ -225,24 +223,21 @@ class _Worker:
         self._takes_part, self._switches_at = rank in plan.all_ranks, -1
         if not self._takes_part and rank not in transfer_sources(start.rounds):
             return
-        if self._is_recovering:
-            self._reached("regroup", start.iteration)
+        self._recovers("regroup", start.iteration)
         peers = transfer_peers(start.rounds, rank)
         order = ReductionOrder(self._job.resilience.reductions)
         schedule = lowered_for(plan, rank, tied=tied_parameters(self._stage.model), order=order)
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
         self._links.enter(start.epoch, addresses=start.addresses, peers=peers)
-        if self._is_recovering:
-            self._reached("transfer", start.iteration)
+        self._recovers("transfer", start.iteration)
         # State flows over each link as soon as it stands, while others are still being made.
         start, received_bytes = self._exchanged(start)
         self._links.wait_linked(timeout_s=LINK_TIMEOUT_S)
         if not self._takes_part:
             return
-        if self._is_recovering:
-            self._reached("resume", start.iteration)
-        self._is_recovering = False
+        self._recovers("resume", start.iteration)
+        self._stopped_at = -1
         self._control.send(
             EpochReady(
                 rank=rank,
@@ -271,6 +266,11 @@ class _Worker:
             # Frees its reductions too, whatever ended the epoch.
             self._links.abort("the epoch is over", first_epoch=start.epoch + 1)
             executor.close()
+
+    def _recovers(self, step: str, iteration: int) -> None:
+        """A step of a recovery, if it is one; the job may have gone back to the iteration."""
+        if self._stopped_at >= 0:
+            self._reached(step, max(self._stopped_at, iteration))
 
     def _settled(self, start: StartEpoch) -> StartEpoch:
         """The order with its iteration, as far as this rank can know it, and its layers so."""
