@@ -1,6 +1,7 @@
 """What a node does to itself it does where it is named, and only where it is to be."""
 
 import asyncio
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -72,6 +73,38 @@ def test_every_worker_of_a_slow_node_is_told_and_told_when_it_ends() -> None:
         (1, 6, 1.5),
         (1, 9, 1.0),
     ]
+
+
+def test_nothing_strikes_once_the_job_has_ended() -> None:
+    """Its nodes are leaving then, and none could come; the fault is told as not fired."""
+    assert asyncio.run(_joined(ends=False)) == ([2], [])
+    assert asyncio.run(_joined(ends=True)) == ([], ["join"])
+
+
+async def _joined(*, ends: bool) -> tuple[list[int], list[str]]:
+    """How many nodes come 10 ms after training starts, and what is left waiting."""
+    joined: list[int] = []
+    came = asyncio.Event()
+
+    def join(count: int) -> None:
+        joined.append(count)
+        came.set()
+
+    injector = Injector(
+        [parse_injection("join:2@~0.01")],
+        token=TOKEN,
+        agents={},
+        leader=lambda: 0,
+        join=join,
+        fired=lambda _: None,
+    )
+    await injector.listen()
+    injector.began()
+    if ends:
+        injector.ended()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(came.wait(), timeout=0.1 if ends else 10.0)
+    return joined, [injection.kind for injection in injector.close()]
 
 
 async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[int, int, float]]:

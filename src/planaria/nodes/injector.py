@@ -66,6 +66,7 @@ class Injector:
         fired: Callable[[Injection], None],
     ) -> None:
         self._waiting = list(injections)
+        self._has_ended = False
         self._to_flip: set[tuple[int, int]] = set()  # Node and iteration.
         self._slow: list[Injection] = []
         self._token = token
@@ -93,8 +94,13 @@ class Injector:
         for place in {injection.place for injection in self._waiting if injection.place.at_s >= 0}:
             loop.call_later(place.at_s, self._fire, place)
 
+    def ended(self) -> None:
+        """The job is over: what has not happened by now does not."""
+        self._has_ended = True
+
     def close(self) -> tuple[Injection, ...]:
         """Serves no more; the faults whose place never came."""
+        self.ended()
         self._server.close()
         self._relay.close()
         for line in itertools.chain(*self._lines.values()):
@@ -148,6 +154,8 @@ class Injector:
 
     def _fire(self, place: Place) -> None:
         """All faults of one place, at once."""
+        if self._has_ended:
+            return
         for injection in [i for i in self._waiting if i.place == place]:
             self._waiting.remove(injection)
             self._fired(injection)

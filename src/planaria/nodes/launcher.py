@@ -168,6 +168,7 @@ class Launcher:
                 answer = answering(self._drains, self._observer.events_json)
                 async with open_desk(self._spec.job.name, answer):
                     ended = await self._ended
+                self._injector.ended()
                 os.close(self._lifeline_fd)
                 self._lifeline_fd = -1
                 if ended.ending not in ("failed", "lost"):
