@@ -6,7 +6,8 @@ classes; and what share of the throughput that is. Then what is proved of it: no
 class, of any number of pipelines, depths, layers and microbatches, takes less than that share of
 its time.
 To this end all partitions are looked at that a bound does not rule out: the most microbatches that
-a pipeline of each depth ends in a time, added up over all ways to use the nodes. Last, what the
+a pipeline of each depth ends in a time, added up over all ways to use the nodes; where these are
+enough, all layouts of such pipelines, with their reductions among each other. Last, what the
 ranges cost (resilience.dp_range, pp_range): the same search without them.
 
 The goal is 99%. Exits 1 if less is proved.
@@ -14,32 +15,35 @@ The goal is 99%. Exits 1 if less is proved.
 
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate
+from planaria.estimator.makespan import ends_of_each
 from planaria.estimator.reductions import equal_reduce_s
 from planaria.planner.depths import Ranges
 from planaria.planner.fitting import Rows, fitting
-from planaria.planner.partitions import Partitions
 from planaria.planner.plans import bind
 from planaria.planner.problem import Problem, Seconds, Shape, stage_costs
-from planaria.planner.refine import least_s, table_of
+from planaria.planner.refine import table_of
 from planaria.planner.reroutes import simulated_s, with_split_backwards
 from planaria.planner.search import Layout, layouts
-from planaria.planner.split_times import least_split_s
+from planaria.planner.split_times import SplitTimes, least_split_s
 from planaria.planner.templates import RankedTemplate, fastest_templates, template_of
-from planaria.planner.times import PlainTimes
+from planaria.planner.times import iteration_after
 from planaria.planning import read_profile
 
 GOAL: Final = 0.99
 SHARES: Final = (0.9, 0.95, 0.98, GOAL, 0.995, 0.999)  # That are tried in turn.
-SHAPES_MAX: Final = 100_000  # More are not looked at: nothing is proved then.
+SHAPES_MAX: Final = 500_000  # More are not looked at: nothing is proved then.
+LAYOUTS_MAX: Final = 20_000  # Of the same depths.
 EVERYWHERE: Final = Ranges(dp=1000, pp=1000)
 LAYOUTS: Final = Path(__file__).with_name("odyssey-figure-6.toml")
 
@@ -128,12 +132,11 @@ def _on(layer: LayerProfile, count: int) -> LayerProfile:
 
 
 class _Cuts:
-    """What serves proofs for all times: partitions, and their bounds with whole backwards."""
+    """What serves proofs for all times: runs, and bounds with whole backwards."""
 
     def __init__(self, problem: Problem) -> None:
         self.costs = stage_costs(problem)
-        self.plain = PlainTimes(problem)
-        self.partitions = Partitions(problem)
+        self.split_times = SplitTimes(problem)
         self._ranked: dict[tuple[int, int], RankedTemplate | None] = {}
 
     def ranked(self, depth: int, count: int) -> RankedTemplate | None:
@@ -146,127 +149,210 @@ class _Cuts:
 
 def _is_beaten(problem: Problem, cuts: _Cuts, num_nodes: int, time_s: float) -> bool:
     """Whether some layout may be faster than that."""
+    proof: _Proof | None = None
     for number in range(1, num_nodes + 1):
-        proof = _Proof(problem, cuts, number, time_s * (1 - 1e-12))
-        # The most that so many pipelines on so many nodes end.
-        ended = {(0, 0): 0}
-        for pipelines in range(number):
-            for (used, nodes), most in list(ended.items()):
-                if used != pipelines:
-                    continue
-                for depth in range(1, num_nodes - nodes + 1):
-                    capacity = proof.capacity(depth)
-                    if capacity:
-                        key = used + 1, nodes + depth
-                        ended[key] = max(ended.get(key, 0), most + capacity)
-        if ended.get((number, num_nodes), 0) >= problem.num_microbatches:
+        proof = _Proof(problem, cuts, number, time_s * (1 - 1e-12), fewer_pipelines=proof)
+        try:
+            if any(map(proof.is_beaten, _spreads(num_nodes, number))):
+                return True
+        except _TooManyError:
             return True
     return False
 
 
-class _Proof:
-    """What pipelines end in a time, where there are so many of them."""
+def _spreads(num_nodes: int, number: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """All ways to share nodes out over so many pipelines, none of which has fewer than that."""
+    if number == 1:
+        yield (num_nodes,)
+        return
+    for first in range(least, num_nodes // number + 1):
+        for others in _spreads(num_nodes - first, number - 1, first):
+            yield (first, *others)
 
-    def __init__(self, problem: Problem, cuts: _Cuts, num_pipelines: int, time_s: float) -> None:
+
+_Ended = tuple[PipelineTemplate, tuple[float, ...]]  # A pipeline, and when its stages end.
+
+
+class _TooManyError(Exception):
+    """Nothing can be proved by looking at all of them."""
+
+
+class _Proof:
+    """What pipelines end in a time, where there are so many of them.
+
+    Args:
+        fewer_pipelines: the same where there are fewer, whose reductions take no longer.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        cuts: _Cuts,
+        num_pipelines: int,
+        time_s: float,
+        *,
+        fewer_pipelines: "_Proof | None",
+    ) -> None:
         self.problem = problem
+        self._fewer_pipelines = fewer_pipelines
         self.num_pipelines = num_pipelines
         self.time_s = time_s
         self._cuts = cuts
         self._costs = cuts.costs
-        self._partitions = cuts.partitions
         self._known: dict[int, int] = {}
+        # [u, v]: that a stage of these layers holds up the next one's first microbatch; with whole
+        # backwards its last one, and what that takes on the way back.
+        (group,) = self._costs.groups
+        trip_s = self._costs.round_trip_s(between_nodes=True)
+        self._lead_s: Seconds = (
+            self._costs.forward_s[group] + 0.5 * trip_s
+            if problem.splits_backward
+            else self._costs.seconds[group] + trip_s
+        )
 
-    def capacity(self, depth: int) -> int:
+    def is_beaten(self, depths: Sequence[int]) -> bool:
+        """Whether pipelines of these depths do all microbatches in time.
+
+        Raises:
+            _TooManyError: they may.
+        """
+        capacities = [self._capacity(depth) for depth in depths]
+        num_spare = sum(capacities) - self.problem.num_microbatches
+        if min(capacities) == 0 or num_spare < 0:
+            return False
+        num_looked_at = 0
+        ranges = [range(max(1, most - num_spare), most + 1) for most in capacities]
+        for counts in product(*ranges):
+            if sum(counts) != self.problem.num_microbatches:
+                continue
+            cuts = [list(self._in_time(*size)) for size in zip(depths, counts, strict=True)]
+            for pipelines in product(*cuts):
+                templates, ends_s = zip(*pipelines, strict=True)
+                if iteration_after(self.problem, templates, ends_s).end_s <= self.time_s:
+                    return True
+                num_looked_at += 1
+                if num_looked_at > LAYOUTS_MAX:
+                    raise _TooManyError
+        return False
+
+    def _capacity(self, depth: int) -> int:
         """The most microbatches that some pipeline of so many nodes ends, or more."""
         if depth not in self._known:
-            self._known[depth] = next(
-                (n for n in range(self.problem.num_microbatches, 0, -1) if self._can_end(depth, n)),
-                0,
-            )
+            fewer = self._fewer_pipelines
+            most = fewer._capacity(depth) if fewer else self.problem.num_microbatches
+            counts = range(most, 0, -1)
+            self._known[depth] = next((n for n in counts if self._can_end(depth, n)), 0)
         return self._known[depth]
 
     def _can_end(self, depth: int, count: int) -> bool:
-        size = depth, count
+        try:
+            return any(True for _ in self._in_time(depth, count))
+        except _TooManyError:
+            return True
+
+    def _in_time(self, depth: int, count: int) -> Iterator[_Ended]:
+        """The pipelines that end so many microbatches in time, with the ends of their stages; the
+        most likely ones first.
+
+        Raises:
+            _TooManyError: there may be more.
+        """
+        is_split = self.problem.splits_backward
         ranked = self._cuts.ranked(depth, count)
-        if ranked is None or (not self.problem.splits_backward and ranked.bound_s > self.time_s):
-            return False
-        known = self._partitions.whole(size)
-        if known is not None and self.problem.splits_backward:
-            for _ in self._partitions.improve_split(size):
-                pass
-            known = self._partitions.split(size)
-        if known is not None and self._takes_s(known, count) <= self.time_s:
-            return True
+        if ranked is None or (not is_split and ranked.bound_s > self.time_s):
+            return
         rows = self._within(depth, count)
-        if rows is None:
-            return True
         if not rows.ends.size:
-            return False
-        bounds_s = np.where(
-            fitting(self._costs, rows),
-            self._least_s(rows, count),
-            np.inf,
-        )
-        in_order = np.argsort(bounds_s, kind="stable")
-        return any(
-            self._takes_s(template_of(self._costs, shape), count) <= self.time_s
-            for index in in_order[: int((bounds_s <= self.time_s).sum())].tolist()
-            for shape in [_shape(rows, index)]
-        )
+            return
+        whole_s = ends_of_each(table_of(self._costs, rows), count)
+        bounds_s = least_split_s(self._costs, rows, count) if is_split else whole_s[0]
+        bounds_s = np.where(fitting(self._costs, rows), bounds_s, np.inf)
+        for index in np.argsort(bounds_s, kind="stable").tolist():
+            if bounds_s[index] > self.time_s:
+                return
+            template = template_of(self._costs, _shape(rows, index))
+            ends_s = (
+                self._cuts.split_times.ends_s(template, count)
+                if is_split
+                else tuple(whole_s[:, index].tolist())
+            )
+            if ends_s is not None and self._is_reduced_in_time(template, ends_s):
+                yield template, ends_s
 
-    def _least_s(self, rows: Rows, count: int) -> Seconds:
-        if not self.problem.splits_backward:
-            return least_s(table_of(self._costs, rows), count)
-        return least_split_s(self._costs, rows, count)
+    def _is_reduced_in_time(self, template: PipelineTemplate, ends_s: Sequence[float]) -> bool:
+        """With the reductions that it has if all others are cut like it: no others are shorter.
 
-    def _takes_s(self, template: PipelineTemplate, count: int) -> float:
-        """With the reductions that it has if all others are cut like it: no others are shorter."""
-        if not self.problem.splits_backward:
-            times = self._cuts.plain.of_each_number(template, num_pipelines=self.num_pipelines)
-            return float(times[count - 1])
-        ends_s = self._partitions.split_times.ends_s(template, count)
-        if ends_s is None:
-            return float("inf")
+        Args:
+            ends_s: of its stages.
+        """
         reduce_s = equal_reduce_s(
             self.problem.profile,
             template,
             num_pipelines=self.num_pipelines,
             bytes_factor=self.problem.reduce_bytes_factor,
         )
-        return max(end_s + sum_s for end_s, sum_s in zip(ends_s, reduce_s, strict=True))
+        both = zip(ends_s, reduce_s, strict=True)
+        return all(end_s + sum_s <= self.time_s for end_s, sum_s in both)
 
-    def _within(self, depth: int, count: int) -> Rows | None:
-        """The partitions whose stages can all have done their microbatches in time; None if they
-        are too many to look at."""
+    def _within(self, depth: int, count: int) -> Rows:
+        """The partitions whose stages can all have done their microbatches in time.
+
+        Raises:
+            _TooManyError: they are too many to look at.
+        """
         costs = self._costs
         (group,) = costs.groups
         nothing = np.zeros((0, 0), dtype=np.int64)
-        if depth > costs.num_layers:
-            return Rows(nothing, nothing, nothing)
-        stage_s, trip_s = costs.seconds[group], costs.round_trip_s(between_nodes=True)
-        share = 0.5 if self.problem.splits_backward else 1.0
-        lead_of = costs.forward_s[group] if self.problem.splits_backward else stage_s
+        ends_model = self._ends_model(depth, count)
         ends = np.zeros((1, 1), dtype=np.int64)
         leads_s = np.zeros(1)
         for stage in range(depth):
-            last = costs.num_layers - (depth - stage - 1)
             firsts = ends[:, -1]
-            options = [costs.num_layers] if stage == depth - 1 else range(stage + 1, last + 1)
             parts = []
-            for end in options:
-                there = (firsts < end) & (leads_s + count * stage_s[firsts, end] <= self.time_s)
-                if there.any():
-                    rows = np.flatnonzero(there)
+            for end in np.flatnonzero(ends_model[stage + 1]).tolist():
+                there = (firsts < end) & self._may_end(leads_s, firsts, end, count)
+                rows = np.flatnonzero(there)
+                if rows.size:
                     column = np.full((len(rows), 1), end)
-                    lead_s = leads_s[rows] + lead_of[firsts[rows], end] + share * trip_s[end]
+                    lead_s = leads_s[rows] + self._lead_s[firsts[rows], end]
                     parts.append((np.hstack((ends[rows], column)), lead_s))
             if not parts:
                 return Rows(nothing, nothing, nothing)
             ends = np.vstack([part for part, _ in parts])
             leads_s = np.concatenate([lead_s for _, lead_s in parts])
             if len(ends) > SHAPES_MAX:
-                return None
+                raise _TooManyError
         return Rows(ends[:, :-1].T, ends[:, 1:].T, np.full_like(ends[:, 1:].T, group))
+
+    def _ends_model(self, depth: int, count: int) -> NDArray[np.bool_]:
+        """[k, u]: whether stages from the k-th on may have layers [u, L) and be in time, with the
+        least that stages in front of them can take."""
+        num_layers = self._costs.num_layers
+        layers = np.arange(num_layers + 1)
+        first_s = np.full((depth + 1, num_layers + 1), np.inf)
+        first_s[0, 0] = 0.0
+        for stage in range(depth):
+            first_s[stage + 1] = (first_s[stage][:, None] + self._lead_s).min(axis=0)
+        found = np.zeros((depth + 1, num_layers + 1), dtype=np.bool_)
+        found[depth, num_layers] = True
+        for stage in reversed(range(depth)):
+            in_time = self._may_end(first_s[stage][:, None], layers[:, None], layers, count)
+            found[stage] = (in_time & found[stage + 1]).any(axis=1)
+        return found
+
+    def _may_end(
+        self,
+        leads_s: Seconds,
+        firsts: NDArray[np.int64],
+        ends: NDArray[np.int64] | int,
+        count: int,
+    ) -> NDArray[np.bool_]:
+        """Whether stages of these layers do so many microbatches, the first after their leads."""
+        (group,) = self._costs.groups
+        found: NDArray[np.bool_] = (
+            leads_s + count * self._costs.seconds[group][firsts, ends] <= self.time_s
+        )
+        return found
 
 
 def _shape(rows: Rows, index: int) -> Shape:

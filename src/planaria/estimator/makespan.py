@@ -145,13 +145,23 @@ def makespans_of_each(table: StageTable, num_microbatches: int) -> Seconds:
     Returns:
         shape [C].
     """
+    first: Seconds = ends_of_each(table, num_microbatches)[0]
+    return first
+
+
+def ends_of_each(table: StageTable, num_microbatches: int) -> Seconds:
+    """When the stages of each of several pipelines have done their last backward.
+
+    Returns:
+        shape [S, C].
+    """
     assert num_microbatches >= 1
     run = Run(table)
     for tick in range(2 * (num_microbatches + run.num_stages - 1)):
         run.forward(tick, num_microbatches)
         run.backward(tick, num_microbatches)
-    makespans_s: Seconds = run.end_s[0]
-    return makespans_s
+    ends_s: Seconds = run.end_s
+    return ends_s
 
 
 class Run:
