@@ -1,5 +1,6 @@
 """The study of the adaptive policy's regret: its account of samples, by hand."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
 from policies.losses import every, plan_of
+from regret import known_samples
 from study.job import Answers, Happening, Job
 
 
@@ -92,3 +94,16 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
     assert results[0].begins_s == results[1].begins_s
     assert results[1].plan is not None
     assert results[1].plan.nodes == (1, 3, 7)
+
+
+def test_samples_of_a_study_that_was_stopped_are_not_run_again(tmp_path: Path) -> None:
+    """But those of fewer seeds are."""
+    path = tmp_path / "samples.jsonl"
+    assert known_samples(path, num_seeds=2) == {}
+    lines = [
+        {"case": "one", "samples": {"adaptive": [1.0, 2.0], "reroute": [3.0, 4.0]}},
+        {"case": "other", "samples": {"adaptive": [1.0], "reroute": [3.0]}},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert known_samples(path, num_seeds=2) == {"one": lines[0]["samples"]}
