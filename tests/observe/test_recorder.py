@@ -35,16 +35,21 @@ def report(rank: int, iteration: int, *, epoch: int = 3) -> IterationDone:
 
 
 def committed(
-    iteration: int, now_s: float, *, ranks: tuple[int, ...] = (0, 1), ends: bool = False
+    iteration: int,
+    now_s: float,
+    *,
+    epoch: int = 3,
+    ranks: tuple[int, ...] = (0, 1),
+    ends: bool = False,
 ) -> Committed:
     return Committed(
         iteration=iteration,
-        epoch=3,
+        epoch=epoch,
         loss=2.5,
         num_samples=3,
         sample_digest="digest",
         ends=ends,
-        reports=tuple(report(rank, iteration) for rank in ranks),
+        reports=tuple(report(rank, iteration, epoch=epoch) for rank in ranks),
         now_s=now_s,
     )
 
@@ -261,13 +266,15 @@ def test_what_is_done_again_was_not_useful() -> None:
 
 
 def test_predictions_follow_the_plan() -> None:
-    """Of the iterations that come after the decision."""
+    """Of the iterations that come after the decision; one of before may be told later."""
     run = recorder()
-    before = run.committed(committed(6, 16.0))
+    before = run.committed(committed(5, 16.0))
     recover(run)
-    after = run.committed(committed(7, 28.0))
+    late = run.committed(committed(6, 27.0))
+    after = run.committed(committed(7, 28.0, epoch=4))
 
-    assert (before.predicted_s, before.predicted_peak_bytes) == (0.5, 999)
+    for record in (before, late):
+        assert (record.predicted_s, record.predicted_peak_bytes) == (0.5, 999)
     assert (after.predicted_s, after.predicted_peak_bytes) == (0.75, 555)
 
 

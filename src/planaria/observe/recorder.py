@@ -60,8 +60,8 @@ class Recorder:
         self._events: list[EventRecord] = []
         self._open: list[_Open] = []
         self._workers: dict[tuple[int, int], WorkerRecord] = {}
-        self._predicted_s = predicted_s
-        self._predicted_peak_bytes = predicted_peak_bytes
+        # From an epoch on: seconds and bytes of an iteration. One that is told late has its own.
+        self._predicted = [(-1, predicted_s, predicted_peak_bytes)]
         self._committed_s = start_s
 
     def running(self, message: Running) -> tuple[EventRecord, ...]:
@@ -88,6 +88,8 @@ class Recorder:
         """An iteration is committed, for the first time or again."""
         self._undo(message.iteration)
         reports = message.reports
+        epoch = max((r.epoch for r in reports), default=message.epoch)
+        predicted_s, peak_bytes = next((s, b) for of, s, b in self._predicted[::-1] if of <= epoch)
         record = IterationRecord(
             iteration=message.iteration,
             loss=message.loss,
@@ -95,10 +97,10 @@ class Recorder:
             sample_digest=message.sample_digest,
             # Whoever could tell may be lost; then it is what the coordinator saw.
             seconds=max((r.seconds for r in reports), default=message.now_s - self._committed_s),
-            epoch=max((r.epoch for r in reports), default=message.epoch),
-            predicted_s=self._predicted_s,
+            epoch=epoch,
+            predicted_s=predicted_s,
             peak_bytes=max((report.peak_bytes for report in reports), default=0),
-            predicted_peak_bytes=self._predicted_peak_bytes,
+            predicted_peak_bytes=peak_bytes,
         )
         self.iterations.append(record)
         self.spans.append({report.rank: report.spans for report in reports if report.spans})
@@ -115,7 +117,7 @@ class Recorder:
 
     def corrected(self, message: ProfileCorrected) -> None:
         """Later iterations are predicted by a profile that was corrected."""
-        self._predicted_s = message.predicted_s
+        self._predicted.append((message.epoch, message.predicted_s, self._predicted[-1][2]))
         self.measured.corrected(message.epoch, message.iteration, message.layer_factors)
 
     def _undo(self, num_left: int) -> None:
@@ -178,8 +180,7 @@ class Recorder:
 
     def decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
         """The coordinator has chosen how the job goes on."""
-        self._predicted_s = message.predicted_s
-        self._predicted_peak_bytes = predicted_peak_bytes
+        self._predicted.append((message.epoch, message.predicted_s, predicted_peak_bytes))
         self._undo(message.iteration)
         if message.redone_samples:
             first_lost_s = min((one.lost_s for one in self._noticed()), default=message.detected_s)
@@ -203,8 +204,7 @@ class Recorder:
 
     def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Nodes have come or left while training went on; an event for each kind of reason."""
-        self._predicted_s = message.predicted_s
-        self._predicted_peak_bytes = predicted_peak_bytes
+        self._predicted.append((message.epoch, message.predicted_s, predicted_peak_bytes))
         self.ledger = self.ledger.moved(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
