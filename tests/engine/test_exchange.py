@@ -1,5 +1,6 @@
 """Layers on their way between ranks: in chunks, from one holder or several."""
 
+import socket
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -10,11 +11,11 @@ import pytest
 from linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.apply import PIECE_BYTES, exchange_layers, transfer_peers
+from planaria.engine.apply import PIECE_BYTES, exchange_layers, transfer_peers, wait_taken
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
 from planaria.errors import AbortedError, PeerLostError
-from planaria.transport.links import Links
+from planaria.transport.links import Channel, Links
 
 TRAINING = TrainingConfig(learning_rate=0.1, seed=3)
 AGE = 4
@@ -102,6 +103,27 @@ def test_layers_come_while_the_link_to_another_holder_is_still_being_made() -> N
         assert all(np.array_equal(state[name], whole[name]) for name in whole)
     for links in ranks:
         links.close()
+
+
+def test_a_rank_that_only_sends_waits_until_all_is_taken() -> None:
+    """Rank 1 has no part in the epoch: nothing else would tell it that its link to rank 0 broke
+    before that came, and all waited for what was lost with it."""
+    stages = [stage(()), stage([1])]
+    rounds = [[Transfer(1, 1, 0, 0)]]
+
+    def run(links: Links) -> None:
+        exchange_layers(links, stages[links.rank], rounds, age=AGE, timeout_s=TIMEOUT_S)
+        if links.rank == 1:
+            wait_taken(links, rounds)
+
+    with linked(2) as ranks:
+        on_all(ranks, run)
+        assert sorted(stages[0].layers) == [1]
+    with linked(2) as ranks, in_threads(lambda: run(ranks[1])) as (sending,):
+        wait_until(lambda: ranks[1].sent_bytes[Channel.STATE] > 0)
+        ranks[1]._peers[0].sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLostError):
+            sending.result(timeout=TIMEOUT_S)
 
 
 def test_an_abort_frees_who_exchanges_over_links_that_do_not_stand_yet() -> None:

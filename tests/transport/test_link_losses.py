@@ -34,6 +34,8 @@ LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
 def test_a_lost_peer_is_named_and_what_it_said_still_counts() -> None:
     """The messages that arrived before the end can be taken, the others are lost with it."""
     with linked(3) as (left, middle, right):
+        right.send(1, tag(0), payload(3))
+        assert received(middle, 2, 0) == payload(3).tolist()
         right.send(0, tag(0), payload(3))
         right.close()
         thread, errors = blocked_receive(middle, 0)

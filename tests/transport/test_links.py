@@ -333,3 +333,19 @@ def test_abort_frees_a_begin_that_connects_into_the_void() -> None:
     for sock in (*fillers, backlog):
         sock.close()
     links.close()
+
+
+def test_a_link_that_breaks_before_its_peer_is_in_the_epoch_frees_who_waits_for_others() -> None:
+    """The peer would enter it with a new link, and wait for what was sent over the old one."""
+    with linked(3) as ranks:
+        left, middle, _ = ranks
+        places = addresses(ranks)
+        for links in (left, middle):
+            links.enter(1, addresses=places, peers=places.keys() - {links.rank})
+        middle.send(2, tag(0), payload(1))
+        thread, errors = blocked_receive(middle, 0)
+        middle._peers[2].sock.shutdown(socket.SHUT_RDWR)
+        thread.join(TIMEOUT_S / 2)
+
+        assert isinstance(errors[0], PeerLostError)
+        assert errors[0].rank == 2

@@ -23,6 +23,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import suppress
+from threading import TIMEOUT_MAX
 from typing import Final, NamedTuple
 
 import msgspec
@@ -42,6 +44,7 @@ Bytes = npt.NDArray[np.uint8]
 
 PIECE_BYTES: Final = 1 << 20
 _AGE_TAG: Final = Tag(Channel.AGE, 0, 0)
+_TAKEN_TAG: Final = Tag(Channel.TAKEN, 0, 0)
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +164,21 @@ def exchange_layers(
                     to_build.remove(layer)
                     vessels[layer] = stage.vessel(layer)
                 stage.take(vessels.pop(layer), state, age=age)
+    for source in {t.source for t in ordered if t.target == links.rank}:
+        with suppress(PeerLostError):  # It may leave, now that all is here.
+            links.send(source, _TAKEN_TAG)
     return links.state_bytes[links.epoch]
+
+
+def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
+    """Blocks until whoever gets layers from this rank has them all.
+
+    Raises:
+        PeerLostError, AbortedError: one of them is gone, or what was sent to it may be.
+    """
+    own = [t for transfers in rounds for t in transfers if t.source == links.rank]
+    for target in sorted({transfer.target for transfer in own}):
+        links.receive(target, _TAKEN_TAG, timeout_s=TIMEOUT_MAX)
 
 
 def send_silently(

@@ -48,6 +48,7 @@ from planaria.engine.apply import (
     send_silently,
     transfer_peers,
     transfer_sources,
+    wait_taken,
 )
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
@@ -190,14 +191,12 @@ class _Worker:
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         """Whether this very worker is meant, and has not begun the epoch yet."""
-        own = start.addresses.get(self._spec.rank)
         is_new = start.epoch > self._epoch or start.epoch == self._epoch > self._links.epoch
         is_agreed = self._switches_at >= 0 or not self._takes_part
         return (
             is_new
             and (is_agreed or start.iteration != AT_COMMIT)
-            and own is not None
-            and tuple(own) == tuple(self._links.address)
+            and tuple(start.addresses.get(self._spec.rank, ())) == tuple(self._links.address)
         )
 
     # -- between epochs ---------------------------------------------------------------------------
@@ -294,6 +293,7 @@ class _Worker:
             age = start.iteration
             size = exchange_layers(links, stage, rounds, age=age, timeout_s=LINK_TIMEOUT_S)
             if not self._takes_part:
+                wait_taken(links, rounds)
                 return start, size
             own = sorted(start.plan.held_by_rank[self._spec.rank])
             if not start.vector:  # All begin anew, from the start or from a save.

@@ -3,19 +3,22 @@
 Source: engine/apply.py, whose order of things it keeps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
 
 from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import NUM_CHUNKS, Transfer
+from planaria.errors import PeerLostError
 from planaria.simulator.executor import NOT_YET, HeldLayer
 from planaria.simulator.layout import Layout
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process
 
 _BYTES_PER_S = 2e8
+_TAKEN = ("taken",)
 
 
 class Holder(Protocol):
@@ -27,11 +30,20 @@ class Holder(Protocol):
     held: dict[int, HeldLayer]
 
 
-async def exchange(holder: Holder, transfers: Iterable[Transfer], age: int) -> None:
+async def exchange(holder: Holder, transfers: Sequence[Transfer], age: int) -> None:
     """Sends what others lack and takes over what this rank lacks."""
     _send(holder, transfers, age)
     for layer, content in await _received(holder, transfers, age):
         holder.held[layer] = HeldLayer(age=age, content=content)
+    for source in sorted({t.source for t in transfers if t.target == holder.rank}):
+        with suppress(PeerLostError):
+            holder.links.send(source, _TAKEN, None)
+
+
+async def wait_taken(holder: Holder, transfers: Iterable[Transfer]) -> None:
+    """Waits until whoever gets layers from this rank has them all."""
+    for target in sorted({t.target for t in transfers if t.source == holder.rank}):
+        await holder.links.receive(target, _TAKEN)
 
 
 async def prepare(holder: Holder, start: StartEpoch, layout: Layout) -> StartEpoch:

@@ -2,6 +2,7 @@
 
 A message is of an epoch and has a tag; one of an older epoch is dropped. `abort` frees whoever
 waits in an older epoch. A link belongs to two workers, of which each has an address of its own.
+Where one breaks whose peer may not have entered the epoch yet, the epoch is over.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -59,6 +60,7 @@ class SimulatedLinks:
         self._peers: dict[int, _Link] = {}
         self._calling: dict[int, int] = {}
         self._lost: dict[int, str] = {}
+        self._unheard: set[int] = set()  # Peers that may not be in the epoch yet.
         self._change: Waiting[None] | None = None
 
     async def begin(
@@ -69,6 +71,7 @@ class SimulatedLinks:
         self.epoch = epoch
         self._lost.clear()
         self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
+        self._unheard = set(peers).difference(peer for peer, of, _ in self._inbox if of == epoch)
         self._retire({rank: address[1] for rank, address in addresses.items()})
         for peer in sorted(peers):
             if peer > self.rank and not self._has(peer, addresses) and peer not in self._calling:
@@ -116,7 +119,7 @@ class SimulatedLinks:
 
     def _refuse(self, epoch: int, peers: Collection[int]) -> None:
         self._check(epoch)
-        for peer in peers:
+        for peer in sorted(self._unheard.union(peers)):
             if peer in self._lost:
                 raise PeerLostError(peer, self._lost[peer])
 
@@ -201,6 +204,8 @@ class SimulatedLinks:
     def _deliver(self, peer: int, link: _Link, message: _Message) -> None:
         if message.epoch >= self.epoch and self._peers.get(peer) is link:
             self._inbox[peer, message.epoch, message.tag] = message.payload
+            if message.epoch == self.epoch:
+                self._unheard.discard(peer)
             self._changed()
 
     def _drop(self, peer: int, link: _Link) -> None:

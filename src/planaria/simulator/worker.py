@@ -34,7 +34,7 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.errors import AbortedError, PeerLostError
-from planaria.simulator.exchange import exchange, prepare, receive_silently
+from planaria.simulator.exchange import exchange, prepare, receive_silently, wait_taken
 from planaria.simulator.executor import NOT_YET, HeldLayer, SimulatedExecutor
 from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
@@ -257,6 +257,7 @@ class SimulatedWorker:
         else:
             await exchange(self, transfers, start.iteration)
         if not self._takes_part:
+            await wait_taken(self, transfers)
             return
         own = layout.held(rank)
         if not start.vector and not plan.silent:

@@ -44,6 +44,7 @@ class Channel(IntEnum):
     COMPARE = 8
     AGE = 9
     PACE = 10
+    TAKEN = 11
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

@@ -7,7 +7,8 @@ whose link is being made goes out when it stands. The same thread reads: a messa
 takes it. `abort` frees every blocked receive at once and keeps the connections: messages of an
 older epoch are dropped on arrival, so a link needs no restart to enter the next epoch. A link
 belongs to one worker: where a rank comes back with another address, the old link is closed, at
-both ends, and what it still brings is dropped with it.
+both ends, and what it still brings is dropped with it. Where a link breaks whose peer may not have
+entered the epoch yet, the epoch is over: the peer would wait for what was lost with the link.
 
 Differs from Gloo, which cannot be aborted and then sits in its timeout (10 s, measured).
 """
@@ -77,6 +78,7 @@ class Links:
         self._lost: dict[int, str] = {}
         self._ports: dict[int, int] = {}  # Of the epoch's peers.
         self._awaited: set[int] = set()  # Those of them to whom no link stands.
+        self._heard: set[int] = set()  # Those who are in the epoch, as what they sent shows.
         self._early: dict[int, list[list[memoryview]]] = {}  # Messages for links to come.
         self._first_epoch = 0
         self._abort_reason = ""
@@ -137,6 +139,7 @@ class Links:
             self._lost.clear()
             self._early.clear()
             self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
+            self._heard = {peer for peer, of, _ in self._inbox if of == epoch}
             self._retire({rank: address[1] for rank, address in addresses.items()})
             self._ports = {peer: addresses[peer][1] for peer in peers}
             self._awaited = set()
@@ -197,9 +200,7 @@ class Links:
         with self._changed:
             epoch = self.epoch
             self._wait(lambda: self.has_any(wanted), epoch=epoch, peers=wanted, timeout_s=timeout_s)
-            peer, tag = next(
-                one for one in wanted.items() if (one[0], epoch, one[1]) in self._inbox
-            )
+            peer, tag = next(w for w in wanted.items() if (w[0], epoch, w[1]) in self._inbox)
             payload, due_s = self._inbox.pop((peer, epoch, tag))
             self.timekeeper.reach(due_s)
             return peer, payload
@@ -279,10 +280,8 @@ class Links:
             self.linked_s = time.monotonic()
 
     def _retire(self, ports: Mapping[int, int]) -> None:
-        """Takes links out of use whose peer is gone or listens elsewhere by now.
-
-        One that no epoch has used yet may belong to an epoch after this one, so it stays.
-        """
+        """Takes links out of use whose peer is gone or listens elsewhere by now, but for those that
+        no epoch has used yet: they may belong to a later one."""
         for links in (self._peers, self._calling):
             for rank, connection in list(links.items()):
                 is_old = connection.is_used or connection.target >= 0
@@ -297,20 +296,21 @@ class Links:
         """Returns once the condition is true, which counts even where all else is lost; the
         condition variable must be held."""
 
-        def has_ended() -> bool:
-            return bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
+        def lost() -> list[int]:
+            unheard = self._ports.keys() - self._heard
+            return [peer for peer in self._lost if peer in peers or peer in unheard]
 
         def is_over() -> bool:
-            return condition() or has_ended() or not self._lost.keys().isdisjoint(peers)
+            has_ended = bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
+            return condition() or has_ended or bool(self._lost and lost())
 
         self._changed.wait_for(is_over, timeout=timeout_s)
         if condition():
             return
         self._check_alive()
         self._check_epoch(epoch)
-        for peer in peers:
-            if peer in self._lost:
-                raise PeerLostError(peer, self._lost[peer])
+        for peer in lost():
+            raise PeerLostError(peer, self._lost[peer])
         silent = [peer for peer in peers if peer not in self._peers] or list(peers)
         raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
 
@@ -318,9 +318,8 @@ class Links:
         """Raises if the epoch is over. The condition must be held."""
         if epoch >= max(self._first_epoch, self.epoch):
             return
-        reason = f"epoch {self.epoch} has begun"
-        if epoch < self._first_epoch:
-            reason = self._abort_reason
+        is_aborted = epoch < self._first_epoch
+        reason = self._abort_reason if is_aborted else f"epoch {self.epoch} has begun"
         raise AbortedError(f"rank {self.rank}, epoch {epoch}: {reason}")
 
     def _check_alive(self) -> None:
@@ -372,6 +371,8 @@ class Links:
         with self._changed:
             is_current = self._peers.get(connection.peer) is connection
             if message.epoch >= self.epoch and is_current:
+                if message.epoch == self.epoch:
+                    self._heard.add(connection.peer)
                 self._inbox[connection.peer, message.epoch, message.tag] = message.payload, due_s
                 self._changed.notify_all()
 
