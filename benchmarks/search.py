@@ -225,8 +225,8 @@ class _Proof:
         for counts in product(*ranges):
             if sum(counts) != self.problem.num_microbatches:
                 continue
-            cuts = [list(self._in_time(*size)) for size in zip(depths, counts, strict=True)]
-            for pipelines in product(*cuts):
+            found = [list(self._in_time(*size)) for size in zip(depths, counts, strict=True)]
+            for pipelines in product(*found):
                 templates, ends_s = zip(*pipelines, strict=True)
                 if iteration_after(self.problem, templates, ends_s).end_s <= self.time_s:
                     return True

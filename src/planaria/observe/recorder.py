@@ -60,8 +60,8 @@ class Recorder:
         self._events: list[EventRecord] = []
         self._open: list[_Open] = []
         self._workers: dict[tuple[int, int], WorkerRecord] = {}
-        # From an epoch on: seconds and bytes of an iteration. One that is told late has its own.
-        self._predicted = [(-1, predicted_s, predicted_peak_bytes)]
+        # By the epoch from which on it holds: seconds and bytes of an iteration.
+        self._predicted = {-1: (predicted_s, predicted_peak_bytes)}
         self._committed_s = start_s
 
     def running(self, message: Running) -> tuple[EventRecord, ...]:
@@ -89,7 +89,8 @@ class Recorder:
         self._undo(message.iteration)
         reports = message.reports
         epoch = max((r.epoch for r in reports), default=message.epoch)
-        predicted_s, peak_bytes = next((s, b) for of, s, b in self._predicted[::-1] if of <= epoch)
+        # An iteration of the epoch before may be told after the decision about a loss.
+        predicted_s, peak_bytes = self._predicted_in(epoch)
         record = IterationRecord(
             iteration=message.iteration,
             loss=message.loss,
@@ -117,8 +118,12 @@ class Recorder:
 
     def corrected(self, message: ProfileCorrected) -> None:
         """Later iterations are predicted by a profile that was corrected."""
-        self._predicted.append((message.epoch, message.predicted_s, self._predicted[-1][2]))
+        _, peak_bytes = self._predicted_in(message.epoch)
+        self._predicted[message.epoch] = (message.predicted_s, peak_bytes)
         self.measured.corrected(message.epoch, message.iteration, message.layer_factors)
+
+    def _predicted_in(self, epoch: int) -> tuple[float, int]:
+        return self._predicted[max(of for of in self._predicted if of <= epoch)]
 
     def _undo(self, num_left: int) -> None:
         """Of what is committed only so many iterations count: all went back to a save."""
@@ -180,7 +185,7 @@ class Recorder:
 
     def decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
         """The coordinator has chosen how the job goes on."""
-        self._predicted.append((message.epoch, message.predicted_s, predicted_peak_bytes))
+        self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._undo(message.iteration)
         if message.redone_samples:
             first_lost_s = min((one.lost_s for one in self._noticed()), default=message.detected_s)
@@ -204,7 +209,7 @@ class Recorder:
 
     def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Nodes have come or left while training went on; an event for each kind of reason."""
-        self._predicted.append((message.epoch, message.predicted_s, predicted_peak_bytes))
+        self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self.ledger = self.ledger.moved(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
