@@ -1,21 +1,22 @@
-"""A loss that was answered by rerouting is answered again at commits, where that is worth it."""
+"""What was answered with what was at hand is answered again at commits, where that is worth it."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
 
 import fake_cluster
 from coordinated import FIRST, of_type, small_rules
-from coordinator.test_slow_nodes import END, book
+from coordinator.test_slow_nodes import END, book, training
 from fake_cluster import FakeCluster
 from planaria.coordinator.state import AnswersFound
+from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import StartEpoch
-from planaria.core.plan import Link
+from planaria.core.plan import Link, Plan, Transition
 from planaria.core.records import Changed, Committed, Decided, Recovering
-from planaria.planner.plans import bind
+from planaria.planner.plans import EveryPlan, bind
 from planaria.policies.adaptive import Adaptive
-from planaria.policies.policy import profile_prices
+from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
@@ -141,3 +142,40 @@ def test_a_new_coordinator_goes_on_with_it() -> None:
     train(cluster, 60)
 
     assert not cluster.state.plan.gone
+
+
+@dataclass(frozen=True)
+class Hasty:
+    """Makes two long pipelines of whoever joins, and looks further only when there is time."""
+
+    every: EveryPlan
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        alike = Reinstantiate(self.every)
+        if not (isinstance(event, NodesChanged) and event.joined):
+            return Unequal(alike).propose(plan, cluster, event, prices)
+        long = bind(self.every.problem, [self.every.templates[3]] * 2, range(6), epoch=0)
+        return (alike.transition(long.pipelines, "long", plan, cluster, event, prices),)
+
+
+def test_what_answers_a_join_in_a_hurry_is_bettered_when_there_is_time() -> None:
+    """Six nodes are faster in three pipelines of two than in two of three."""
+    cluster = training(5, (2, 3))
+    cluster.rules = replace(cluster.rules, looks_ahead=True, policy=Hasty(book(6, n0=2)))
+    cluster.join(5)
+    train(cluster, 20)
+    (joined,) = of_type(cluster.commands, Changed)
+    assert (set(joined.kinds.values()), joined.answer) == ({"join"}, "long")
+
+    cluster.hear(AnswersFound(cluster.state.epoch))
+    train(cluster, 20)
+    _, bettered = of_type(cluster.commands, Changed)
+    assert set(bettered.kinds.values()) == {"reform"}
+    assert bettered.predicted_s < joined.predicted_s
+    assert bettered.reason == "the plan was the best at hand"
+
+    cluster.hear(AnswersFound(cluster.state.epoch))
+    train(cluster, 20)
+    assert of_type(cluster.commands, Changed) == [joined, bettered]

@@ -120,15 +120,15 @@ def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
 
 
 def _hurried(rules: Rules, state: JobState) -> str:
-    """What answered a loss for now, in words, where a better answer may follow at a commit; empty
+    """What the nodes train by for now, in words, where a better plan may follow at a commit; empty
     if none may."""
-    if state.loss is None or state.loss.is_settled:
+    if state.is_settled:
         return ""
     if rules.looks_ahead and state.sought != state.epoch:
         return ""
     if state.plan.gone and rules.job.resilience.policy == "adaptive":
         return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
-    return "the answer to the last loss was one at hand" if rules.looks_ahead else ""
+    return "the plan was the best at hand" if rules.looks_ahead else ""
 
 
 def _moved(transition: Transition) -> tuple[int, ...]:
@@ -337,11 +337,11 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
         degraded=degraded,
     )
     f = rules.job.resilience.failures_tolerated
-    loss = state.loss
-    if loss is not None and set(change.kinds.values()) <= {REFORM}:
-        loss = replace(loss, is_settled=True)
+    kinds = set(change.kinds.values())
+    is_settled = kinds <= {REFORM} or (state.is_settled and kinds == {SLOW})
     is_degraded = bool(degraded) or (state.is_degraded and tolerated(rules, state, state.plan) < f)
-    return replace(state, change=None, loss=loss, is_degraded=is_degraded), (Notify(notice),)
+    state = replace(state, change=None, is_settled=is_settled, is_degraded=is_degraded)
+    return state, (Notify(notice),)
 
 
 def continued(state: JobState) -> Step:

@@ -88,6 +88,7 @@ def lost(
         candidates={n: waits for n, waits in state.candidates.items() if n not in left},
         change=None,
         asked=(),
+        is_settled=False,
         saves_since=epoch,
         phase=Phase.RECORDING,
         workers=Growing({r: w for r, w in state.workers.items() if w.node not in nodes}),

@@ -83,6 +83,7 @@ def restored_step(
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
         speeds=plan.slow_nodes,
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
+        is_settled=False,
     )
     if decision is None and plan.epoch == members.epoch:
         # The one before was killed while it recorded how the job begins.

@@ -9,7 +9,8 @@ costs what the first one costs: links between nodes are all alike.
 What is kept serves where the survivors hold just what the plan gave them, are as fast as it takes
 them for and are trusted. All else is answered in a hurry while everybody waits, and by the policy
 itself while they train, unless the plan is too large for that. Whether there is a better plan for
-the nodes that there are is looked at first: a plan that answered a loss was chosen in a hurry.
+the nodes that there are is looked at first: a plan that answered a loss, or nodes that came or
+left, may have been chosen in a hurry.
 
 Source: Odyssey, section IV-C: the search for a plan can be performed in advance.
 Differs: Odyssey's algorithm 1 keeps one plan for all losses, whoever and however many are lost.
