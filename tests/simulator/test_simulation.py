@@ -73,6 +73,7 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (12335, "morph"),
         (19743, "repartition"),
         (45728, "adaptive"),
+        (90987, "absorb"),
         (204440, "adaptive"),
         (204440, "reroute"),
         (208773, "reinstantiate"),
@@ -86,8 +87,8 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     which was cut off from the coordinator before it told; the price of a plan in which a node that
     has just joined takes part silently; a link that broke once a layer was sent over it, before the
     peer was in the epoch, and that nobody missed. And where it was the simulation that was wrong: a
-    job that begins again late needs time until its end; a layer whose state has not come is not
-    held."""
+    job that begins again late needs time until its end, and so does one whose messages take half
+    a second; a layer whose state has not come is not held."""
     one = run(seed, policies=(policy,))
 
     assert not one.violations, told(one)

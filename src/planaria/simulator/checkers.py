@@ -51,7 +51,7 @@ from planaria.simulator.plan_checker import wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
 
-PATIENCE_S: Final = 60.0  # From the last fault to the end of the job.
+PATIENCE_S: Final = 60.0  # From the last fault or commit to the next one, or the job's end.
 _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
 _END_A_LEASE: Final = (*(FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK),)
 _ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
@@ -374,7 +374,7 @@ class Checkers:
     def check_over(self, *, until_s: float) -> None:
         """What must be so when a run is over."""
         if self._cluster.ended is None:
-            self._fail(f"nothing came to an end within {until_s:.0f} s; {self._stuck()}")
+            self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck()}")
         for node, evicted_s in self._evicted_s.items():
             agent = self._cluster.agents[node]
             is_free = agent.process.is_alive and agent.process.stopped_s < 0.0

@@ -102,7 +102,7 @@ def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> N
     until_s = FAULTS_S_MAX + PATIENCE_S
     while True:
         cluster.loop.run(until_s=until_s, is_over=is_over)
-        later_s = faults.over_s + PATIENCE_S
+        later_s = max(faults.over_s, cluster.committed_s) + PATIENCE_S
         if is_over() or later_s <= until_s:
             break
         until_s = later_s
