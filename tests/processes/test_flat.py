@@ -116,8 +116,9 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
     assert digests(result) == digests(calm.run(server=server))
     for worker in (one for one in report.workers if one.node in (0, 1)):
         looks = watching.used[worker.pid][6 * SETTLED :]
-        # Many, for short iterations are looked at late, when the save at the end has begun.
-        first, last = least(looks[: 10 * NUM_LOOKS]), least(looks[-10 * NUM_LOOKS :])
+        # Many, for short iterations are looked at late, when the save at the end has begun; and on
+        # a busy machine all at once, so that none may show the job between a loss and a join.
+        first, last = most(looks[: 10 * NUM_LOOKS]), least(looks[-10 * NUM_LOOKS :])
         assert last.threads <= first.threads + 1
         assert last.descriptors <= first.descriptors
         assert last.resident_bytes < first.resident_bytes + 16 * 2**20
@@ -129,3 +130,8 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
 def least(looks: Sequence[Used]) -> Used:
     """Of each the smallest."""
     return Used(*map(min, zip(*looks, strict=True)))
+
+
+def most(looks: Sequence[Used]) -> Used:
+    """Of each the largest."""
+    return Used(*map(max, zip(*looks, strict=True)))
