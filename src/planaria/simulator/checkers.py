@@ -51,7 +51,8 @@ from planaria.simulator.plan_checker import wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
 
-PATIENCE_S: Final = 60.0  # From the last fault or commit to the next one, or the job's end.
+_STILL_S: Final = 45.0  # Between commits without a fault; who waits in vain does so for 60 s.
+PATIENCE_S: Final = 60.0  # From the last fault to the end of the job, unless it gets on.
 _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
 _END_A_LEASE: Final = (*(FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK),)
 _ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
@@ -82,6 +83,7 @@ class Checkers:
         # A grid leaves nodes without work, and who holds a layer alone does not matter.
         self._morphs = cluster.job.scenario.policy == "morph"
         self._num_committed = 0
+        self._moved_s = 0.0  # When it last began to run, or committed.
         self._ranks: tuple[int, ...] = ()
         self._published = -1
         self._evicted_s: dict[int, float] = {}
@@ -265,6 +267,7 @@ class Checkers:
                 self._num_committed += 1
                 self._check_applied(message.untold)
             case Running():
+                self._moved_s = self._cluster.loop.now_s
                 self._check_running(message)
             case Changed() if not message.kinds:
                 self._fail(f"epoch {message.epoch} begins with a change that moves nobody")
@@ -277,6 +280,10 @@ class Checkers:
             self._fail(f"iteration {commit.iteration} is committed with other samples")
         if commit.iteration > self._num_committed:
             self._fail(f"iteration {commit.iteration} follows {self._num_committed - 1}")
+        still_s = self._cluster.loop.now_s - max(self._moved_s, self.faults.over_s)
+        if still_s > _STILL_S:
+            self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
+        self._moved_s = self._cluster.loop.now_s
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
 

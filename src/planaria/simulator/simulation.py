@@ -17,6 +17,7 @@ _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 _HURRIED = ((1000.0, 1e7), (100.0, 1e6))
 _ITERATIONS_MORE = 8
 _LOG_TAIL = 40
+_NEXT_S = 30.0  # From a commit to the next one, where messages are slow.
 
 
 Draw = Callable[[Random, int], tuple[Fault, ...]]
@@ -102,7 +103,7 @@ def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> N
     until_s = FAULTS_S_MAX + PATIENCE_S
     while True:
         cluster.loop.run(until_s=until_s, is_over=is_over)
-        later_s = max(faults.over_s, cluster.committed_s) + PATIENCE_S
+        later_s = max(faults.over_s + PATIENCE_S, cluster.committed_s + _NEXT_S)
         if is_over() or later_s <= until_s:
             break
         until_s = later_s
