@@ -117,10 +117,11 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
     for worker in (one for one in report.workers if one.node in (0, 1)):
         looks = watching.used[worker.pid][6 * SETTLED :]
         # Many, for short iterations are looked at late, when the save at the end has begun; and on
-        # a busy machine all at once, so that none may show the job between a loss and a join.
-        first, last = most(looks[: 10 * NUM_LOOKS]), least(looks[-10 * NUM_LOOKS :])
+        # a busy machine all at once: none may show the job without its third link.
+        begun = looks[: 10 * NUM_LOOKS]
+        first, last = least(begun), least(looks[-10 * NUM_LOOKS :])
         assert last.threads <= first.threads + 1
-        assert last.descriptors <= first.descriptors
+        assert last.descriptors <= max(look.descriptors for look in begun)
         assert last.resident_bytes < first.resident_bytes + 16 * 2**20
     downtimes_s = [event.downtime_s for event in answered if event.kind == "kill"]
     early, late = median(downtimes_s[: num_turns // 2]), median(downtimes_s[num_turns // 2 :])
@@ -130,8 +131,3 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
 def least(looks: Sequence[Used]) -> Used:
     """Of each the smallest."""
     return Used(*map(min, zip(*looks, strict=True)))
-
-
-def most(looks: Sequence[Used]) -> Used:
-    """Of each the largest."""
-    return Used(*map(max, zip(*looks, strict=True)))

@@ -66,11 +66,13 @@ class Checkers:
     Attributes:
         faults: that strike the cluster.
         violations: in words, the first first.
+        moved_s: when the job committed last; until it has, when it began to run.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self.faults: Faults
         self.violations: list[str] = []
+        self.moved_s = 0.0
         self._cluster = cluster
         self._job = cluster.job
         self._first_ages: dict[int, int] = {}
@@ -83,7 +85,6 @@ class Checkers:
         # A grid leaves nodes without work, and who holds a layer alone does not matter.
         self._morphs = cluster.job.scenario.policy == "morph"
         self._num_committed = 0
-        self._moved_s = 0.0  # When it last began to run, or committed.
         self._ranks: tuple[int, ...] = ()
         self._published = -1
         self._evicted_s: dict[int, float] = {}
@@ -267,7 +268,7 @@ class Checkers:
                 self._num_committed += 1
                 self._check_applied(message.untold)
             case Running():
-                self._moved_s = self._cluster.loop.now_s
+                self.moved_s = self.moved_s or self._cluster.loop.now_s
                 self._check_running(message)
             case Changed() if not message.kinds:
                 self._fail(f"epoch {message.epoch} begins with a change that moves nobody")
@@ -280,10 +281,10 @@ class Checkers:
             self._fail(f"iteration {commit.iteration} is committed with other samples")
         if commit.iteration > self._num_committed:
             self._fail(f"iteration {commit.iteration} follows {self._num_committed - 1}")
-        still_s = self._cluster.loop.now_s - max(self._moved_s, self.faults.over_s)
+        still_s = self._cluster.loop.now_s - max(self.moved_s, self.faults.over_s)
         if still_s > _STILL_S:
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
-        self._moved_s = self._cluster.loop.now_s
+        self.moved_s = self._cluster.loop.now_s
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
 

@@ -58,7 +58,6 @@ class SimulatedCluster:
         ended: how the job ended.
         files: layers on disk, by (iteration, epoch).
         newest: of these the one that was published last.
-        committed_s: when the launcher was last told of an iteration that it did not know.
     """
 
     def __init__(self, job: PlannedJob, rng: Random) -> None:
@@ -74,7 +73,6 @@ class SimulatedCluster:
         self.leader: SimulatedLeader
         self.ended: Ended | None = None
         self.num_committed = 0
-        self.committed_s = 0.0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
         self.newest: Published | None = None
         self.stop_requested = False
@@ -205,7 +203,6 @@ class SimulatedCluster:
         self.watcher.noticed(message)
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1
-            self.committed_s = self.loop.now_s
             self._restarts = 0
         if isinstance(message, Ended) and self.ended is None:
             self.ended = message

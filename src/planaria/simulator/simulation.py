@@ -18,6 +18,7 @@ _HURRIED = ((1000.0, 1e7), (100.0, 1e6))
 _ITERATIONS_MORE = 8
 _LOG_TAIL = 40
 _NEXT_S = 30.0  # From a commit to the next one, where messages are slow.
+_LONGEST_S = 600.0  # From the last fault to the end of the job, however it gets on.
 
 
 Draw = Callable[[Random, int], tuple[Fault, ...]]
@@ -103,7 +104,8 @@ def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> N
     until_s = FAULTS_S_MAX + PATIENCE_S
     while True:
         cluster.loop.run(until_s=until_s, is_over=is_over)
-        later_s = max(faults.over_s + PATIENCE_S, cluster.committed_s + _NEXT_S)
+        next_s = min(checkers.moved_s + _NEXT_S, faults.over_s + _LONGEST_S)
+        later_s = max(faults.over_s + PATIENCE_S, next_s)
         if is_over() or later_s <= until_s:
             break
         until_s = later_s
