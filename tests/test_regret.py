@@ -62,6 +62,25 @@ def test_a_loss_costs_the_iteration_in_flight_and_the_downtime(job: Job) -> None
     assert job.plan.nodes == (0, 2, 3)
 
 
+def test_a_node_that_is_back_joins_once_its_layers_have_moved(job: Job) -> None:
+    """Three nodes train on while layers come in waves, an iteration each; then four are faster."""
+    job.answer(Happening(255.0, (1,), is_loss=True))
+    alone_s = job.iteration_s
+    begins_s = job.begins_s
+    job.answer(Happening(begins_s + 2.5 * alone_s, (1,), is_loss=False))
+
+    assert job.following is not None
+    at_s, plan, iteration_s = job.following
+    num_iterations = (at_s - job.begins_s) / alone_s
+    assert num_iterations == pytest.approx(round(num_iterations))
+    assert num_iterations >= 1.0  # The one in flight.
+    assert set(plan.nodes) == {0, 1, 2, 3}
+    assert iteration_s < alone_s
+    job.go_on(at_s)
+    assert job.samples == 1000 + 40 * (2 + round(num_iterations))
+    assert job.iteration_s == iteration_s
+
+
 def test_the_last_copy_takes_along_what_is_not_saved(job: Job) -> None:
     """Both first places are gone: from the save at 200 s, with the two that are left."""
     job.answer(Happening(255.0, (0, 2), is_loss=True))

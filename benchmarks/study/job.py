@@ -6,11 +6,12 @@ on, and what an adaptive job may change to after a loss it changes to once the l
 What is asked again is looked up: nodes are numbered by their places, so the same loss at the same
 place of the same plan is the same question.
 
-Not modelled: coordinators that fail, slow or distrusted nodes, waves of a change one by one.
+Not modelled: coordinators that fail, slow or distrusted nodes.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil, floor
 from typing import Final
 
 from planaria.coordinator.change import GAIN_MIN
@@ -19,6 +20,7 @@ from planaria.coordinator.history import (
     learned_nodes_per_failure,
     with_failure,
 )
+from planaria.coordinator.switching import meanwhile, waves_of
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Hop, Plan, Transition
 from planaria.core.records import FailureHistory
@@ -36,6 +38,7 @@ from planaria.policies.unequal import STAY
 
 RESTART_S: Final = 60.0  # From a save, when some layer has no holder left.
 LEASE_S: Final = 3.0
+_ROUNDING: Final = 1e-9  # Of an iteration.
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +133,18 @@ class Job:
             at_s, plan, iteration_s = self.following
             self._count(at_s)
             self.plan, self.iteration_s, self.following = plan, iteration_s, None
-            self.begins_s = max(self.begins_s, at_s + REGROUP_S)
+            self.begins_s = at_s
         self._count(until_s)
 
     def _count(self, until_s: float) -> None:
         if self.plan is None or until_s <= self.begins_s:
             return
-        done = (until_s - self.begins_s) // self.iteration_s
+        done = floor((until_s - self.begins_s) / self.iteration_s + _ROUNDING)
         due_s = max(self.begins_s, self.saved_s + self.save_every_s)
         if due_s <= until_s:
             periods = (until_s - due_s) // self.save_every_s
             self.saved_s = due_s + periods * self.save_every_s
-            before = max(0.0, self.saved_s - self.begins_s) // self.iteration_s
+            before = floor(max(0.0, self.saved_s - self.begins_s) / self.iteration_s + _ROUNDING)
             self.saved = self.samples + self.batch * before
         self.samples += self.batch * done
         self.begins_s += done * self.iteration_s
@@ -174,43 +177,61 @@ class Job:
             self.samples = self.saved
             self._restart(what.at_s)
             return
-        best = self._best(transitions, what.at_s)
+        best = self._best(transitions, self._outlook(transitions, what.at_s))
         self._take(best, node_of)
         self.begins_s = what.at_s + best.downtime_s
         if self.plan.gone and self.is_adaptive:
             self._change(NodesChanged((), ()), self.begins_s + self.iteration_s)
 
     def _change(self, event: NodesChanged, now_s: float) -> None:
-        """Layers move while training goes on by the plan as it is."""
+        """Layers move while training goes on by the plan as it is, from the next commit on; all
+        pauses come first."""
         assert self.plan is not None
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
         if not transitions:
             return
-        paused = tuple(
-            replace(one, downtime_s=0.0 if one.answer == STAY else REGROUP_S) for one in transitions
-        )
-        best = self._best(paused, now_s)
-        placed = any(node_of[label] in event.joined for label in best.after.nodes)
-        if not placed and not self._pays(paused, best, now_s):
+        weighed = tuple(self._weighed(one, transitions) for one in transitions)
+        outlook = self._outlook(transitions, now_s)
+        best = self._best(weighed, outlook)
+        then = best.then or best
+        placed = any(node_of[label] in event.joined for label in then.after.nodes)
+        if not placed and not self._pays(weighed, best, outlook):
             return
-        moving_s = transitions[paused.index(best)].downtime_s
-        plan = _relabelled(best.after, node_of)
-        self.following = (max(now_s, self.begins_s) + moving_s, plan, best.iteration_s)
+        num_before = ceil(max(0.0, now_s - self.begins_s) / self.iteration_s - _ROUNDING)
+        self.begins_s += best.downtime_s
+        moved_s = self.begins_s + num_before * self.iteration_s + then.downtime_s
+        self.following = (moved_s, _relabelled(then.after, node_of), then.iteration_s)
 
-    def _pays(self, transitions: tuple[Transition, ...], best: Transition, now_s: float) -> bool:
+    def _weighed(self, one: Transition, transitions: tuple[Transition, ...]) -> Transition:
+        """As coordinator/change.py has it."""
+        if one.answer == STAY:
+            return one
+        prices = self.answers.prices
+        waves = waves_of(one.before, one, leaving=(), prices=prices)
+        change = replace(one, downtime_s=(len(waves) + 1) * REGROUP_S)
+        stay = replace(
+            one,
+            after=replace(one.before, epoch=one.after.epoch),
+            rounds=(),
+            iteration_s=self.iteration_s,
+        )
+        as_it_is = next((x for x in transitions if x.answer == STAY), stay)
+        return meanwhile(as_it_is, change, waves, prices=prices)
+
+    def _pays(
+        self, transitions: tuple[Transition, ...], best: Transition, outlook: Outlook
+    ) -> bool:
         """As coordinator/change.py asks."""
         stay = next((one for one in transitions if one.answer == STAY), None)
         if stay is None:
             return False
-        outlook = self._outlook(transitions, now_s)
         scores = [
             expected_samples_per_s(one, global_batch_size=self.batch, outlook=outlook)
             for one in (best, stay)
         ]
         return scores[0] - scores[1] > GAIN_MIN * self.batch / stay.iteration_s
 
-    def _best(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
-        outlook = self._outlook(transitions, now_s)
+    def _best(self, transitions: tuple[Transition, ...], outlook: Outlook) -> Transition:
         return best_transition(transitions, global_batch_size=self.batch, outlook=outlook)
 
     def _outlook(self, transitions: tuple[Transition, ...], now_s: float) -> Outlook:

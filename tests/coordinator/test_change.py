@@ -31,7 +31,7 @@ from planaria.core.messages import (
     WorkerFailed,
 )
 from planaria.core.plan import Link, Plan, Transition
-from planaria.core.records import Changed, Committed, Progress, Recovering, Warned
+from planaria.core.records import Changed, Committed, Decision, Progress, Recovering, Warned
 from planaria.policies.policy import Prices
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 
@@ -102,9 +102,14 @@ def test_a_node_joins_silently_and_then_at_a_commit() -> None:
 def test_layers_come_in_waves_that_a_link_carries_in_an_iteration() -> None:
     """Sixteen bytes in an iteration of a second: two layers of eight."""
     cluster = training(rules(bandwidth_bytes_per_s=16.0))
+    assert cluster.state.decision is not None
+    as_it_is = Decision(order=cluster.state.decision.order, predicted_s=7.0)
+    cluster.state = replace(cluster.state, decision=as_it_is)
     cluster.join(2)
     for iteration in range(FIRST + 1, END - 1):
         cluster.train(iteration)
+        assert cluster.state.decision
+        assert cluster.state.decision.predicted_s == 7.0  # Of the plan that they train by.
 
     silent = [len(order.plan.silent.get(2, ())) for order in joins(cluster)]
     assert silent[:2] == [2, 4]

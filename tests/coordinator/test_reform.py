@@ -23,7 +23,7 @@ from planaria.policies.unequal import Unequal
 
 Name = Literal["adaptive", "reroute"]
 
-BYTES_PER_S = 1000.0  # A layer takes longer than it is to the next failure.
+BYTES_PER_S = 1000.0  # A layer takes a little longer than an iteration.
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_one(
-    *, policy: Name = "adaptive", failure_rate: float = 600.0, looks_ahead: bool = False
+    *, policy: Name = "adaptive", failure_rate: float = 60.0, looks_ahead: bool = False
 ) -> FakeCluster:
-    """Two pipelines of three nodes train, with a failure every six seconds; node 1 is lost."""
+    """Two pipelines of three nodes train, with a failure a minute; node 1 is lost."""
     every = book(6, n0=2)
     around = Reroute(every.problem, Adaptive(()))
     made = small_rules(n0=2, failure_rate=failure_rate)
@@ -85,6 +85,15 @@ def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_g
     number = len(of_type(cluster.commands, StartEpoch))
     train(cluster, 10)
     assert len(of_type(cluster.commands, StartEpoch)) == number
+
+
+def test_what_the_next_failure_would_end_is_not_begun() -> None:
+    """In six seconds, as expected, while layers move for nine: only the switches are short."""
+    cluster = lost_one(failure_rate=600.0)
+    assert cluster.state.plan.gone == (1,)
+    train(cluster, 40)
+
+    assert of_type(cluster.commands, Changed) == []
 
 
 def test_a_job_that_looks_ahead_waits_until_better_plans_have_been_looked_for() -> None:

@@ -89,7 +89,12 @@ def lost(now_s: float, *nodes: int, kind: str = "lost") -> Recovering:
 
 def decided(now_s: float, *, redone_samples: int = 0, degraded: str = "") -> Decided:
     candidate = Candidate(
-        policy="reinstantiate", answer="borrow", iteration_s=0.75, downtime_s=1.0, score=4.0
+        policy="reinstantiate",
+        answer="borrow",
+        iteration_s=0.75,
+        downtime_s=1.0,
+        moving_s=0.0,
+        score=4.0,
     )
     return Decided(
         epoch=4,

@@ -7,9 +7,11 @@ from planaria.show.choice import choice_text
 from planaria.show.words import duration_text
 
 
-def priced(policy: str, answer: str, iteration_s: float, downtime_s: float) -> dict[str, object]:
-    prices = {"iteration_s": iteration_s, "downtime_s": downtime_s, "score": 1.0}
-    return {"policy": policy, "answer": answer, **prices}
+def priced(
+    policy: str, answer: str, iteration_s: float, downtime_s: float, moving_s: float = 0.0
+) -> dict[str, object]:
+    prices = {"iteration_s": iteration_s, "downtime_s": downtime_s, "moving_s": moving_s}
+    return {"policy": policy, "answer": answer, **prices, "score": 1.0}
 
 
 def test_a_choice_is_told_with_what_it_was_chosen_from() -> None:
@@ -22,14 +24,14 @@ def test_a_choice_is_told_with_what_it_was_chosen_from() -> None:
         answer="borrow",
         candidates=(
             priced("reinstantiate", "borrow", 1.23, 0.3),
-            priced("reroute", "reroute", 1.41, 0.1),
+            priced("reroute", "reroute", 1.41, 0.1, moving_s=4.0),
         ),
         time_to_failure_s=2400.0,
     )
 
     assert choice_text(event) == (
-        "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms; "
-        "the next failure is expected in 40 min"
+        "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms, "
+        "layers move for 4.00 s; the next failure is expected in 40 min"
     )
 
 

@@ -11,6 +11,9 @@ commit that all ranks agree upon, so that nothing is done again:
    one to hold come first, so that they are safe if it is gone too early.
 2. When all are in, one more switch begins the plan itself; nodes that leave are told to then.
 
+Until then the plan as it is goes on, so a change is weighed as that, followed by its own plan: what
+it would gain hardly counts where the next failure is likely to come before all layers have.
+
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
 Where it did not begin, a loss or a new coordinator ends the change, and what it needs is looked
 at anew.
@@ -35,7 +38,7 @@ from planaria.coordinator.state import (
     Step,
     Tell,
 )
-from planaria.coordinator.switching import Change, Switch, waves_of
+from planaria.coordinator.switching import Change, Switch, meanwhile, waves_of
 from planaria.coordinator.trust import seen_node, trusted_first
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
@@ -79,7 +82,8 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
     transitions = _proposed(rules, state, event, staying, now_s=now_s)
-    best, candidates = candidates_of(rules, state, transitions, now_s)
+    weighed = _weighed(rules, state, transitions, leaving)
+    best, candidates = candidates_of(rules, state, transitions, now_s, weighed=weighed)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for:
@@ -204,6 +208,31 @@ def _proposed(
     return tuple(replace(one, downtime_s=paused_s(one)) for one in found)
 
 
+def _weighed(
+    rules: Rules, state: JobState, transitions: tuple[Transition, ...], leaving: tuple[int, ...]
+) -> tuple[Transition, ...]:
+    """What each would be: the plan as it is goes on until the layers have moved."""
+    assert state.decision is not None
+    stay = Transition(
+        before=state.plan,
+        after=replace(state.plan, epoch=state.epoch + 1),
+        rounds=(),
+        downtime_s=0.0,
+        iteration_s=state.decision.predicted_s,
+        redone_samples=0,
+        policy="",
+        answer=STAY,
+    )
+    stay = next((one for one in transitions if one.answer == STAY), stay)
+    prices = prices_of(rules, state)
+
+    def weighed(one: Transition) -> Transition:
+        waves = waves_of(state.plan, one, leaving=leaving, prices=rules.prices)
+        return one if one.answer == STAY else meanwhile(stay, one, waves, prices=prices)
+
+    return tuple(map(weighed, transitions))
+
+
 # -- switches -------------------------------------------------------------------------------------
 
 
@@ -280,9 +309,10 @@ def switched(state: JobState) -> Step:
     assert switch is not None
     number = state.next_iteration
     outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=state.origin)
-    decision = Decision(
-        order=_order(state, switch, number), predicted_s=change.transition.iteration_s
-    )
+    assert state.decision is not None
+    # Waves come while the plan is as it was.
+    predicted_s = state.decision.predicted_s if switch.rounds else change.transition.iteration_s
+    decision = Decision(order=_order(state, switch, number), predicted_s=predicted_s)
     left = tuple(node for node in state.nodes if node not in switch.nodes)
     state = replace(
         state,

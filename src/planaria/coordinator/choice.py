@@ -12,25 +12,36 @@ _S_PER_HOUR: Final = 3600.0
 
 
 def candidates_of(
-    rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
+    rules: Rules,
+    state: JobState,
+    transitions: tuple[Transition, ...],
+    now_s: float,
+    *,
+    weighed: tuple[Transition, ...] = (),
 ) -> tuple[Transition | None, tuple[Candidate, ...]]:
-    """The best of the transitions, None if there are none, and the prices of all."""
+    """The best of the transitions, None if there are none, and the prices of all.
+
+    Args:
+        weighed: what each of them is weighed as, if not as itself.
+    """
     if not transitions:
         return None, ()
     batch = rules.job.training.global_batch_size
     expected = outlook(rules, state, transitions, now_s)
-    best = best_transition(transitions, global_batch_size=batch, outlook=expected)
+    weighed = weighed or transitions
+    best = best_transition(weighed, global_batch_size=batch, outlook=expected)
     candidates = tuple(
         Candidate(
             policy=transition.policy,
             answer=transition.answer,
             iteration_s=transition.iteration_s,
             downtime_s=transition.downtime_s,
-            score=expected_samples_per_s(transition, global_batch_size=batch, outlook=expected),
+            moving_s=as_that.then.downtime_s if as_that.then else 0.0,
+            score=expected_samples_per_s(as_that, global_batch_size=batch, outlook=expected),
         )
-        for transition in transitions
+        for transition, as_that in zip(transitions, weighed, strict=True)
     )
-    return best, candidates
+    return transitions[weighed.index(best)], candidates
 
 
 def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:

@@ -1,14 +1,14 @@
 """A change that is being made: its switches, and the waves in which layers move before the last."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
-from planaria.policies.policy import Prices
+from planaria.policies.policy import Prices, transfer_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +87,30 @@ def waves_of(
         load += more
         waves[-1] += parts
     return tuple(tuple(wave) for wave in waves)
+
+
+def meanwhile(
+    as_it_is: Transition,
+    change: Transition,
+    waves: Sequence[Sequence[Transfer]],
+    *,
+    prices: Prices,
+) -> Transition:
+    """How a change is weighed: the plan as it is, and once the layers have moved the change's.
+
+    Each wave moves while an iteration is trained; for what it takes longer than that the iteration
+    waits, which is a pause like those of the switches.
+
+    Args:
+        as_it_is: to stay with the plan.
+        change: its downtime is that of its switches.
+    """
+    per_node = change.before.pipelines[0].template.devices_per_node
+    iteration_s = as_it_is.iteration_s
+    takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
+    longer_s = sum(max(0.0, wave_s - iteration_s) for wave_s in takes_s)
+    return replace(
+        as_it_is,
+        downtime_s=change.downtime_s + longer_s,
+        then=replace(change, downtime_s=len(waves) * iteration_s),
+    )

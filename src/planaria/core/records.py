@@ -163,12 +163,19 @@ def decode_record(data: bytes, kind: type[_Record]) -> _Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An answer that was proposed; `score` is in samples a second, the highest is taken."""
+    """An answer that was proposed.
+
+    Attributes:
+        iteration_s, downtime_s: predicted, as of a `Transition`.
+        moving_s: for how long layers move besides while training goes on.
+        score: in samples a second; the highest is taken.
+    """
 
     policy: str
     answer: str
     iteration_s: float
     downtime_s: float
+    moving_s: float
     score: float
 
 

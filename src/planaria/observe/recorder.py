@@ -307,6 +307,7 @@ def _priced(candidates: tuple[Candidate, ...]) -> tuple[Mapping[str, object], ..
             "answer": candidate.answer,
             "iteration_s": candidate.iteration_s,
             "downtime_s": candidate.downtime_s,
+            "moving_s": candidate.moving_s,
             "score": candidate.score,
         }
         for candidate in candidates

@@ -84,7 +84,12 @@ def profile_prices(profile: ModelProfile, *, regroup_s: float) -> Prices:
 
 
 def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
-    """Regrouping, then transfers for as long as the busiest link needs.
+    """Regrouping, then the transfers."""
+    return prices.regroup_s + transfer_s(transfers, prices, devices_per_node=devices_per_node)
+
+
+def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
+    """For how long transfers at the same time keep the busiest link.
 
     Between nodes that is what one node sends to others, or what it receives; within a node what one
     device sends or receives there.
@@ -99,7 +104,7 @@ def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
             bytes_on["intra_node", "from", transfer.source] += transfer.num_bytes
             bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
     busiest_s = (prices.links[kind].seconds(size) for (kind, _, _), size in bytes_on.items())
-    return prices.regroup_s + max(busiest_s, default=0.0)
+    return max(busiest_s, default=0.0)
 
 
 def moving(

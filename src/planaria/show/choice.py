@@ -7,8 +7,8 @@ from planaria.show.words import duration_text, seconds_text
 
 
 def choice_text(event: EventRecord) -> str:
-    """Such as "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms;
-    the next failure is expected in 40 min".
+    """Such as "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms,
+    layers move for 4.00 s; the next failure is expected in 40 min".
 
     Args:
         event: that was answered.
@@ -27,5 +27,8 @@ def _name(candidate: Mapping[str, object]) -> tuple[object, object]:
 
 
 def _price(candidate: Mapping[str, object], of_what: str = "") -> str:
-    iteration_s, downtime_s = (float(str(candidate[k])) for k in ("iteration_s", "downtime_s"))
-    return f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"
+    iteration_s, downtime_s, moving_s = (
+        float(str(candidate.get(key, 0.0))) for key in ("iteration_s", "downtime_s", "moving_s")
+    )
+    text = f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"
+    return f"{text}, layers move for {seconds_text(moving_s)}" if moving_s else text
