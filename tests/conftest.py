@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from planaria.nodes.forkserver import ForkServer
 from planaria.planning import PRELOAD
@@ -12,6 +13,9 @@ FAMILY_MODULES = tuple(
     f"transformers.models.{family}.modeling_{family}"
     for family in ("gpt2", "llama", "qwen2", "bert")
 )
+
+settings.register_profile("busy", deadline=None)  # No example is wrong because a machine is busy.
+settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")

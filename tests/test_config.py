@@ -181,7 +181,7 @@ def test_a_directory_names_the_model_and_the_configuration_may_add_to_it(tmp_pat
     assert (job.model.path, job.model.config) == (str(tmp_path), {"resid_pdrop": 0.0})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     batch=st.integers(-5, 500) | st.integers((1 << 16) - 5, 1 << 22),
     microbatch=st.integers(1, 60),
@@ -218,7 +218,7 @@ def test_a_global_batch_that_will_not_do_is_told_the_nearest_sizes_that_do(
     assert all(job(size).training.global_batch_size == size for size in sizes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     tables=st.dictionaries(
         st.sampled_from([*(f.name for f in fields(JobConfig)), "other"]),

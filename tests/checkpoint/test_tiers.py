@@ -67,7 +67,7 @@ DTYPES = st.sampled_from(["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "i1", "<u8",
 ARRAYS = hnp.arrays(DTYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tensors=st.dictionaries(st.text("abc./_", min_size=1, max_size=9), ARRAYS, max_size=4))
 def test_any_tensors_read_back_the_same(
     tensors: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory

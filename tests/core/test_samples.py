@@ -26,7 +26,7 @@ def order(seed: int, data_epoch: int, num_samples: int) -> list[int]:
     return [int(sample) for sample in samples]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_samples=st.integers(1, 5000), seed=SEEDS, data_epoch=st.integers(0, 1000))
 def test_order_is_a_permutation(num_samples: int, seed: int, data_epoch: int) -> None:
     """Every sample comes exactly once, also where n is no power of two."""
@@ -41,7 +41,7 @@ def test_order_is_a_permutation_around_powers_of_two(num_samples: int) -> None:
     assert sorted(order(3, 1, num_samples)) == list(range(num_samples))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), num_samples=st.integers(1, 400), seed=SEEDS)
 def test_each_data_epoch_uses_a_sample_at_most_once(
     data: st.DataObject, num_samples: int, seed: int
@@ -63,7 +63,7 @@ def test_each_data_epoch_uses_a_sample_at_most_once(
     assert used.max() < num_samples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_microbatches=st.integers(1, 12), size=st.integers(1, 9), seed=SEEDS, i=st.integers(0, 99)
 )
@@ -85,7 +85,7 @@ def test_microbatches_in_order_are_the_iteration(
     assert all(part.dtype == np.int64 for part in parts)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, data_epoch=st.integers(0, 100))
 def test_order_differs_by_data_epoch_and_seed(seed: int, data_epoch: int) -> None:
     """Of 200! orders two equal ones would mean that an argument is ignored."""
@@ -130,7 +130,7 @@ def test_random_words_are_those_of_splitmix64() -> None:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(a=st.lists(SEEDS, max_size=4), b=st.lists(SEEDS, max_size=4))
 def test_mix_tells_values_order_and_length_apart(a: list[int], b: list[int]) -> None:
     """Seeds of different purposes must not meet."""

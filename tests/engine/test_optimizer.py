@@ -245,7 +245,7 @@ def test_learning_rates_are_the_published_curves() -> None:
     assert curve("cosine", **warmup) == pytest.approx(cosine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["constant", "linear", "cosine"]),
     iterations=st.integers(1, 50),

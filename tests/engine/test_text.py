@@ -37,7 +37,7 @@ def load(data: DataConfig, cache: Path, *, objective: str = "causal") -> Dataset
     return load_dataset(data, objective=objective, seed=1, cache_directory=cache)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(content=st.binary(min_size=30, max_size=200), length=st.integers(1, 29))
 def test_causal_samples_are_the_text_and_what_follows(
     content: bytes, length: int, tmp_path_factory: pytest.TempPathFactory
@@ -57,7 +57,7 @@ def test_causal_samples_are_the_text_and_what_follows(
     assert dataset.vocabulary_size == 256
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))
 def test_masked_samples_hide_15_percent_and_tell_what_was_there(length: int, seed: int) -> None:
     """Targets are the hidden tokens and nothing else; what is no target is shown as it is."""

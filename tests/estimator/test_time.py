@@ -78,7 +78,7 @@ def model(
     forward_s=st.floats(0.001, 10),
     backward_s=st.floats(0.001, 10),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_equal_stages_without_communication_take_the_closed_form(
     num_stages: int, num_microbatches: int, forward_s: float, backward_s: float
 ) -> None:

@@ -261,9 +261,7 @@ def test_the_store_is_what_the_model_says_through_crashes(monkeypatch: pytest.Mo
     for call in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, call, lambda _fd: None)  # Crashes are of the process alone here.
 
-    StoreMachine.TestCase.settings = settings(
-        max_examples=40, stateful_step_count=40, deadline=None
-    )
+    StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
     StoreMachine.TestCase("runTest").runTest()
 
     assert StoreMachine.num_crashes > 5  # Of some 60; Hypothesis draws anew each time.

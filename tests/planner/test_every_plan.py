@@ -26,7 +26,7 @@ def _one_stage_each(num_layers: int, num_nodes: int) -> PipelineTemplate:
     return PipelineTemplate(tuple(stages), num_nodes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_number_of_nodes_has_a_plan_with_all_of_them(data: st.DataObject) -> None:
     """f + 1 pipelines while they fit, then as many as do; every node works, down to n0."""
@@ -147,7 +147,7 @@ def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> 
     assert len(every.plans[13].nodes) == 13
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_foreseen_plans_are_those_of_every_plan(data: st.DataObject) -> None:
     """From all nodes down to f fewer; with more than eight failures eight numbers, 1 and f too."""

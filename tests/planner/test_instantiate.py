@@ -21,7 +21,7 @@ SEED = 20_261_121
 MANY_NODES_S = 1.5  # Three times what it takes.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 9), st.sets(st.integers(1, 6)), st.integers(1, 4))
 def test_instantiations_are_all_multisets(
     num_nodes: int, sizes: set[int], min_pipelines: int

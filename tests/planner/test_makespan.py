@@ -90,14 +90,14 @@ def simulated_s(seconds: StageSeconds, num_microbatches: int) -> float:
     return now_s
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(stages(), st.integers(1, 9))
 def test_makespan_equals_an_event_simulation(seconds: StageSeconds, num_microbatches: int) -> None:
     """The recurrence knows no events; the simulation knows no recurrence."""
     assert simulated_s(seconds, num_microbatches) == makespan_s(seconds, num_microbatches)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(max_devices_per_node=2))
 def test_makespan_equals_the_timeline_of_the_schedule(problem: Problem) -> None:
     """One truth about time: a planner that prices otherwise than the estimator picks wrongly."""
@@ -142,7 +142,7 @@ def test_transfer_counts_in_every_round_trip_of_two_stages() -> None:
     assert (makespan_s(seconds, 1), makespan_s(seconds, 2)) == (6.0, 8.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(stages(), min_size=1, max_size=5), st.integers(1, 9))
 def test_pipelines_of_one_table_do_not_mix(pipelines: list[StageSeconds], most: int) -> None:
     """Neither a slow neighbour nor a longer one changes a pipeline's makespan."""

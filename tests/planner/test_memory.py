@@ -55,7 +55,7 @@ def test_devices_of_a_stage_shard_state_but_not_activations() -> None:
     assert peaks == (7 + 3,)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problems())
 def test_table_of_stages_equals_the_peaks_of_a_template(problem: Problem) -> None:
     """The planner searches with the table, and reports what the template says."""

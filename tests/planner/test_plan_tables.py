@@ -143,7 +143,7 @@ def test_a_model_may_be_called_anything_and_take_no_time() -> None:
     assert "iteration 0.0 us 0.0 samples/s 0.0% bubbles" in text
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(planned())
 def test_json_holds_the_plan_and_what_each_template_would_take(
     planned: tuple[Problem, dict[int, PipelineTemplate], Plan],

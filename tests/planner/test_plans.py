@@ -24,7 +24,7 @@ from strategies import equal_problem, planned, problems
 Planned = tuple[Problem, dict[int, PipelineTemplate], Plan]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(), st.lists(st.integers(1, 3), min_size=1, max_size=3))
 def test_distribution_has_the_lowest_makespan_of_all(problem: Problem, sizes: list[int]) -> None:
     """Against every distribution: equation 6 as a min-max over exact makespans."""
@@ -66,7 +66,7 @@ def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
     assert counts == (1, 1, 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(planned())
 def test_best_plan_uses_every_node_and_no_instantiation_is_faster(planned: Planned) -> None:
     """Each node once, f + 1 pipelines, all microbatches; and each alternative is priced, with its

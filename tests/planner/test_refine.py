@@ -26,7 +26,7 @@ def stages(draw: st.DrawFn) -> StageSeconds:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(stages(), st.integers(1, 20))
 def test_what_is_not_timed_is_never_faster_than_its_closed_form(
     seconds: StageSeconds, num_microbatches: int
@@ -37,7 +37,7 @@ def test_what_is_not_timed_is_never_faster_than_its_closed_form(
     assert least <= makespan_s(seconds, num_microbatches)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(stages())
 def test_many_microbatches_end_at_the_rate_of_the_slowest_cycle(seconds: StageSeconds) -> None:
     """That is how few microbatches that are simulated speak for many that are not."""

@@ -69,7 +69,7 @@ broken_plans = st.randoms(use_true_random=False).map(lambda rng: with_losses(ran
 
 
 @given(broken_plans)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_microbatch_finds_its_way_around_what_is_lost(plan: Plan) -> None:
     """Over any losses in any pipelines; none only where a layer has no live place."""
     found = rerouted(problem_for(plan), plan)
@@ -196,7 +196,7 @@ def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
 
 
 @given(plain_plans(), st.sampled_from((1, 3)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
     """Two ways to the same peaks: read off the schedule, and in closed form."""
     profile = problem_for(plan).profile
@@ -213,7 +213,7 @@ def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
 
 
 @given(broken_plans, st.integers(1, 6))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) -> None:
     """With room for few microbatches in flight, fewer are; never more, and never a wrong plan."""
     free = problem_for(plan)

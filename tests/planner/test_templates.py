@@ -24,7 +24,7 @@ REFUSED_S = 20.0
 FREE = {"intra_node": Link(0.0, 1e30), "inter_node": Link(0.0, 1e30)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(max_devices_per_node=2))
 def test_smallest_number_of_nodes_is_the_first_with_a_partition(problem: Problem) -> None:
     """n0 decides what may fail; one too many wastes nodes, one too few runs out of memory."""
@@ -39,7 +39,7 @@ def test_smallest_number_of_nodes_is_the_first_with_a_partition(problem: Problem
         assert expected == smallest_num_nodes(problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(max_devices_per_node=2), st.integers(1, 6))
 def test_templates_use_every_device_within_memory(problem: Problem, num_nodes: int) -> None:
     """A stage never straddles two nodes, layers follow each other, every device has a stage."""

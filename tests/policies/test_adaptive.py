@@ -54,7 +54,7 @@ def expected_samples(transition: Transition, outlook: Outlook) -> float:
     return total
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(jobs(), st.data())
 def test_the_choice_is_the_best_of_all_candidates(
     job: tuple[EveryPlan, Plan], data: st.DataObject

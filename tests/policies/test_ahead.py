@@ -69,7 +69,7 @@ def test_one_loss_of_each_sort_is_looked_at_the_likeliest_first() -> None:
     assert pairs.index((0, 6)) < pairs.index((0, 5))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3))
 def test_every_loss_is_of_a_sort_that_is_looked_at(sizes: list[int], number: int) -> None:
     """Sorts are what is left of a set when pipelines of one template change places."""

@@ -67,7 +67,7 @@ def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan]:
     return book, plan_of(book, sizes, draw(st.permutations(range(num_nodes))))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs(), st.data())
 def test_every_sequence_of_losses_is_answered_whole(
     job: tuple[EveryPlan, Plan], data: st.DataObject
@@ -91,7 +91,7 @@ def test_every_sequence_of_losses_is_answered_whole(
         plan = data.draw(st.sampled_from(found)).after
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs(), st.data())
 def test_a_loss_during_a_recovery_is_answered_from_what_each_node_holds(
     job: tuple[EveryPlan, Plan], data: st.DataObject

@@ -45,7 +45,7 @@ def check_is_a_layout(transition: Transition, cluster: ClusterState, book: Every
     check_transfers(transition, cluster, prices(book).layer_bytes)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(jobs(), st.data())
 def test_losses_one_after_the_other_are_answered_by_layouts(
     job: tuple[EveryPlan, Plan], data: st.DataObject

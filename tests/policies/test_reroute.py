@@ -77,7 +77,7 @@ def test_a_loss_is_answered_without_moving_anything() -> None:
     check_goes_around(first, survivors(plan, (2,), epoch=1), book)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(jobs(), st.data())
 def test_losses_at_once_and_in_sequence_are_gone_around(
     job: tuple[EveryPlan, Plan], data: st.DataObject
@@ -102,7 +102,7 @@ def test_losses_at_once_and_in_sequence_are_gone_around(
         plan = data.draw(st.sampled_from(found)).after
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(jobs(), st.data())
 def test_a_rerouted_plan_can_be_made_anew(job: tuple[EveryPlan, Plan], data: st.DataObject) -> None:
     """Oobleck's steps see survivors of each pipeline, whatever its places were."""

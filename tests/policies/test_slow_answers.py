@@ -66,7 +66,7 @@ def jobs(draw: st.DrawFn) -> tuple[EveryPlan, Plan, dict[int, float]]:
     return book, plan, speeds
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(jobs(), st.data())
 def test_every_sequence_of_losses_and_speeds_is_answered_whole(
     job: tuple[EveryPlan, Plan, dict[int, float]], data: st.DataObject

@@ -92,7 +92,7 @@ def num_steps(plan: Plan, pipelines: Sequence[Pipeline], openings: Sequence[Open
     return steps
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(clusters())
 def test_no_other_assignment_moves_fewer_bytes_or_as_many_and_nodes_less_far(
     drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],
@@ -133,7 +133,7 @@ def exposed(plan: Plan, cluster: ClusterState, covered: frozenset[int]) -> int:
     return plan.num_layers - len(safe)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(clusters(), st.data())
 def test_no_other_assignment_leaves_fewer_layers_to_distrusted_nodes_alone(
     drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]], data: st.DataObject
@@ -229,7 +229,7 @@ def test_nothing_moves_where_it_would_not_help() -> None:
     assert one.nodes == (0, 1, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(clusters())
 def test_places_that_are_alike_are_given_out_together_for_as_few_bytes(
     drawn: tuple[tuple[int, ...], Plan, ClusterState, list[Opening]],

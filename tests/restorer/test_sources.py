@@ -152,7 +152,7 @@ def plan_of_one_layer() -> Plan:
     return plain_plan(1, (Pipeline(PipelineTemplate((Stage(0, 1, 1),), 1), (0,)),), (1,))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_transfer_rounds_use_each_rank_once_a_round_each_way(data: st.DataObject) -> None:
     """All transfers are there, and fewer rounds than twice what the busiest rank has to do."""

@@ -38,7 +38,7 @@ def test_every_kind_of_action_has_its_text() -> None:
 
 
 @given(plain_plans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_schedule_survives_being_printed_and_parsed(plan: Plan) -> None:
     """parse(format(x)) == x, with reductions and tied parameters."""
     schedule = lowered(plan, tied=[TiedParameters((0, plan.num_layers - 1), 8)])
@@ -70,7 +70,7 @@ def test_a_table_shows_steps_down_ranks_across_and_the_marked_step() -> None:
 
 
 @given(st.integers(0, 199), st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_large_table_is_cut_around_its_mark(step: int, rank: int) -> None:
     """1,000 ranks would not fit a page; what failed must still be seen, with what is around."""
     actions = tuple(Action(Kind.FORWARD, microbatch, 0) for microbatch in range(200))

@@ -55,7 +55,7 @@ def test_figure_9_of_oobleck_lowered_letter_for_letter() -> None:
 
 
 @given(rerouted_plans() | plain_plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_rank_by_itself_gets_what_it_has_in_the_schedule_of_all(plan: Plan) -> None:
     """Also a rank without work, and the buckets by the same numbers."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8)]
@@ -69,7 +69,7 @@ def test_each_rank_by_itself_gets_what_it_has_in_the_schedule_of_all(plan: Plan)
 
 
 @given(rerouted_plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_buckets_cover_each_layer_with_several_holders_once(plan: Plan) -> None:
     """A layer in no bucket would not be summed, one in two would be summed twice."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8)]
@@ -86,7 +86,7 @@ def test_buckets_cover_each_layer_with_several_holders_once(plan: Plan) -> None:
 
 
 @given(plain_plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_buckets_of_one_round_share_no_rank_and_tied_ones_come_last(plan: Plan) -> None:
     """Then the buckets of a round run side by side (Odyssey, section IV-B)."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8), TiedParameters((0,), 8)]
@@ -134,7 +134,7 @@ def test_uncoloured_buckets_go_in_layer_order_each_in_a_round_of_its_own() -> No
 
 
 @given(rerouted_plans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_both_orders_sum_the_same_buckets(plan: Plan) -> None:
     """Only when each is summed differs, so that the bits are the same; `lowered` validates both."""
     tied = [TiedParameters((0, plan.num_layers - 1), 8)]
@@ -168,7 +168,7 @@ def fewest_rounds(buckets: list[set[int]]) -> int:
 
 
 @given(rerouted_plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_reductions_ascend_and_follow_their_last_backward(plan: Plan) -> None:
     """One order on all ranks, as early as that order allows."""
     schedule = lowered(plan)
@@ -231,7 +231,7 @@ def test_one_rank_alone_reduces_nothing() -> None:
 
 
 @given(rerouted_plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_execution_order_respects_every_dependency(plan: Plan) -> None:
     """Checked by place in the order: sends before receives, forwards before backwards."""
     schedule = lowered(plan)
@@ -295,7 +295,7 @@ def test_a_reduction_that_a_rank_never_joins_leaves_the_others_waiting() -> None
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_schedule_without_one_of_its_actions_is_refused(data: st.DataObject) -> None:
     """Whichever action it is: the message names it, or what needed it."""
     schedule = lowered(figure_9_plan(), tied=[TiedParameters((0, 5), 8)])
@@ -309,7 +309,7 @@ def test_a_schedule_without_one_of_its_actions_is_refused(data: st.DataObject) -
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_an_action_that_stands_twice_or_on_a_wrong_rank_is_refused(data: st.DataObject) -> None:
     """A gradient would be added twice, or a rank would compute layers that it does not hold."""
     schedule = lowered(figure_9_plan(), tied=[TiedParameters((0, 5), 8)])

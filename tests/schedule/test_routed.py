@@ -42,7 +42,7 @@ def test_figure_9_of_oobleck_letter_for_letter() -> None:
 
 
 @given(plain_plans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_stage_of_a_plain_plan_runs_textbook_1f1b(plan: Plan) -> None:
     """Whatever the depths, cuts and numbers of microbatches, unequal stages included."""
     schedule = routed_1f1b(plan)
@@ -56,7 +56,7 @@ def test_every_stage_of_a_plain_plan_runs_textbook_1f1b(plan: Plan) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 60))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_deep_pipelines_run_textbook_1f1b(num_stages: int, num_microbatches: int) -> None:
     """Fewer microbatches than stages, and many more."""
     plan = plain_plan(0, (pipeline(range(num_stages + 1), range(num_stages)),), (num_microbatches,))
@@ -97,7 +97,7 @@ def test_weight_gradients_go_where_a_rank_would_wait() -> None:
 
 
 @given(rerouted_plans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_split_schedules_are_valid_and_do_all_that_whole_ones_do(plan: Plan) -> None:
     """A backward of a first hop is whole, any other one in two parts."""
     whole, split = routed_1f1b(plan), routed_1f1b(replace(plan, splits_backward=True))
@@ -142,7 +142,7 @@ def test_a_rank_serves_the_microbatches_of_two_pipelines_evenly() -> None:
 
 
 @given(rerouted_plans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_rerouted_schedules_are_valid_and_finish(plan: Plan) -> None:
     """Also where microbatches visit ranks twice, or two ranks in opposite orders."""
     schedule = place_transfers(routed_1f1b(plan))
@@ -153,7 +153,7 @@ def test_rerouted_schedules_are_valid_and_finish(plan: Plan) -> None:
 
 
 @given(rerouted_plans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_in_flight_microbatches_stay_within_what_1f1b_allows(plan: Plan) -> None:
     """Twice that for routes that meet others; only routes in opposite orders may need more."""
     routes = set(plan.routes)

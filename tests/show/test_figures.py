@@ -232,7 +232,7 @@ def test_what_is_left_out_is_named() -> None:
     assert "stages left out" in narrow
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(planned())
 def test_boxes_of_a_lane_are_as_long_as_its_stage_computes(
     planned: tuple[Problem, dict[int, PipelineTemplate], Plan],
@@ -252,7 +252,7 @@ def test_boxes_of_a_lane_are_as_long_as_its_stage_computes(
             assert all(b.start_s >= a.end_s - 1e-9 for a, b in pairwise(boxes))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(planned())
 def test_reductions_of_a_lane_follow_its_last_backward(
     planned: tuple[Problem, dict[int, PipelineTemplate], Plan],
