@@ -11,6 +11,7 @@ from jobs import shaped_plan
 from planaria.coordinator.choice import outlook, time_to_failure_s
 from planaria.coordinator.history import (
     MEMORY_S,
+    PRIOR_FAILURES,
     PRIOR_NODES,
     PRIOR_S,
     begun_history,
@@ -20,7 +21,7 @@ from planaria.coordinator.history import (
 )
 from planaria.coordinator.state import Rules
 from planaria.core.cluster import NodesLost, survivors
-from planaria.core.records import Decided, FailureHistory
+from planaria.core.records import Decided, FailureHistory, Progress
 
 PLAN = shaped_plan((2, 2), NUM_MICROBATCHES)
 HOUR_S = 3600.0
@@ -46,16 +47,23 @@ def test_the_first_expectation_is_a_failure_an_hour_and_calm_time_lowers_it() ->
 
     rates = [learned_failures_per_s(calm, 1.0 + hours * HOUR_S) for hours in (0, 1, 5, 1000)]
 
-    assert rates[0] == 1.0 / PRIOR_S
+    assert rates[0] == pytest.approx(1.0 / HOUR_S)
     assert rates == sorted(rates, reverse=True)
-    assert rates[-1] == pytest.approx(1.0 / (PRIOR_S + MEMORY_S))
-    assert learned_failures_per_s(FailureHistory(), NOW_S) == 1.0 / PRIOR_S
+    assert rates[-1] == pytest.approx(PRIOR_FAILURES / (PRIOR_S + MEMORY_S))
+    assert learned_failures_per_s(FailureHistory(), NOW_S) == rates[0]
+
+
+@pytest.mark.parametrize("after_s", [30.0, 60.0, 1800.0, 4 * HOUR_S])
+def test_the_first_failure_is_believed(after_s: float) -> None:
+    """Within a factor of four of one in the time until it came: jobs differ by far more."""
+    rate = learned_failures_per_s(failed_at(1.0 + after_s), 1.0 + after_s)
+
+    assert 1.0 / (4.0 * after_s) < rate <= 1.5 / after_s
 
 
 @pytest.mark.parametrize("per_hour", [0.5, 2.0, 20.0])
 def test_the_rate_of_failures_is_learned(per_hour: float) -> None:
-    """Over 200 drawn jobs of two days, the mean of what each has learned is near the truth; an hour
-    of prior knowledge in seven is what separates them."""
+    """Over 200 drawn jobs of two days, the mean of what each has learned is near the truth."""
     rng = np.random.default_rng(11)
     learned = []
     for _ in range(200):
@@ -63,8 +71,7 @@ def test_the_rate_of_failures_is_learned(per_hour: float) -> None:
         times_s = [float(t) for t in 1.0 + np.cumsum(gaps_s) if t < 48 * HOUR_S]
         learned.append(learned_failures_per_s(failed_at(*times_s), 48 * HOUR_S) * HOUR_S)
 
-    expected = (1.0 + 6.0 * per_hour) / 7.0
-    assert np.mean(learned) == pytest.approx(expected, rel=0.08)
+    assert np.mean(learned) == pytest.approx(per_hour, rel=0.08)
 
 
 def test_what_is_long_ago_is_forgotten() -> None:
@@ -72,8 +79,9 @@ def test_what_is_long_ago_is_forgotten() -> None:
     bad = failed_at(*(100.0 * n for n in range(1, 40)))
     soon, late = (learned_failures_per_s(bad, 4000.0 + s) for s in (0.0, 48 * HOUR_S))
 
-    assert soon > 15 / HOUR_S
-    assert late == pytest.approx(1.0 / (PRIOR_S + MEMORY_S), rel=0.05)
+    assert soon > 30 / HOUR_S
+    # Two days are eight times what is remembered.
+    assert late == pytest.approx((PRIOR_FAILURES + 39 * np.exp(-8)) / (PRIOR_S + MEMORY_S), rel=0.3)
 
 
 def test_losses_within_a_lease_of_each_other_are_one_failure() -> None:
@@ -124,6 +132,15 @@ def test_a_new_coordinator_knows_what_the_one_before_it_learned() -> None:
     cluster.restart()
 
     assert cluster.state.history == before
+
+
+def test_a_new_coordinator_knows_for_how_long_the_job_was_spared() -> None:
+    """Before the first failure nothing of it is on record but the iterations that are done."""
+    cluster = trained(small_rules())
+    cluster.progress = Progress(num_committed=FIRST + 3, ends=False)
+    cluster.restart()
+
+    assert cluster.state.history == FailureHistory(since_s=NOW_S - 3.0)
 
 
 def test_a_coordinator_that_is_lost_is_no_failure_of_nodes() -> None:

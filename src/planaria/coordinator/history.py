@@ -1,14 +1,16 @@
 """How often the job fails, and how many nodes at once, learned from its own failures.
 
-The time to the next failure is taken as exponential. Its rate has a Gamma distribution, at first as
-if there had been one failure in an hour; k failures in a time T make its mean
+The time to the next failure is taken as exponential. Its rate has a Gamma distribution, whose mean
+is one failure in an hour at first, but which weighs no more than a minute of the job's own time:
+jobs differ by a factor of ten thousand, so the first failure tells more than was known before. k
+failures in a time T make the mean
 
-    (1 + k) / (1 hour + T)
+    (1/60 + k) / (1 minute + T)
 
 What is long ago counts less, for clusters change: a failure a seconds ago as exp(-a / 6 hours), and
-so does each second of the time. Losses within a lease of one another are one failure: they
-have one cause, such as a switch, and the next such failure is as far away as that cause. What a
-failure takes is taken as geometric; of its mean a prior failure knows, too:
+so does each second of the time. Losses within a lease of one another are one failure: they have one
+cause, such as a switch, and the next such failure is as far away as that cause. What a failure
+takes is taken as geometric, with a mean as if there had been one failure before:
 
     (1.5 + nodes) / (1 + k)
 
@@ -17,8 +19,8 @@ come at the same instant as another one, while spot instances are taken away 2.1
 p3 trace).
 
 Of this the record of members keeps four numbers, so a new coordinator knows what the one before it
-learned. What the job was spared before its first failure it does not know; it then expects the next
-failure too early.
+learned. Before the first failure there is no such record: what is committed tells, by what an
+iteration should take, for how long the job was spared.
 
 Source: conjugate prior of the exponential distribution; DESIGN 6 (Policies).
 """
@@ -28,15 +30,21 @@ from typing import Final
 
 from planaria.core.records import FailureHistory
 
-PRIOR_FAILURES: Final = 1.0
+PRIOR_S: Final = 60.0
+PRIOR_FAILURES: Final = PRIOR_S / 3600.0
 PRIOR_NODES: Final = 1.5
-PRIOR_S: Final = 3600.0
 MEMORY_S: Final = 6 * 3600.0
 
 
-def begun_history(history: FailureHistory, now_s: float) -> FailureHistory:
-    """The history of a job that trains now, for the first time unless it began before."""
-    return history if history.since_s else FailureHistory(since_s=now_s)
+def begun_history(
+    history: FailureHistory, now_s: float, *, trained_s: float = 0.0
+) -> FailureHistory:
+    """The history of a job that trains now, for the first time unless it began before.
+
+    Args:
+        trained_s: for how long it has trained if nothing is on record.
+    """
+    return history if history.since_s else FailureHistory(since_s=now_s - trained_s)
 
 
 def with_failure(
@@ -69,7 +77,7 @@ def learned_nodes_per_failure(history: FailureHistory, now_s: float) -> float:
     """How many nodes the next failure is expected to take, at least 1."""
     share = _remembered(now_s - history.last_s)
     nodes, failures = history.nodes * share, history.weight * share
-    return max(1.0, (PRIOR_NODES + nodes) / (PRIOR_FAILURES + failures))
+    return max(1.0, (PRIOR_NODES + nodes) / (1.0 + failures))
 
 
 def _remembered(ago_s: float) -> float:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from planaria.coordinator.coordinator import advanced
 from planaria.coordinator.drift import restored_learning
+from planaria.coordinator.history import begun_history
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import (
     JobState,
@@ -17,7 +18,14 @@ from planaria.coordinator.state import (
 )
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
-from planaria.core.records import Decision, Members, Origin, Outcome, Progress
+from planaria.core.records import (
+    Decision,
+    FailureHistory,
+    Members,
+    Origin,
+    Outcome,
+    Progress,
+)
 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
@@ -71,7 +79,7 @@ def restored_step(
         nodes=members.nodes,
         gone=members.gone,
         failures=members.failures,
-        history=members.history,
+        history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
         learning=restored_learning(rules, members.findings),
         plan=plan,
         saves_since=members.epoch,
@@ -97,6 +105,16 @@ def restored_step(
         return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
+
+
+def _history(
+    rules: Rules, members: Members, progress: Progress | None, *, predicted_s: float, now_s: float
+) -> FailureHistory:
+    """What is on record of failures; before the first that is how much was trained."""
+    if progress is None:
+        return members.history
+    num_done = max(0, progress.num_committed - rules.first_iteration)
+    return begun_history(members.history, now_s, trained_s=num_done * predicted_s)
 
 
 def _start(rules: Rules) -> Origin:
