@@ -43,10 +43,10 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/survive.py reports/demo
 
-# Tests that start processes have the machine to themselves; the others share its cores.
+# Tests that measure time have the machine to themselves; the others share its cores.
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --ignore tests/processes
-	$(BIN)/python -m pytest tests/processes
+	$(BIN)/python -m pytest --numprocesses 2 -m 'not timed and not long'
+	$(BIN)/python -m pytest -m 'timed and not long'
 
 sim: $(READY)
 	$(BIN)/python -m planaria.simulator --seed $(SEED) --runs $(RUNS)

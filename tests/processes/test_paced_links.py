@@ -23,6 +23,8 @@ from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.lower import lowered
 
+pytestmark = pytest.mark.timed
+
 MEGABYTE = 1_000_000
 BANDWIDTH = 100 * MEGABYTE
 LOST = 2

@@ -10,6 +10,8 @@ from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import Report
 
+pytestmark = pytest.mark.timed
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paced.toml"
 GOAL = 0.03  # Asserted by benchmarks/prediction.py on an idle machine; here at three times that.
 

@@ -9,6 +9,8 @@ from chaos import calm_digests, chaos_job, check_survived, recoveries, struck
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
+pytestmark = pytest.mark.timed
+
 ITERATIONS = 16
 
 Run = Callable[..., TrainingResult]

@@ -3,6 +3,8 @@
 import statistics
 from pathlib import Path
 
+import pytest
+
 from chaos import chaos_job, check_report, struck
 from jobs import digests
 from planaria.core.inject import parse_injection
@@ -11,6 +13,8 @@ from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import plan_iteration_s
 from planaria.planner.unequal import UnequalPlanner
+
+pytestmark = pytest.mark.timed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paced.toml"
 GOAL = 0.05  # Asserted by benchmarks/slow.py on an idle machine; here at three times that.
