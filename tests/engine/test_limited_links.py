@@ -7,6 +7,8 @@ Here others use the machine, too: links are slower, and the best of a few tries 
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from exchanging import bound_s, exchanged, seconds
 from planaria.core.cluster import NodesLost, survivors
 from planaria.nodes.forkserver import ForkServer
@@ -22,6 +24,7 @@ BYTES_PER_S = 20e6
 LAYER_BYTES = tuple(1_500_000 + 500_000 * (layer % 5) for layer in range(NUM_LAYERS))
 
 
+@pytest.mark.timed
 def test_a_transfer_takes_little_longer_than_its_most_loaded_link_needs(
     server: ForkServer,
 ) -> None:
