@@ -20,7 +20,7 @@ from planaria.coordinator.history import (
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.switching import meanwhile, waves_of
+from planaria.coordinator.switching import weighed_as
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Hop, Plan, Transition
 from planaria.core.records import FailureHistory
@@ -190,7 +190,13 @@ class Job:
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
         if not transitions:
             return
-        weighed = tuple(self._weighed(one, transitions) for one in transitions)
+        weighed = weighed_as(
+            transitions,
+            iteration_s=self.iteration_s,
+            leaving=(),
+            prices=self.answers.prices,
+            switch_s=REGROUP_S,
+        )
         outlook = self._outlook(transitions, now_s)
         best = self._best(weighed, outlook)
         then = best.then or best
@@ -201,22 +207,6 @@ class Job:
         self.begins_s += best.downtime_s
         moved_s = self.begins_s + num_before * self.iteration_s + then.downtime_s
         self.following = (moved_s, _relabelled(then.after, node_of), then.iteration_s)
-
-    def _weighed(self, one: Transition, transitions: tuple[Transition, ...]) -> Transition:
-        """As coordinator/change.py has it."""
-        if one.answer == STAY:
-            return one
-        prices = self.answers.prices
-        waves = waves_of(one.before, one, leaving=(), prices=prices)
-        change = replace(one, downtime_s=(len(waves) + 1) * REGROUP_S)
-        stay = replace(
-            one,
-            after=replace(one.before, epoch=one.after.epoch),
-            rounds=(),
-            iteration_s=self.iteration_s,
-        )
-        as_it_is = next((x for x in transitions if x.answer == STAY), stay)
-        return meanwhile(as_it_is, change, waves, prices=prices)
 
     def _pays(
         self, transitions: tuple[Transition, ...], best: Transition, outlook: Outlook

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jobs import shaped_plan
-from planaria.coordinator.switching import meanwhile
+from planaria.coordinator.switching import weighed_as
 from planaria.core.plan import Link, Transfer, Transition
 from planaria.policies.policy import Outlook, Prices, expected_samples_per_s
 
@@ -21,41 +21,57 @@ STAY = Transition(
     policy="any",
     answer="stay",
 )
-CHANGE = replace(STAY, answer="change", iteration_s=1.0, downtime_s=0.5)
-WAVES = ((Transfer(0, 0, 1, 100),), (Transfer(1, 0, 1, 400),))
+SWITCH = replace(STAY, answer="change", iteration_s=1.0)
+CHANGE = replace(SWITCH, rounds=((Transfer(0, 0, 1, 100),), (Transfer(1, 0, 1, 400),)))
+
+
+def weighed(*changes: Transition) -> tuple[Transition, ...]:
+    """Of the changes, with a quarter of a second for each switch."""
+    return weighed_as(changes, iteration_s=2.0, leaving=(), prices=PRICES, switch_s=0.25)
 
 
 def test_waves_move_while_iterations_are_trained_as_before() -> None:
     """Two iterations of two seconds; the second waits two seconds for four hundred bytes."""
-    weighed = meanwhile(STAY, CHANGE, WAVES, prices=PRICES)
+    (change,) = weighed(CHANGE)
 
-    assert (weighed.after, weighed.iteration_s) == (STAY.after, 2.0)
-    assert weighed.downtime_s == 0.5 + 2.0
-    assert weighed.then == replace(CHANGE, downtime_s=4.0)
+    assert (change.after, change.iteration_s) == (STAY.after, 2.0)
+    assert change.downtime_s == 3 * 0.25 + 2.0
+    assert change.then == replace(CHANGE, downtime_s=4.0)
 
 
 @pytest.mark.parametrize(("to_failure_s", "pays"), [(2.0, False), (200.0, True)])
 def test_what_moves_longer_than_it_is_to_the_next_failure_gains_nothing(
     to_failure_s: float, *, pays: bool
 ) -> None:
-    """Twice as fast, but the job is paused for 2.5 s before."""
-    outlook = Outlook(failures_per_s=1.0 / to_failure_s)
-    weighed = meanwhile(STAY, CHANGE, WAVES, prices=PRICES)
-
-    change, stay = (
-        expected_samples_per_s(one, global_batch_size=6, outlook=outlook) for one in (weighed, STAY)
-    )
+    """Twice as fast, but the job is paused for 2.75 s before."""
+    change, stay = scores(weighed(CHANGE, STAY), to_failure_s)
 
     assert (change > stay) == pays
 
 
 def test_without_layers_to_move_the_plan_begins_at_the_next_commit() -> None:
     """All that it costs is the switch."""
-    weighed = meanwhile(STAY, CHANGE, (), prices=PRICES)
+    change, as_if = scores((*weighed(SWITCH), replace(SWITCH, downtime_s=0.25)), 100.0)
 
-    outlook = Outlook(failures_per_s=0.01)
-    scores = (
-        expected_samples_per_s(one, global_batch_size=6, outlook=outlook)
-        for one in (weighed, CHANGE)
-    )
-    assert next(scores) == pytest.approx(next(scores))
+    assert change == pytest.approx(as_if)
+
+
+def test_to_stay_costs_nothing() -> None:
+    """Whatever the policy says of it; and others wait for its iterations, not for those told."""
+    stay = replace(STAY, iteration_s=4.0, downtime_s=9.0)
+
+    assert weighed(CHANGE, stay)[1] == replace(stay, downtime_s=0.0)
+    assert weighed(CHANGE, stay)[0].downtime_s == 3 * 0.25
+
+
+def test_of_no_changes_none_is_weighed() -> None:
+    """As where nothing is proposed."""
+    assert weighed() == ()
+
+
+def scores(transitions: tuple[Transition, ...], to_failure_s: float) -> list[float]:
+    """What is expected of each, in samples a second."""
+    outlook = Outlook(failures_per_s=1.0 / to_failure_s)
+    return [
+        expected_samples_per_s(one, global_batch_size=6, outlook=outlook) for one in transitions
+    ]

@@ -38,7 +38,7 @@ from planaria.coordinator.state import (
     Step,
     Tell,
 )
-from planaria.coordinator.switching import Change, Switch, meanwhile, waves_of
+from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
 from planaria.coordinator.trust import seen_node, trusted_first
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
@@ -81,9 +81,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if not (slow or joining or leaving):  # The last change was for something else.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
-    transitions = _proposed(rules, state, event, staying, now_s=now_s)
-    weighed = _weighed(rules, state, transitions, leaving)
-    best, candidates = candidates_of(rules, state, transitions, now_s, weighed=weighed)
+    best, candidates = _chosen(rules, state, event, staying, now_s=now_s)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
         if not is_asked_for:
@@ -104,7 +102,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         | ({} if is_asked_for else dict.fromkeys(_moved(best), REFORM)),
         transition=best,
         candidates=candidates,
-        waves=waves_of(state.plan, best, leaving=leaving, prices=rules.prices),
+        waves=waves_of(state.plan, best, leaving=leaving, prices=prices_of(rules, state)),
         began_s=now_s,
         silent=state.plan.silent,
         reason=_slow_text(state, slow) if slow else "" if is_asked_for else hurried,
@@ -182,55 +180,31 @@ def _too_few(state: JobState, shortage: str) -> Step:
     return replace(state, leaving={}), (Notify(warning),)
 
 
-def _proposed(
+def _chosen(
     rules: Rules,
     state: JobState,
     event: NodesChanged,
     staying: tuple[int, ...],
     *,
     now_s: float,
-) -> tuple[Transition, ...]:
-    """What the policy would do; the layers move while training goes on, so switches are all that
-    it costs."""
-    held = state.plan.held_by_rank
+) -> tuple[Transition | None, tuple[Candidate, ...]]:
+    """The best of what the policy would do, if it knows anything, and the prices of all."""
+    held, prices = state.plan.held_by_rank, prices_of(rules, state)
     cluster = ClusterState(
         state.epoch + 1,
         tuple(seen_node(state, node, held, now_s) for node in sorted((*staying, *event.joined))),
         tuple(seen_node(state, node, held, now_s) for node in event.leaving),
     )
-    found = policy_of(rules, state).propose(state.plan, cluster, event, prices_of(rules, state))
-    each_s = switch_s(rules, state)
-
-    def paused_s(transition: Transition) -> float:
-        waves = waves_of(state.plan, transition, leaving=event.leaving, prices=rules.prices)
-        return 0.0 if transition.answer == STAY else (len(waves) + 1) * each_s
-
-    return tuple(replace(one, downtime_s=paused_s(one)) for one in found)
-
-
-def _weighed(
-    rules: Rules, state: JobState, transitions: tuple[Transition, ...], leaving: tuple[int, ...]
-) -> tuple[Transition, ...]:
-    """What each would be: the plan as it is goes on until the layers have moved."""
+    changes = policy_of(rules, state).propose(state.plan, cluster, event, prices)
     assert state.decision is not None
-    stay = Transition(
-        before=state.plan,
-        after=replace(state.plan, epoch=state.epoch + 1),
-        rounds=(),
-        downtime_s=0.0,
+    weighed = weighed_as(
+        changes,
         iteration_s=state.decision.predicted_s,
-        redone_samples=0,
-        policy="",
-        answer=STAY,
+        leaving=event.leaving,
+        prices=prices,
+        switch_s=switch_s(rules, state),
     )
-    stay = next((one for one in transitions if one.answer == STAY), stay)
-    prices = prices_of(rules, state)
-
-    def weighed(one: Transition) -> Transition:
-        waves = waves_of(state.plan, one, leaving=leaving, prices=rules.prices)
-        return one if one.answer == STAY else meanwhile(stay, one, waves, prices=prices)
-
-    return tuple(map(weighed, transitions))
+    return candidates_of(rules, state, changes, now_s, weighed=weighed)
 
 
 # -- switches -------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Which of the answers is taken: what is to be expected of the next failure, and all prices."""
 
+from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.history import learned_failures_per_s, learned_nodes_per_failure
@@ -22,7 +23,7 @@ def candidates_of(
     """The best of the transitions, None if there are none, and the prices of all.
 
     Args:
-        weighed: what each of them is weighed as, if not as itself.
+        weighed: what each of them is weighed as, if not as itself; its downtime is what is paid.
     """
     if not transitions:
         return None, ()
@@ -35,13 +36,14 @@ def candidates_of(
             policy=transition.policy,
             answer=transition.answer,
             iteration_s=transition.iteration_s,
-            downtime_s=transition.downtime_s,
+            downtime_s=as_that.downtime_s,
             moving_s=as_that.then.downtime_s if as_that.then else 0.0,
             score=expected_samples_per_s(as_that, global_batch_size=batch, outlook=expected),
         )
         for transition, as_that in zip(transitions, weighed, strict=True)
     )
-    return transitions[weighed.index(best)], candidates
+    chosen = transitions[weighed.index(best)]
+    return replace(chosen, downtime_s=best.downtime_s), candidates
 
 
 def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:

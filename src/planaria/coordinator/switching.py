@@ -1,7 +1,7 @@
 """A change that is being made: its switches, and the waves in which layers move before the last."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from planaria.core.growing import Growing
@@ -9,6 +9,7 @@ from planaria.core.messages import EpochReady
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
 from planaria.policies.policy import Prices, transfer_s
+from planaria.policies.unequal import STAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +90,49 @@ def waves_of(
     return tuple(tuple(wave) for wave in waves)
 
 
-def meanwhile(
-    as_it_is: Transition,
-    change: Transition,
-    waves: Sequence[Sequence[Transfer]],
+def weighed_as(
+    changes: tuple[Transition, ...],
     *,
+    iteration_s: float,
+    leaving: tuple[int, ...],
     prices: Prices,
-) -> Transition:
-    """How a change is weighed: the plan as it is, and once the layers have moved the change's.
+    switch_s: float,
+) -> tuple[Transition, ...]:
+    """What each change is weighed as: the plan as it is, and once the layers have moved the change.
 
     Each wave moves while an iteration is trained; for what it takes longer than that the iteration
     waits, which is a pause like those of the switches.
 
     Args:
-        as_it_is: to stay with the plan.
-        change: its downtime is that of its switches.
+        changes: of one plan, by one policy; to stay with it may be among them.
+        iteration_s: by the plan as it is, if it is not among them.
+        switch_s: for how long nobody trains when an epoch begins at a commit.
     """
-    per_node = change.before.pipelines[0].template.devices_per_node
-    iteration_s = as_it_is.iteration_s
-    takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
-    longer_s = sum(max(0.0, wave_s - iteration_s) for wave_s in takes_s)
-    return replace(
-        as_it_is,
-        downtime_s=change.downtime_s + longer_s,
-        then=replace(change, downtime_s=len(waves) * iteration_s),
+    if not changes:
+        return ()
+    before, per_node = changes[0].before, changes[0].before.pipelines[0].template.devices_per_node
+    as_it_is = replace(
+        changes[0],
+        after=replace(before, epoch=changes[0].after.epoch),
+        rounds=(),
+        iteration_s=iteration_s,
+        redone_samples=0,
+        answer=STAY,
+        then=None,
     )
+    as_it_is = next((change for change in changes if change.answer == STAY), as_it_is)
+
+    def weighed(change: Transition) -> Transition:
+        if change.answer == STAY:
+            return replace(change, downtime_s=0.0)
+        waves = waves_of(before, change, leaving=leaving, prices=prices)
+        takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
+        longer_s = sum(max(0.0, wave_s - as_it_is.iteration_s) for wave_s in takes_s)
+        moving_s = len(waves) * as_it_is.iteration_s
+        return replace(
+            as_it_is,
+            downtime_s=(len(waves) + 1) * switch_s + longer_s,
+            then=replace(change, downtime_s=moving_s),
+        )
+
+    return tuple(map(weighed, changes))
