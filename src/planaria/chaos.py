@@ -89,7 +89,11 @@ class Chaos:
         self._doing = doing
 
     def outcomes(self, *, minutes: float) -> Iterator[Outcome]:
-        """Runs, one at least, until the time is over; what became of each."""
+        """Runs, one at least, until the time is over; what became of each.
+
+        Raises:
+            InsufficientError: no process can be started any more.
+        """
         end_s = time.monotonic() + 60.0 * minutes
         mark = f"PLANARIA_CHAOS={secrets.token_hex(8)}"
         lines: deque[str] = deque(maxlen=_LINES_KEPT)
@@ -107,6 +111,7 @@ class Chaos:
                 with tempfile.TemporaryDirectory(dir=directory) as saves:
                     struck = _configured(config, draw, Path(saves) / "checkpoints")
                     outcome = _outcome(struck, draw, number=number, calm=calm, stand=stand)
+                server.exits()  # If it is gone this run is not to blame, and there is no other.
                 yield outcome
                 number += 1
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from chaos import small_job
@@ -11,6 +12,7 @@ from command import command
 from planaria.chaos import Chaos, Outcome
 from planaria.chaos_command import command_text
 from planaria.config import load_job
+from planaria.errors import InsufficientError
 from planaria.library import Job
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
@@ -37,6 +39,20 @@ def test_every_run_of_some_minutes_ends_with_the_same_bits_or_resumes_to_them() 
 
     assert [outcome.number for outcome in outcomes if outcome.wrongs] == [], f"seed {SEED}"
     assert len(fired) >= KINDS_MIN, fired
+
+
+def test_without_a_fork_server_no_run_is_to_blame() -> None:
+    """Somebody has killed it, as a machine does that is short of memory."""
+    before = set(psutil.Process().children())
+
+    def kill(text: str) -> None:
+        if text.startswith("run 0"):
+            for child in set(psutil.Process().children()) - before:
+                child.kill()
+
+    outcomes = Chaos(Job.from_file(SMALL), seed=SEED, doing=kill).outcomes(minutes=0.01)
+    with pytest.raises(InsufficientError, match="fork server was killed by signal 9"):
+        next(outcomes)
 
 
 def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
