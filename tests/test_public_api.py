@@ -44,6 +44,18 @@ COMMANDS = {
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},
     "drain": {"node", "--job", "--timeout"},
     "events": {"report", "--job", "--json"},
+    "placement": {
+        "--nodes",
+        "--copies",
+        "--lost",
+        "--strategy",
+        "--domain",
+        "--node-failure",
+        "--domain-failure",
+        "--memory",
+        "--json",
+        "--plot",
+    },
     "profile": {"job", "-o", "--output", "--set"},
     "plan": {
         "profile",

@@ -40,6 +40,7 @@ LEVELS = (
         "predictions",
         "reporting",
         "events_command",
+        "placement_command",
         "scripts",
         "chaos",
         "chaos_command",

@@ -33,6 +33,7 @@ from planaria.events_command import events
 from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
 from planaria.observe.metrics import IterationRecord
+from planaria.placement_command import placement
 from planaria.planner.paper_sets import PAPER_METHOD
 from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
@@ -65,6 +66,7 @@ class Objective(StrEnum):
 
 app.command()(chaos)
 app.command()(events)
+app.command()(placement)
 
 
 def main() -> None:

@@ -47,10 +47,25 @@ def _parsed(option: str, text: str, num_nodes: int) -> tuple[set[int], float]:
         value = float("nan")
     if not _NODES.fullmatch(names) or not isfinite(value):
         raise ConfigError(option, text, "write NODES=VALUE, as in 3=0.5 or 0-3,7=0.5")
+    return parse_nodes(option, names, num_nodes, text=text), value
+
+
+def parse_nodes(option: str, names: str, num_nodes: int, *, text: str = "") -> set[int]:
+    """The nodes of a list such as `3,5-7`.
+
+    Args:
+        text: of which the list is a part, as the user wrote it.
+
+    Raises:
+        ConfigError: it is none, or names a node that there is not.
+    """
+    text, names = text or names, names.replace(" ", "")
+    if not _NODES.fullmatch(names):
+        raise ConfigError(option, text, "write nodes as in 3,5-7")
     nodes = set[int]()
     for name in names.split(","):
         first, last = (int(number) for number in (name.split("-") * 2)[:2])
         if not first <= last < num_nodes:
             raise ConfigError(option, text, f"{name} is none of the nodes 0 to {num_nodes - 1}")
         nodes.update(range(first, last + 1))
-    return nodes, value
+    return nodes

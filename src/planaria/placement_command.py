@@ -1,0 +1,156 @@
+"""The command `planaria placement`: who keeps copies of whose state, and what survives then."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from planaria.command_line import check_writable, exit_codes, write
+from planaria.config_checks import NODES_MAX
+from planaria.core.node_kinds import parse_nodes
+from planaria.errors import ConfigError
+from planaria.planner.placement import (
+    PaperStrategy,
+    Placement,
+    check_copies,
+    paper_placement,
+    paper_probability,
+)
+from planaria.planner.spread import Limits, optimised_placement, risk
+from planaria.planner.survival import Estimate, Failures, survival_probability
+from planaria.show.copies import Placed, placement_figure, placement_table
+from planaria.show.page import picture_format
+
+
+class Strategy(StrEnum):
+    """How copies are placed."""
+
+    MIXED = "mixed"
+    GROUP = "group"
+    RING = "ring"
+    OPTIMISED = "optimised"
+
+
+_PAPERS: Final[Mapping[Strategy, PaperStrategy]] = {
+    Strategy.MIXED: "mixed",
+    Strategy.GROUP: "group",
+    Strategy.RING: "ring",
+}
+
+
+@exit_codes()
+def placement(
+    nodes: Annotated[int, typer.Option(help="Nodes of the job.")],
+    copies: Annotated[int, typer.Option(help="Copies of each node's state, its own included.")],
+    lost: Annotated[
+        int | None,
+        typer.Option(help="Nodes that are lost at once; as many as copies if not given."),
+    ] = None,
+    strategy: Annotated[
+        Strategy,
+        typer.Option(help="As Gemini places them, or by least risk under what is told below."),
+    ] = Strategy.MIXED,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NODES", help="Nodes that may fail together, as in 0-3; repeatable."),
+    ] = None,
+    node_failure: Annotated[
+        float, typer.Option(metavar="P", help="Probability of a node to fail by itself.")
+    ] = 0.01,
+    domain_failure: Annotated[
+        float, typer.Option(metavar="P", help="Probability of a domain to fail with its nodes.")
+    ] = 0.001,
+    memory: Annotated[
+        int | None,
+        typer.Option(help="States that a node can keep, its own included; as many as copies."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw who keeps what to a file: .svg, .png or .pdf.")
+    ] = None,
+) -> None:
+    """Places copies of the nodes' state on other nodes, and tells how likely all of it survives."""
+    picture = None if plot is None else picture_format("--plot", plot.name)
+    check_writable("--plot", plot)
+    if not 1 <= nodes <= NODES_MAX:
+        raise ConfigError("--nodes", nodes, f"must be between 1 and {NODES_MAX}")
+    check_copies(nodes, copies)
+    num_lost = copies if lost is None else lost
+    if not 0 <= num_lost <= nodes:
+        raise ConfigError("--lost", num_lost, f"must be between 0 and {nodes}, the nodes")
+    failures = _failures(nodes, domain or (), node=node_failure, domain=domain_failure)
+    found, risks = _found(nodes, copies, strategy, memory=memory, failures=failures)
+    shown = range(1, min(nodes, 2 * copies) + 1)
+    numbers = (num_lost,) if as_json and plot is None else sorted({*shown, num_lost})
+    by_lost = {n: _survival(found, copies, strategy, num_lost=n) for n in numbers}
+    placed = Placed(strategy.value, found, copies, by_lost, risks)
+    if plot is not None and picture is not None:
+        write(plot, placement_figure(placed, picture=picture))
+    if as_json:
+        sys.stdout.write(json.dumps(_json(placed, num_lost), indent=2) + "\n")
+        return
+    Console().print(placement_table(placed))
+
+
+def _failures(num_nodes: int, domains: Sequence[str], *, node: float, domain: float) -> Failures:
+    """What may be lost, as the options say.
+
+    Raises:
+        ConfigError: a probability is none, or a node is in two domains.
+    """
+    for option, value in (("--node-failure", node), ("--domain-failure", domain)):
+        if not 0.0 < value < 1.0:
+            raise ConfigError(option, value, "is a probability: above 0 and below 1")
+    together: dict[frozenset[int], float] = {}
+    for text in domains:
+        nodes = frozenset(parse_nodes("--domain", text, num_nodes))
+        for other in together:
+            if nodes & other:
+                remedy = f"node {min(nodes & other)} is in another domain already"
+                raise ConfigError("--domain", text, remedy)
+        together[nodes] = domain
+    return Failures((node,) * num_nodes, together)
+
+
+def _found(
+    nodes: int, copies: int, strategy: Strategy, *, memory: int | None, failures: Failures
+) -> tuple[Placement, Mapping[str, float]]:
+    """The placement, and the risk under these failures, beside that of `mixed`."""
+    mixed = paper_placement(nodes, copies, "mixed")
+    if strategy is Strategy.OPTIMISED:
+        room = copies if memory is None else memory
+        limits = Limits((1,) * nodes, (room,) * nodes, (room - 1,) * nodes)
+        found = optimised_placement(copies, failures=failures, limits=limits)
+    elif memory is not None:
+        raise ConfigError("--memory", memory, "is for --strategy optimised")
+    else:
+        found = paper_placement(nodes, copies, _PAPERS[strategy])
+    placements = {"mixed": mixed} | {strategy.value: found}
+    return found, {name: risk(failures, one.holders) for name, one in placements.items()}
+
+
+def _survival(found: Placement, copies: int, strategy: Strategy, *, num_lost: int) -> Estimate:
+    num_nodes = len(found.holders)
+    if strategy is not Strategy.OPTIMISED:
+        paper = _PAPERS[strategy]
+        return Estimate(paper_probability(num_nodes, copies, paper, num_lost=num_lost))
+    rng = np.random.default_rng(0)
+    return survival_probability(num_nodes, found.holders, num_lost=num_lost, rng=rng)
+
+
+def _json(placed: Placed, num_lost: int) -> dict[str, Any]:
+    estimate = placed.by_lost[num_lost]
+    return {
+        "strategy": placed.strategy,
+        "holders": [list(nodes) for nodes in placed.placement.holders],
+        "lost": num_lost,
+        "recovery_probability": estimate.probability,
+        "recovery_probability_error": estimate.error,
+        "risks": dict(placed.risks),
+    }

@@ -1,0 +1,283 @@
+"""A placement of copies for nodes that differ, that fail together, or that have room for more.
+
+What is looked for loses state with the least probability, within what each node can keep and can
+receive in an iteration. A state is lost with all nodes that keep it; the sum over all different
+sets of copy holders is what a walk through placements makes smaller: another node keeps a copy, two
+copies are exchanged, a node takes over the copy holders of another, two nodes change places. Steps
+for the worse are taken at first and hardly later (simulated annealing), from several placements to
+begin with. Of those that were met the one of the least exact probability is taken, so it is never
+worse than `mixed` where that is within the limits.
+
+Source: none; Gemini (SOSP '23), section 4, has nodes that are all alike.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, gcd, prod
+from random import Random
+from typing import Final
+
+from planaria.errors import ConfigError
+from planaria.planner.placement import Placement, check_copies, paper_placement
+from planaria.planner.survival import Failures, TooManyStatesError, minimal, survival_under
+
+_STEPS: Final = 20_000
+_WARM: Final = 0.3  # At first a step for the worse by this share of the risk is taken once in e.
+_COLD: Final = 1e-4
+
+Holders = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What each node can do, in bytes.
+
+    Attributes:
+        state: its own state.
+        memory: that it can keep, its own state included.
+        receive: that it can receive for each checkpoint.
+    """
+
+    state: tuple[int, ...]
+    memory: tuple[int, ...]
+    receive: tuple[int, ...]
+
+
+def even_limits(num_nodes: int, copies: int) -> Limits:
+    """Nodes that are alike, of which each keeps as much as it has others keep."""
+    return Limits((1,) * num_nodes, (copies,) * num_nodes, (copies - 1,) * num_nodes)
+
+
+def optimised_placement(
+    copies: int, *, failures: Failures, limits: Limits, seed: int = 0
+) -> Placement:
+    """The placement of least risk that was met.
+
+    O(starts * 20,000 steps), each of which looks at what the nodes that it concerns keep.
+
+    Raises:
+        ConfigError: there are fewer nodes than copies, or no placement is within the limits.
+    """
+    num_nodes = len(limits.state)
+    check_copies(num_nodes, copies)
+    rng = Random(seed)
+    found: dict[frozenset[tuple[int, Holders]], tuple[Holders, ...]] = {}
+    for start in _starts(num_nodes, copies, failures):
+        for holders in (start, _walked(_Walk(start, failures, limits), rng)):
+            if not _Walk(holders, failures, limits).overflow:
+                found[frozenset(enumerate(holders))] = holders
+    if not found:
+        missing = -sum(limits.memory) + copies * sum(limits.state)
+        remedy = (
+            "does not fit: no way was found to keep so many copies within what each node can keep "
+            "and receive"
+        ) + (f", {missing} bytes short in all" if missing > 0 else "; have fewer, or allow more")
+        raise ConfigError("copies", copies, remedy)
+    best = min(found.values(), key=lambda holders: risk(failures, holders))
+    return Placement(tuple((node, *sorted(holders - {node})) for node, holders in enumerate(best)))
+
+
+def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
+    """The probability that some state is lost; where it cannot be counted the sum over all."""
+    try:
+        return 1.0 - survival_under(failures, holders)
+    except TooManyStatesError:
+        return sum(_all_lost(failures, one) for one in minimal(holders))
+
+
+def _all_lost(failures: Failures, holders: Holders) -> float:
+    """The probability that all of these nodes are lost."""
+    probability, left = 1.0, set(holders)
+    for domain, together in failures.domains.items():
+        if inside := domain & holders:
+            alone = prod(failures.node[node] for node in inside)
+            probability *= together + (1.0 - together) * alone
+            left -= inside
+    return probability * prod(failures.node[node] for node in left)
+
+
+# -- where walks begin ----------------------------------------------------------------------------
+
+
+def _starts(num_nodes: int, copies: int, failures: Failures) -> Iterable[tuple[Holders, ...]]:
+    """Each shape, of nodes in their order and of nodes whose neighbours share no domain."""
+    shapes = [
+        tuple(frozenset(one) for one in paper_placement(num_nodes, copies, "mixed").holders),
+        _blocked(num_nodes, copies),
+        _overlapping(num_nodes, copies),
+    ]
+    orders = [tuple(range(num_nodes))]
+    if failures.domains:
+        orders.append(_striped(num_nodes, failures))
+    for order in orders:
+        for shape in dict.fromkeys(shapes):
+            renamed = {order[i]: frozenset(order[j] for j in one) for i, one in enumerate(shape)}
+            yield tuple(renamed[node] for node in range(num_nodes))
+
+
+def _blocked(num_nodes: int, copies: int) -> tuple[Holders, ...]:
+    """Groups, and the last nodes as a ring of blocks, so that those of a block share their
+    copy holders."""
+    rest = copies + num_nodes % copies
+    block = gcd(copies, num_nodes % copies)
+    first = num_nodes - rest
+    if rest == copies:
+        first = num_nodes
+    holders = [
+        frozenset(range(node - node % copies, node - node % copies + copies))
+        for node in range(first)
+    ]
+    for index in range(num_nodes - first):
+        begin = index - index % block
+        holders.append(frozenset(first + (begin + step) % rest for step in range(copies)))
+    return tuple(holders)
+
+
+def _overlapping(num_nodes: int, copies: int) -> tuple[Holders, ...]:
+    """Groups, the last of which shares nodes with the one before: the fewest sets that there can
+    be, for nodes that can keep more than others."""
+    return tuple(
+        frozenset(range(begin, begin + copies))
+        for node in range(num_nodes)
+        for begin in (min(node - node % copies, num_nodes - copies),)
+    )
+
+
+def _striped(num_nodes: int, failures: Failures) -> tuple[int, ...]:
+    """The nodes by turns from each domain, the largest first."""
+    inside = frozenset[int]().union(*failures.domains)
+    domains = [sorted(domain) for domain in failures.domains]
+    domains += [[node] for node in range(num_nodes) if node not in inside]
+    domains.sort(key=lambda domain: (-len(domain), domain))
+    slots = [
+        ((index + 0.5) / len(domain), number, node)
+        for number, domain in enumerate(domains)
+        for index, node in enumerate(domain)
+    ]
+    return tuple(node for _, _, node in sorted(slots))
+
+
+# -- walks ----------------------------------------------------------------------------------------
+
+
+class _Walk:
+    """A placement that is changed step by step, with what it risks and by how much it is over."""
+
+    def __init__(self, holders: Sequence[Holders], failures: Failures, limits: Limits) -> None:
+        self.holders = list(holders)
+        self.risk = 0.0
+        self.overflow = 0
+        self._failures = failures
+        self._limits = limits
+        self._numbers: dict[Holders, int] = {}
+        self._lost: dict[Holders, float] = {}
+        self._received = [0] * len(holders)
+        self.kept_for: list[set[int]] = [set() for _ in holders]
+        for node, one in enumerate(holders):
+            self._add(node, one)
+
+    def change(self, to: Mapping[int, Holders]) -> dict[int, Holders]:
+        """Makes these the copy holders of these nodes; returns those before."""
+        before = {node: self.holders[node] for node in to}
+        for node, holders in to.items():
+            self._remove(node)
+            self._add(node, holders)
+        return before
+
+    def _add(self, node: int, holders: Holders) -> None:
+        self.holders[node] = holders
+        number = self._numbers.get(holders, 0)
+        self._numbers[holders] = number + 1
+        if not number:
+            self.risk += self._all_lost(holders)
+        for holder in holders:
+            self.kept_for[holder].add(node)
+            self._receive(holder, self._limits.state[node] if holder != node else 0)
+
+    def _remove(self, node: int) -> None:
+        holders = self.holders[node]
+        self._numbers[holders] -= 1
+        if not self._numbers[holders]:
+            self.risk -= self._all_lost(holders)
+        for holder in holders:
+            self.kept_for[holder].discard(node)
+            self._receive(holder, -self._limits.state[node] if holder != node else 0)
+
+    def _receive(self, node: int, num_bytes: int) -> None:
+        self.overflow -= self._over(node)
+        self._received[node] += num_bytes
+        self.overflow += self._over(node)
+
+    def _over(self, node: int) -> int:
+        received = self._received[node]
+        memory = received + self._limits.state[node] - self._limits.memory[node]
+        return max(0, memory) + max(0, received - self._limits.receive[node])
+
+    def _all_lost(self, holders: Holders) -> float:
+        if holders not in self._lost:
+            self._lost[holders] = _all_lost(self._failures, holders)
+        return self._lost[holders]
+
+
+def _walked(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
+    """The best placement on a walk: what is least over, of those the one of least risk."""
+    steps: tuple[Callable[[_Walk, Random], dict[int, Holders]], ...]
+    steps = (_replaced, _exchanged, _adopted, _changed_places)
+    best, best_cost = tuple(walk.holders), (walk.overflow, walk.risk)
+    risk = walk.risk
+    for number in range(_STEPS):
+        heat = risk * _WARM * (_COLD / _WARM) ** (number / _STEPS)
+        cost = (walk.overflow, walk.risk)
+        undo = walk.change(rng.choice(steps)(walk, rng))
+        worse = walk.risk - cost[1]
+        is_kept = walk.overflow < cost[0] or (
+            walk.overflow == cost[0] and (worse <= 0 or rng.random() < exp(-worse / heat))
+        )
+        if not is_kept:
+            walk.change(undo)
+        elif (walk.overflow, walk.risk) < best_cost:
+            best, best_cost = tuple(walk.holders), (walk.overflow, walk.risk)
+    return best
+
+
+def _replaced(walk: _Walk, rng: Random) -> dict[int, Holders]:
+    """Another node keeps a copy."""
+    node, other = _two(walk, rng)
+    holders = walk.holders[node]
+    given_up = sorted(holders - {node})
+    if other in holders or not given_up:
+        return {}
+    return {node: holders - {rng.choice(given_up)} | {other}}
+
+
+def _exchanged(walk: _Walk, rng: Random) -> dict[int, Holders]:
+    """Two nodes each keep what the other kept."""
+    one, two = _two(walk, rng)
+    first, second = walk.holders[one], walk.holders[two]
+    from_first, from_second = sorted(first - second - {one}), sorted(second - first - {two})
+    if not from_first or not from_second:
+        return {}
+    a, b = rng.choice(from_first), rng.choice(from_second)
+    return {one: first - {a} | {b}, two: second - {b} | {a}}
+
+
+def _adopted(walk: _Walk, rng: Random) -> dict[int, Holders]:
+    """A node has the copy holders of another one whose state it keeps."""
+    node = rng.randrange(len(walk.holders))
+    other = rng.choice(sorted(walk.kept_for[node]))
+    return {node: walk.holders[other]}
+
+
+def _changed_places(walk: _Walk, rng: Random) -> dict[int, Holders]:
+    """Two nodes keep what the other kept, and are kept by who kept the other."""
+    one, two = _two(walk, rng)
+    names = {one: two, two: one}
+    return {
+        names.get(node, node): frozenset(names.get(holder, holder) for holder in walk.holders[node])
+        for node in walk.kept_for[one] | walk.kept_for[two]
+    }
+
+
+def _two(walk: _Walk, rng: Random) -> tuple[int, int]:
+    one = rng.randrange(len(walk.holders))
+    return one, rng.randrange(len(walk.holders))

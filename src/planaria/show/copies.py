@@ -1,0 +1,140 @@
+"""Who keeps whose state, and how likely all of it survives: a table for a terminal, a picture."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planaria.planner.placement import Placement
+from planaria.planner.survival import Estimate
+from planaria.show.figures import draw_heading
+from planaria.show.page import (
+    FORWARD_COLOUR,
+    GROUND_COLOUR,
+    LABEL,
+    LEFT_PT,
+    MEMORY_COLOUR,
+    PLOT_LEFT_PT,
+    PLOT_WIDTH_PT,
+    SMALL,
+    TITLE,
+    Format,
+    Page,
+    Rectangle,
+)
+from planaria.show.words import counted, ranges_text
+
+_ROWS_MAX: Final = 32
+_CELL_PT_MAX: Final = 16.0
+_NAMES_MAX: Final = 64  # Of nodes along an edge of the picture.
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A placement and what is told of it.
+
+    Attributes:
+        by_lost: the probability that nothing is lost, by the number of lost nodes.
+        risks: of losing something under the failures that were asked for, by strategy.
+    """
+
+    strategy: str
+    placement: Placement
+    copies: int
+    by_lost: Mapping[int, Estimate]
+    risks: Mapping[str, float]
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        num_nodes = len(self.placement.holders)
+        return f"{counted(num_nodes, 'node')}, {_copies_text(self.copies)}, {self.strategy}"
+
+
+def placement_table(placed: Placed) -> Group:
+    """What rich prints."""
+    holders = Table("state of nodes", "is kept by", box=box.SIMPLE)
+    groups = _alike(placed.placement)
+    for nodes, kept_by in groups[:_ROWS_MAX]:
+        holders.add_row(ranges_text(nodes), ranges_text(kept_by))
+    survives = Table(box=box.SIMPLE)
+    survives.add_column("lost nodes", justify="right")
+    survives.add_column("all state survives", justify="right")
+    for lost, estimate in placed.by_lost.items():
+        survives.add_row(str(lost), probability_text(estimate))
+    parts: list[RenderableType] = [Text(placed.title, style="bold"), holders]
+    if len(groups) > _ROWS_MAX:
+        parts.append(Text(f"and {len(groups) - _ROWS_MAX} more rows: see --json"))
+    parts.append(survives)
+    if placed.risks:
+        told = ", ".join(f"{name} {risk:.3g}" for name, risk in placed.risks.items())
+        parts.append(Text(f"probability of losing state under these failures: {told}"))
+    return Group(*parts)
+
+
+def probability_text(estimate: Estimate) -> str:
+    """In percent, with its error if it has one."""
+    error = f" +- {100.0 * estimate.error:.2f}%" if estimate.error else ""
+    return f"{100.0 * estimate.probability:.2f}%{error}"
+
+
+def placement_figure(placed: Placed, *, picture: Format) -> bytes:
+    """A square for each node and each state, coloured where the node keeps it; below, how likely
+    all state survives."""
+    page = Page()
+    page.text((LEFT_PT, 42), placed.title, TITLE)
+    draw_heading(
+        page,
+        76,
+        heading="Copies",
+        note="a row is a node's state, a column a node that may keep it",
+        legend=((FORWARD_COLOUR, "own"), (MEMORY_COLOUR, "copy")),
+    )
+    holders = placed.placement.holders
+    cell = min(_CELL_PT_MAX, PLOT_WIDTH_PT / len(holders))
+    gap, top, left = cell * 0.08, 98.0, PLOT_LEFT_PT
+    page.ground(GROUND_COLOUR, Rectangle(left, top, cell * len(holders), cell * len(holders)))
+    step = -(-len(holders) // _NAMES_MAX)
+    for node, nodes in enumerate(holders):
+        if node % step == 0:
+            middle = cell * (node + 0.5)
+            page.text((left - 6, top + middle + 2.5), str(node), SMALL, align="right")
+            page.text((left + middle, top - 4), str(node), SMALL, align="center")
+        for holder in nodes:
+            colour = FORWARD_COLOUR if holder == node else MEMORY_COLOUR
+            place = (left + cell * holder + gap, top + cell * node + gap)
+            page.box(colour, Rectangle(*place, cell - 2 * gap, cell - 2 * gap))
+    top += cell * len(holders) + 40
+    return page.encoded(_draw_survival(page, placed.by_lost, top=top) + 24, picture)
+
+
+def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -> float:
+    """A bar for each number of lost nodes; returns where it ends."""
+    note = "probability that all state survives, by the nodes that are lost at once"
+    draw_heading(page, top, heading="Survival", note=note, legend=())
+    top += 14
+    for lost, estimate in by_lost.items():
+        page.text((PLOT_LEFT_PT - 6, top + 9), counted(lost, "node"), LABEL, align="right")
+        page.ground(GROUND_COLOUR, Rectangle(PLOT_LEFT_PT, top, PLOT_WIDTH_PT, 12))
+        width = PLOT_WIDTH_PT * estimate.probability
+        page.box(MEMORY_COLOUR, Rectangle(PLOT_LEFT_PT, top, width, 12))
+        text = probability_text(estimate)
+        page.text((PLOT_LEFT_PT + PLOT_WIDTH_PT + 6, top + 9), text, LABEL)
+        top += 16
+    return top
+
+
+def _alike(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Nodes whose state the same nodes keep, and these."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for node, nodes in enumerate(placement.holders):
+        found.setdefault(tuple(sorted(nodes)), []).append(node)
+    return [(tuple(nodes), kept_by) for kept_by, nodes in found.items()]
+
+
+def _copies_text(copies: int) -> str:
+    return f"{copies} {'copy' if copies == 1 else 'copies'} of each state"
