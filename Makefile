@@ -66,6 +66,7 @@ chaos: $(READY)
 		tests/processes/test_cut.py tests/processes/test_changes.py tests/processes/test_flip.py \
 		tests/processes/test_slow.py tests/processes/test_around.py \
 		tests/processes/test_choosing.py tests/processes/test_paced_links.py \
+		tests/processes/test_copies.py \
 		tests/processes/test_absorbing.py tests/processes/test_morphing.py \
 		tests/processes/test_prediction.py
 	mkdir -p reports

@@ -11,7 +11,7 @@ from planaria.coordinator.state import (
     Tell,
 )
 from planaria.core.cluster import ClusterEvent, ClusterState
-from planaria.core.commit import CommitVector, encode_vector, vector_layout
+from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
 from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig
 from planaria.core.messages import (
     Corrupted,
@@ -148,7 +148,7 @@ def vector(iteration: int, *, stop_votes: int = 0) -> bytes:
     """The commit vector of an iteration, whose loss is the iteration's number."""
     losses = (float(iteration), *(0.0,) * (NUM_MICROBATCHES - 1))
     samples = tuple(range(NUM_MICROBATCHES))
-    return encode_vector(CommitVector((1.0,) * NUM_LAYERS, losses, samples, stop_votes))
+    return encode_vector(CommitVector((1.0,) * NUM_LAYERS, losses, samples, Votes(stop_votes)))
 
 
 def stopped(

@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -202,6 +202,8 @@ def _remedy(error: ValidationError, value: Any, *, hint: Any) -> str:
         choices = [str(choice) for choice in get_args(hint)]
         listed = ", ".join(f'"{choice}"' for choice in choices)
         return f"must be one of {listed}" + _did_you_mean(str(value), choices)
+    if get_origin(hint) is Union:
+        return f"must be: {_type_name(hint)}".replace("`", "")
     first = error.errors()[0]
     return _EXPECTED.get(first["type"]) or first["msg"]
 
@@ -233,6 +235,8 @@ def _rows(kind: type, *, prefix: str) -> list[str]:
 def _type_name(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(f'`"{choice}"`' for choice in get_args(hint))
+    if get_origin(hint) is Union:
+        return " or ".join(_type_name(kind) for kind in get_args(hint))
     names = {str: "string", int: "integer", float: "number", bool: "boolean"}
     return names.get(hint, "table")
 

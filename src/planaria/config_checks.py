@@ -28,6 +28,9 @@ _MINIMUM = {
     "resilience.failures_ahead": 0,
     "checkpoint.persist_every": 0,
     "checkpoint.keep": 0,
+    "checkpoint.copies": 0,
+    "checkpoint.buffer_bytes": 1,
+    "checkpoint.num_buffers": 1,
     "cluster.nodes": 1,
     "cluster.max_nodes": 0,
     "cluster.devices_per_node": 1,
@@ -80,6 +83,8 @@ def _check_ranges(job: JobConfig) -> None:
         value = attrgetter(name)(job)
         if value > maximum:
             raise ConfigError(name, value, f"must be at most {maximum}")
+    if job.checkpoint.every != "auto" and job.checkpoint.every < 1:
+        raise ConfigError("checkpoint.every", job.checkpoint.every, 'must be at least 1, or "auto"')
     for name in _POSITIVE:
         if (value := attrgetter(name)(job)) <= 0:
             raise ConfigError(name, value, "must be more than 0")

@@ -56,7 +56,7 @@ from planaria.predictions import predicted_peak_bytes
 from planaria.reporting import compared_iterations, report_of
 from planaria.show.watcher import Progress, Watcher
 
-_WORKER = "planaria.engine.worker:main"
+_WORKER = "planaria.engine.process:main"
 
 
 class Display(Progress, Protocol):

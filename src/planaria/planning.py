@@ -39,7 +39,7 @@ PRELOAD = (
     "torch._dynamo",
     "torch.optim",
     "torch.utils.checkpoint",
-    "planaria.engine.worker",
+    "planaria.engine.process",
     "planaria.nodes.agent",
     "planaria.nodes.leader",
 )

@@ -59,7 +59,7 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def _stacks(worker: psutil.Process) -> str:
-    """A worker writes its stacks to a file in memory on SIGUSR1 (engine/worker.py)."""
+    """A worker writes its stacks to a file in memory on SIGUSR1 (engine/process.py)."""
     for descriptor in Path(f"/proc/{worker.pid}/fd").iterdir():
         with suppress(OSError):
             if descriptor.readlink().name.startswith("memfd:stack"):

@@ -25,7 +25,7 @@ from planaria.coordinator.state import (
     Tell,
 )
 from planaria.core.cluster import ClusterEvent, ClusterState
-from planaria.core.commit import CommitVector, encode_vector, vector_layout
+from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
 from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig
 from planaria.core.messages import (
     Abort,
@@ -48,7 +48,7 @@ JOB = JobConfig(
     resilience=ResilienceConfig(failures_tolerated=0),
 )
 LAYOUT = vector_layout(JOB, 1)
-VECTOR = encode_vector(CommitVector((1.0,), (1.0, 1.0, 1.0), (0, 1, 2), 0))
+VECTOR = encode_vector(CommitVector((1.0,), (1.0, 1.0, 1.0), (0, 1, 2), Votes(0)))
 
 
 class _Survivors:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from planaria.core.commit import (
     CommitVector,
     VectorLayout,
+    Votes,
     commit_vector,
     decode_vector,
     encode_vector,
@@ -38,8 +39,7 @@ def vectors(draw: st.DrawFn) -> tuple[CommitVector, VectorLayout]:
         samples=tuple(
             int(number) for number in draw(tuples(st.integers(0, 1 << 53), layout.num_samples))
         ),
-        stop_votes=draw(st.integers(0, 1000)),
-        switch_votes=draw(st.integers(0, 1000)),
+        votes=Votes(*(draw(st.integers(0, 1000)) for _ in Votes._fields)),
     )
     return vector, layout
 
@@ -54,12 +54,12 @@ def test_a_vector_comes_back_bit_for_bit(drawn: tuple[CommitVector, VectorLayout
     assert len(data) == 8 * layout.size
     assert decoded == vector
     assert encode_vector(decoded) == data
-    assert all(isinstance(number, int) for number in (*decoded.samples, decoded.stop_votes))
+    assert all(isinstance(number, int) for number in (*decoded.samples, *decoded.votes))
 
 
 def test_not_a_number_and_negative_zero_survive() -> None:
     """A diverged loss has to be seen by all; equality alone would not show these."""
-    vector = CommitVector((math.inf, -0.0), (math.nan,), (3,), 0)
+    vector = CommitVector((math.inf, -0.0), (math.nan,), (3,), Votes(0))
     decoded = decode_vector(encode_vector(vector), VectorLayout(2, 1, 1))
 
     assert math.isnan(decoded.losses[0])
@@ -73,8 +73,7 @@ def test_parts_that_ranks_contribute_alone_sum_to_the_whole(
 ) -> None:
     """Each entry comes from one rank and is +0 elsewhere, in whatever order they are added."""
     vector, layout = drawn
-    votes = (vector.stop_votes, vector.switch_votes)
-    entries = [*vector.squared_norms, *vector.losses, *vector.samples, *votes]
+    entries = [*vector.squared_norms, *vector.losses, *vector.samples, *vector.votes]
     owners = [random.randrange(num_ranks) for _ in entries]
     total = [0.0] * layout.size
     for rank in range(num_ranks):
@@ -86,7 +85,7 @@ def test_parts_that_ranks_contribute_alone_sum_to_the_whole(
     assert commit_vector(total, layout) == vector
 
 
-@pytest.mark.parametrize("entries", [[0.0] * 5, [0.0] * 7])
+@pytest.mark.parametrize("entries", [[0.0] * 7, [0.0] * 9])
 def test_a_vector_of_another_size_is_refused(entries: list[float]) -> None:
     """It is of another job."""
     with pytest.raises(AssertionError):
@@ -96,7 +95,7 @@ def test_a_vector_of_another_size_is_refused(entries: list[float]) -> None:
 def test_a_sample_that_is_no_number_of_one_is_refused() -> None:
     """Two ranks have contributed the same microbatch, or half of one."""
     with pytest.raises(AssertionError):
-        commit_vector([1.0, 1.0, 2.5, 3.0, 0.0, 0.0], VectorLayout(1, 1, 2))
+        commit_vector([1.0, 1.0, 2.5, 3.0, *Votes(0)], VectorLayout(1, 1, 2))
 
 
 def test_the_layout_follows_the_job() -> None:
@@ -105,15 +104,15 @@ def test_the_layout_follows_the_job() -> None:
     layout = vector_layout(job, num_layers=7)
 
     assert layout == VectorLayout(num_layers=7, num_microbatches=4, num_samples=12)
-    assert (layout.losses, layout.samples, layout.size) == (7, 11, 25)
+    assert (layout.losses, layout.samples, layout.size) == (7, 11, 27)
 
 
 def test_loss_and_norm_are_those_of_the_global_batch() -> None:
     """The losses are divided already; the norms are squared."""
-    vector = CommitVector((9.0, 16.0), (0.5, 0.25), (1, 0), 0)
+    vector = CommitVector((9.0, 16.0), (0.5, 0.25), (1, 0), Votes(0))
 
     assert (vector.loss, vector.gradient_norm) == (0.75, 5.0)
-    assert vector.sample_digest == CommitVector((0.0,), (0.0,), (0, 1), 0).sample_digest
+    assert vector.sample_digest == CommitVector((0.0,), (0.0,), (0, 1), Votes(0)).sample_digest
 
 
 ENDS = {
@@ -131,7 +130,7 @@ ENDS = {
 def test_training_ends_for_all_who_hold_the_vector(case: str) -> None:
     """By number, by loss, or because the user asked any of them."""
     iteration, target_loss, stop_votes, is_last = ENDS[case]
-    vector = CommitVector((1.0,), (0.5, 0.25), (0,), stop_votes)
+    vector = CommitVector((1.0,), (0.5, 0.25), (0,), Votes(stop_votes))
     training = TrainingConfig(iterations=10, target_loss=target_loss)
 
     assert vector.is_last(iteration, training) == is_last
@@ -139,6 +138,6 @@ def test_training_ends_for_all_who_hold_the_vector(case: str) -> None:
 
 def test_without_a_target_no_loss_ends_training() -> None:
     """A loss of zero, or below it, is no reason where nobody asked for one."""
-    vector = CommitVector((1.0,), (-1.0,), (0,), 0)
+    vector = CommitVector((1.0,), (-1.0,), (0,), Votes(0))
 
     assert not vector.is_last(0, TrainingConfig(iterations=10))

@@ -54,6 +54,16 @@ def test_a_loss_is_told_with_its_choice_its_reason_and_what_was_predicted() -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("tier", "where"), [("memory", "copies in memory"), ("disk", "the newest save")]
+)
+def test_where_all_went_back_to_is_told(tier: str, where: str) -> None:
+    """Live layers need no word."""
+    lines = list(event_lines(replace(KILLED, source_tier=tier)))
+    assert lines[-2] == f"All nodes went back to {where}."
+    assert len(lines) == len(list(event_lines(replace(KILLED, source_tier="live")))) + 1
+
+
 def test_a_change_is_a_pause_and_redoes_nothing() -> None:
     """Nothing was detected: training went on."""
     joined = replace(

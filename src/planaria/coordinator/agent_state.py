@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from planaria.core.messages import (
     Abort,
     Acknowledged,
+    CopiesFailed,
+    CopySpoilt,
     Corrupted,
     EpochReady,
     Fact,
@@ -76,6 +78,8 @@ def said(state: AgentState, message: Fact) -> AgentState:
             iteration = message.iteration
         case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():
             pass
+        case CopiesFailed() | CopySpoilt():
+            pass
         case Corrupted() | NodeArrived() | NoticeTaken() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
@@ -128,5 +132,5 @@ def _is_over(fact: Fact, epoch: int) -> bool:
     """Whether an epoch that begins makes a fact worthless."""
     if isinstance(fact, WorkerExited):
         return True  # It was answered by this very epoch.
-    told = Stopped | EpochReady | Corrupted | PeerUnreachable
+    told = Stopped | EpochReady | Corrupted | PeerUnreachable | CopySpoilt | CopiesFailed
     return isinstance(fact, told) and fact.epoch < epoch

@@ -28,6 +28,7 @@ from typing import Final
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.drift import policy_of
 from planaria.coordinator.overhead import prices_of, switch_s, with_switch
+from planaria.coordinator.placing import copies_of
 from planaria.coordinator.recovery import degraded_text, shortage_text, tolerated
 from planaria.coordinator.state import (
     JobState,
@@ -245,17 +246,17 @@ def _with_switch(state: JobState) -> Step:
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 
 
-def told(state: JobState) -> Step:
+def told(rules: Rules, state: JobState) -> Step:
     """The members of the next epoch are on record: everybody is told to begin it together."""
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
     state = replace(state, change=replace(change, switch=replace(switch, is_told=True)))
-    order = _order(state, switch, AT_COMMIT)
+    order = _order(rules, state, switch, AT_COMMIT)
     return state, (Tell(order, tuple(sorted({*state.nodes, *switch.nodes}))),)
 
 
-def _order(state: JobState, switch: Switch, iteration: int) -> StartEpoch:
+def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> StartEpoch:
     return StartEpoch(
         epoch=switch.epoch,
         plan=switch.plan,
@@ -264,6 +265,7 @@ def _order(state: JobState, switch: Switch, iteration: int) -> StartEpoch:
         iteration=iteration,
         rounds=switch.rounds,
         since=state.origin.epoch,
+        copies=copies_of(rules, switch.plan),
     )
 
 
@@ -276,7 +278,7 @@ def entering(state: JobState, ready: EpochReady) -> JobState:
     return replace(state, change=replace(change, switch=switch))
 
 
-def switched(state: JobState) -> Step:
+def switched(rules: Rules, state: JobState) -> Step:
     """All ranks have ended this epoch by agreement: the next one has begun."""
     change, switch = state.change, state.switch
     assert change is not None
@@ -286,7 +288,7 @@ def switched(state: JobState) -> Step:
     assert state.decision is not None
     # Waves come while the plan is as it was.
     predicted_s = state.decision.predicted_s if switch.rounds else change.transition.iteration_s
-    decision = Decision(order=_order(state, switch, number), predicted_s=predicted_s)
+    decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
     left = tuple(node for node in state.nodes if node not in switch.nodes)
     state = replace(
         state,

@@ -24,10 +24,12 @@ Source: DESIGN 4.5, 5 and 6 (Coordination).
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
+
 from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
-from planaria.coordinator.crashes import ended, link_broken, worker_exited
+from planaria.coordinator.crashes import copy_spoilt, ended, link_broken, worker_exited
 from planaria.coordinator.drift import corrected
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
@@ -55,6 +57,8 @@ from planaria.core.commit import decode_vector
 from planaria.core.growing import has_all
 from planaria.core.messages import (
     Abort,
+    CopiesFailed,
+    CopySpoilt,
     Corrupted,
     DrainRequested,
     EpochReady,
@@ -117,6 +121,10 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return replace(state, reports={**state.reports, event.iteration: reports}), ()
         case Corrupted() if event.epoch in state.epochs:
             return replace(state, corrupted=state.corrupted.plus(event.rank, event)), ()
+        case CopySpoilt() if event.epoch in state.epochs:
+            return copy_spoilt(rules, state, event, now_s)
+        case CopiesFailed() if event.epoch in state.epochs:
+            return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
         case LayersSaved():
             return layers_saved(state, event)
         case Published():
@@ -143,15 +151,14 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             order = Abort(epoch=state.epoch, nodes=state.nodes)
             return replace(state, phase=Phase.STOPPING), (Tell(order),)
         case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
-            return told(state)
+            return told(rules, state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:
             return replace(state, sought=epoch, asked=()), ()
-        case Tick() if _is_cut(rules, state, now_s):
-            return link_broken(rules, state, now_s)
         case Tick():
-            return awaited(rules, state, now_s)
+            further = link_broken if _is_cut(rules, state, now_s) else awaited
+            return further(rules, state, now_s)
     return state, ()
 
 
@@ -220,17 +227,7 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) -> StartEpoch:
-    return StartEpoch(
-        epoch=order.epoch,
-        plan=order.plan,
-        addresses=addresses,
-        iteration=order.iteration,
-        vector=order.vector,
-        source=order.source,
-        rounds=order.rounds,
-        persists=order.persists,
-        since=order.since,
-    )
+    return msgspec.structs.replace(order, addresses=addresses)
 
 
 def _running(state: JobState, now_s: float) -> Notify:
@@ -326,7 +323,7 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
         commands += more
         state = _after_commit(state, ends=first.ends)
         if first.switches and not state.ends:
-            state, more = switched(state)
+            state, more = switched(rules, state)
             commands += more
             state, more = _entered(rules, state, now_s)
             commands += more

@@ -1,7 +1,8 @@
-"""Workers that end though their nodes live, and links that break between live nodes.
+"""Workers that end though their nodes live, links that break between live nodes, spoilt copies.
 
-Both end the epoch, and after a few times with no iteration committed in between something more: a
-worker that always ends alike ends the job, a node that others cannot reach is left out.
+All end the epoch, and the first two after a few times with no iteration committed in between
+something more: a worker that always ends alike ends the job, a node that others cannot reach is
+left out.
 """
 
 from collections import Counter
@@ -9,9 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.state import End, Ending, JobState, Phase, Rules, Step
+from planaria.coordinator.state import End, Ending, JobState, Notify, Phase, Rules, Step
 from planaria.core.growing import Growing
-from planaria.core.messages import WorkerExited, WorkerFailed
+from planaria.core.messages import CopySpoilt, WorkerExited, WorkerFailed
+from planaria.core.records import Warned
 
 CRASHES_MAX: Final = 3  # Of one rank, with the same status.
 BROKEN_LINKS_MAX: Final = 3  # Epochs.
@@ -29,6 +31,14 @@ def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
     node = rank // (len(state.ranks) // len(state.nodes))
     reason = f"others cannot reach its rank {rank}, {broken_links} times in a row"
     return lost(rules, state, "lost", (node,), reason=reason, now_s=now_s)
+
+
+def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
+    """A copy in memory is of no use: once more, without it."""
+    node = event.rank // state.devices_per_node
+    warning = Warned(text=f"node {node}: {event.reason}; it is not used")
+    state, commands = lost(rules, state, "copy", (), reason=event.reason, now_s=now_s, node=node)
+    return state, (Notify(warning), *commands)
 
 
 def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:

@@ -1,6 +1,7 @@
-"""Where all go on after a loss: at what the newest vector proves, or back at a save.
+"""Where all go on after a loss: at what the newest vector proves, or back at an older state.
 
-Back at a save is a new origin, on which all iterations are built from then on. What ranks hold or
+An older state is one that every layer has a copy of: in the memory of nodes that are left, or on
+disk. Back there is a new origin, on which all iterations are built from then on. What ranks hold or
 answer from before counts no more, however late they hear of it, and what was committed since the
 save is committed again. Nobody goes back in an epoch whose outcome is on record, so that a
 coordinator that finds one decides as the one before it did.
@@ -9,9 +10,11 @@ Source: DESIGN 4.5 and 5; Varuna (EuroSys '22) for going back.
 """
 
 from dataclasses import replace
+from math import inf
 
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.cluster import SavePoint
+from planaria.core.copies import Label
 from planaria.core.messages import Stopped
 from planaria.core.records import Origin, Outcome
 
@@ -20,7 +23,7 @@ def counting(state: JobState, answer: Stopped) -> Stopped:
     """The answer, without what the rank has from before all went back to a save."""
     if answer.since == state.origin.epoch:
         return answer
-    return Stopped(rank=answer.rank, epoch=answer.epoch, ages={}, complete=())
+    return Stopped(rank=answer.rank, epoch=answer.epoch, ages={}, complete=(), copies=answer.copies)
 
 
 def outcome_of(state: JobState) -> Outcome:
@@ -48,13 +51,22 @@ def outcome_of(state: JobState) -> Outcome:
 
 def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, frozenset[int]]:
     """For every rank the layers that it has, or will have, at the age at which all go on."""
-    if outcome.iteration == state.origin.iteration:
+    origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
+    if not is_begun and not origin.copied:
         # Nothing has been trained since: whoever needs a layer makes or loads it, as at the start.
         return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
-    return {rank: _held_by(state.answers[rank], outcome.iteration) for rank in state.ranks}
+    told = {rank: state.answers[rank] for rank in state.ranks}
+    if is_begun:
+        return {rank: _live(answer, outcome.iteration) for rank, answer in told.items()}
+    # If all go back in this very epoch they drop what is live.
+    return {
+        rank: _copied(answer, origin)
+        | (_live(answer, outcome.iteration) if answer.since == origin.epoch else frozenset())
+        for rank, answer in told.items()
+    }
 
 
-def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
+def _live(answer: Stopped, iteration: int) -> frozenset[int]:
     return frozenset(
         layer
         for layer, age in answer.ages.items()
@@ -62,22 +74,65 @@ def _held_by(answer: Stopped, iteration: int) -> frozenset[int]:
     )
 
 
+def _copied(answer: Stopped, origin: Origin) -> frozenset[int]:
+    return frozenset(layer for layer, those in answer.copies.items() if origin.copied in those)
+
+
+def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label | None:
+    """The newest version of which members have copies of all layers, if there is any.
+
+    What was copied before all went back is of another history, but for what they went back to.
+
+    Args:
+        most: the highest age that counts.
+    """
+    origin = state.origin
+    there: dict[Label, set[int]] = {}
+    for answer in state.answers.values():
+        for layer, labels in answer.copies.items():
+            for label in labels:
+                if label.since == origin.epoch or label == origin.copied:
+                    there.setdefault(label, set()).add(layer)
+    num_layers = rules.num_layers
+    whole = [one for one, those in there.items() if len(those) == num_layers and one.age <= most]
+    return max(whole, key=lambda label: (label.age, label.epoch), default=None)
+
+
+def copy_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:
+    """The copies in memory that all could go back to; None if there are none of some layer, or it
+    is on record that they go on in this epoch."""
+    if state.outcome is not None and state.outcome.epoch == state.epoch:
+        return None
+    label = newest_copies(rules, state)
+    if label is None:
+        return None
+    num_undone = max(0, outcome.iteration - label.age) + outcome.is_redo
+    redone = num_undone * rules.job.training.global_batch_size
+    return SavePoint(label.age, "", redone, label)
+
+
 def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> SavePoint | None:
-    """What all could go back to; None where it is on record that they go on in this epoch."""
-    iteration, source = state.origin.iteration, state.origin.source
+    """What all could go back to, or have just gone back to; None where it is on record that they
+    go on in this epoch."""
+    origin = state.origin
+    iteration, source, copied = origin.iteration, origin.source, origin.copied
     if outcome.iteration > iteration:
         if state.outcome is not None and state.outcome.epoch == state.epoch:
             return None
+        if copied is not None:  # By now nobody may have those copies any more.
+            iteration, source, copied = rules.first_iteration, rules.source, None
         if state.published > iteration:
             iteration, source = state.published, state.source
     num_undone = max(0, outcome.iteration - iteration)
     redone += num_undone * rules.job.training.global_batch_size
-    return SavePoint(iteration, source, redone)
+    return SavePoint(iteration, source, redone, copied)
 
 
 def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
-    """The job as the save has it: what came after is to be trained and committed again."""
-    origin = Origin(iteration=saved.iteration, source=saved.source, epoch=state.epoch)
+    """The job as that state has it: what came after is to be trained and committed again."""
+    origin = Origin(
+        iteration=saved.iteration, source=saved.source, epoch=state.epoch, copied=saved.copied
+    )
     reports = {i: told for i, told in state.reports.items() if i < origin.iteration}
     state = replace(
         state,

@@ -23,8 +23,16 @@ from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.drift import policy_of
 from planaria.coordinator.history import with_failure
-from planaria.coordinator.outcomes import gone_back, held_layers, outcome_of, save_point
+from planaria.coordinator.outcomes import (
+    copy_point,
+    gone_back,
+    held_layers,
+    newest_copies,
+    outcome_of,
+    save_point,
+)
 from planaria.coordinator.overhead import prices_of, with_choice
+from planaria.coordinator.placing import copies_of
 from planaria.coordinator.state import (
     Command,
     End,
@@ -136,8 +144,6 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     if judged.layer >= 0:
         return _without_odd(rules, state, judged, now_s)
     outcome = outcome_of(state)
-    reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
-    state = replace(state, reports=reports)
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
     num_nodes = len(cluster.nodes)
@@ -146,12 +152,19 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     missing = cluster.lost_layers(rules.num_layers)
+    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
+    if missing and (point := copy_point(rules, state, outcome)):
+        state, outcome = gone_back(state, point)
+        held, redone = held_layers(rules, state, outcome), point.redone_samples
+        cluster, missing, ends = _cluster(rules, state, held, now_s), (), False
+    reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
+    state = replace(state, reports=reports)
     is_saved = ends and state.published >= outcome.iteration
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
     reason = shortage_text(rules, num_nodes)
     if not reason:
-        event = _event(rules, state, outcome)
+        event = _event(rules, state, outcome, redone)
         proposed = policy_of(rules, state).propose(
             state.plan, cluster, event, prices_of(rules, state)
         )
@@ -164,10 +177,9 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     return _save(state, outcome, held, ending=Ending.LOST.value, reason=reason)
 
 
-def _event(rules: Rules, state: JobState, outcome: Outcome) -> NodesLost:
+def _event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:
     """What happened, as policies are told."""
     assert state.loss is not None
-    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
     nodes = tuple(node for node in state.loss.nodes if node not in state.nodes)
     return NodesLost(nodes, redone, save_point(rules, state, outcome, redone))
 
@@ -226,20 +238,8 @@ def _resume(
     if best.goes_back and outcome.iteration > state.origin.iteration:
         assert event.saved is not None
         state, outcome = gone_back(state, event.saved)
-    origin = state.origin
-    source = origin.source if outcome.iteration == origin.iteration else ""
     degraded = degraded_text(rules, state, best.after)
-    order = StartEpoch(
-        epoch=state.epoch,
-        plan=best.after,
-        addresses={},
-        iteration=outcome.iteration,
-        vector=outcome.vector,
-        source=source,
-        rounds=best.rounds,
-        persists=bool(degraded) and outcome.iteration > origin.iteration,
-        since=origin.epoch,
-    )
+    order = _order(rules, state, outcome, best, persists=bool(degraded))
     notice = Decided(
         epoch=state.epoch,
         iteration=outcome.iteration,
@@ -253,7 +253,8 @@ def _resume(
         transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
         redone_samples=best.redone_samples,
         joined=loss.joined,
-        source=source if best.goes_back else "",
+        source=order.source if best.goes_back else "",
+        copied=order.copied.age if order.copied else -1,
         detected_s=now_s,
         time_to_failure_s=time_to_failure_s(rules, state, loss.lost_s),
         degraded=degraded,
@@ -268,6 +269,27 @@ def _resume(
         is_degraded=state.is_degraded or bool(degraded),
     )
     return state, (Notify(notice), RecordDecision(outcome, decision))
+
+
+def _order(
+    rules: Rules, state: JobState, outcome: Outcome, best: Transition, *, persists: bool
+) -> StartEpoch:
+    origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
+    return StartEpoch(
+        epoch=state.epoch,
+        plan=best.after,
+        addresses={},
+        iteration=outcome.iteration,
+        vector=outcome.vector,
+        source="" if is_begun else origin.source,
+        rounds=best.rounds,
+        persists=persists and is_begun,
+        since=origin.epoch,
+        copies=copies_of(rules, best.after),
+        copied=None if is_begun else origin.copied,
+        # What is newer is of an iteration that is done again, and of no use.
+        kept=newest_copies(rules, state, most=outcome.iteration),
+    )
 
 
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
@@ -303,7 +325,8 @@ def _save(
     reason: str,
 ) -> Step:
     """Has each layer saved by one of its holders, and then the job ends."""
-    if outcome.iteration == state.origin.iteration:  # There is nothing that was not there before.
+    origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
+    if not is_begun and not origin.copied:  # There is nothing that was not there before.
         return _end(state, reason)
     if state.published >= outcome.iteration:
         layers: dict[int, tuple[int, ...]] = {}
@@ -314,7 +337,8 @@ def _save(
         iteration=outcome.iteration,
         layers=layers,
         vector=outcome.vector,
-        since=state.origin.epoch,
+        since=origin.epoch,
+        copied=None if is_begun else origin.copied,
     )
     decision = Decision(order=order, ending=ending, reason=reason)
     state = replace(state, phase=Phase.DECIDING, outcome=outcome, decision=decision)

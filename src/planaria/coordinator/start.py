@@ -5,6 +5,7 @@ from dataclasses import replace
 from planaria.coordinator.coordinator import advanced
 from planaria.coordinator.drift import restored_learning
 from planaria.coordinator.history import begun_history
+from planaria.coordinator.placing import copies_of
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import (
     JobState,
@@ -47,6 +48,7 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
         addresses={},
         iteration=rules.first_iteration,
         source=rules.source,
+        copies=copies_of(rules, plan),
     )
     decision = Decision(order=start, predicted_s=predicted_s)
     state = replace(state, outcome=outcome, decision=decision)

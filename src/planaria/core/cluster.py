@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
+from planaria.core.copies import Label
 from planaria.core.plan import NodeKind, Plan
 
 _USUAL: Final = NodeKind()
@@ -75,17 +76,19 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
-    """The newest state of the whole model on disk, or that before the first iteration.
+    """The newest state of the whole model in memory or on disk, or that before the first iteration.
 
     Attributes:
         iteration: the first to run from there.
         source: the version of the disk tier; "" where only the seed or given weights tell it.
         redone_samples: if all go back to it.
+        copied: the version of the copies in memory, if it is one.
     """
 
     iteration: int
     source: str
     redone_samples: int
+    copied: Label | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Source: DESIGN 4.4 and 4.5.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,28 @@ from planaria.core.plan import Plan
 from planaria.core.samples import sample_digest
 
 
+class Votes(NamedTuple):
+    """What a rank asks for, or knows, at a commit; each is counted.
+
+    Attributes:
+        stop: that this iteration be the last.
+        switch: it knows the plan of the next epoch, and waits for the others to.
+        copied: it is through with the newest version of the copies in memory.
+        uncopied: it could not keep, or give, all of that.
+    """
+
+    stop: int
+    switch: int = 0
+    copied: int = 0
+    uncopied: int = 0
+
+
+NUM_VOTES: Final = len(Votes._fields)
+
+
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """Where what stands: squared norms, losses, sample numbers, votes to stop and to switch."""
+    """Where what stands: squared norms, losses, sample numbers, votes."""
 
     num_layers: int
     num_microbatches: int
@@ -30,7 +50,7 @@ class VectorLayout:
 
     @property
     def size(self) -> int:
-        return self.num_layers + self.num_microbatches + self.num_samples + 2
+        return self.num_layers + self.num_microbatches + self.num_samples + NUM_VOTES
 
     @property
     def losses(self) -> int:
@@ -56,15 +76,13 @@ class CommitVector:
         squared_norms: of the reduced gradients, by layer; tied ones in the layer of first use.
         losses: by microbatch, each divided by the global count; their sum is the loss.
         samples: sample numbers as the first stages consumed them, by microbatch.
-        stop_votes: how many ranks ask to stop after this iteration.
-        switch_votes: how many ranks know the plan of the next epoch, and wait for the others to.
+        votes: of all ranks together.
     """
 
     squared_norms: tuple[float, ...]
     losses: tuple[float, ...]
     samples: tuple[int, ...]
-    stop_votes: int
-    switch_votes: int = 0
+    votes: Votes
 
     @property
     def loss(self) -> float:
@@ -82,32 +100,34 @@ class CommitVector:
     def is_last(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training ends after this iteration; the same for all who hold the vector."""
         reached = training.target_loss > 0.0 and self.loss <= training.target_loss
-        return iteration + 1 >= training.iterations or reached or self.stop_votes > 0
+        return iteration + 1 >= training.iterations or reached or self.votes.stop > 0
 
     def switches(self, plan: Plan) -> bool:
         """Whether the next epoch begins after this iteration: all who take part know its plan."""
-        return self.switch_votes == len(plan.all_ranks)
+        return self.votes.switch == len(plan.all_ranks)
+
+    def copied(self, plan: Plan) -> bool:
+        """Whether all ranks are through with the newest version of the copies in memory."""
+        return self.votes.copied == len(plan.all_ranks)
 
 
 def commit_vector(entries: Sequence[float], layout: VectorLayout) -> CommitVector:
     """The vector as the ranks have summed it."""
     assert len(entries) == layout.size
-    numbers = entries[layout.samples : -2]
+    numbers = entries[layout.samples : -NUM_VOTES]
     samples = tuple(int(number) for number in numbers)
     assert all(int_ == float_ for int_, float_ in zip(samples, numbers, strict=True))
     return CommitVector(
-        squared_norms=tuple(entries[: layout.num_layers]),
-        losses=tuple(entries[layout.losses : layout.samples]),
-        samples=samples,
-        stop_votes=int(entries[-2]),
-        switch_votes=int(entries[-1]),
+        tuple(entries[: layout.num_layers]),
+        tuple(entries[layout.losses : layout.samples]),
+        samples,
+        Votes(*(int(entry) for entry in entries[-NUM_VOTES:])),
     )
 
 
 def encode_vector(vector: CommitVector) -> bytes:
     """The vector as little-endian float64."""
-    votes = (vector.stop_votes, vector.switch_votes)
-    entries = (*vector.squared_norms, *vector.losses, *vector.samples, *votes)
+    entries = (*vector.squared_norms, *vector.losses, *vector.samples, *vector.votes)
     return np.array(entries, dtype="<f8").tobytes()
 
 

@@ -133,6 +133,18 @@ class CheckpointConfig:
     directory: str = _key("checkpoints", "where the disk tier writes")
     persist_every: int = _key(0, "iterations between saves to disk; 0: at the end and on Ctrl-C")
     keep: int = _key(2, "newest saves kept; 0: all")
+    copies: int = _key(
+        0, "copies of each layer in the memory of nodes, its holder's own included; 0: none"
+    )
+    every: int | Literal["auto"] = _key(
+        "auto",
+        "iterations between versions of these copies, for which a commit waits; auto: as often as "
+        "they come through, and nothing waits",
+    )
+    buffer_bytes: int = _key(
+        8 << 20, "of copies on their way to a node that keeps them, from each node"
+    )
+    num_buffers: int = _key(4, "into which these are cut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

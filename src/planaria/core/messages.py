@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from planaria.core.copies import Label, LayerCopy
 from planaria.core.plan import Plan, Transfer
 
 # The iteration of a StartEpoch that begins when the ranks of the epoch before agree to.
@@ -75,6 +76,7 @@ class Stopped(Message, frozen=True, kw_only=True):
             and empty if it has none.
         hashes: sampled, of the layers' parameters at these ages; empty if none are compared.
         since: as in StartEpoch, of the newest order that the rank has carried out.
+        copies: of the layers of which the rank keeps copies in memory, the versions that are whole.
     """
 
     rank: int
@@ -85,6 +87,7 @@ class Stopped(Message, frozen=True, kw_only=True):
     vector: bytes = b""
     hashes: dict[int, int] = {}
     since: int = -1
+    copies: dict[int, tuple[Label, ...]] = {}
 
 
 class EpochReady(Message, frozen=True, kw_only=True):
@@ -171,6 +174,22 @@ class SaveFailed(Message, frozen=True, kw_only=True):
     rank: int
     epoch: int
     iteration: int
+    reason: str
+
+
+class CopySpoilt(Message, frozen=True, kw_only=True):
+    """A rank has left the epoch, for a copy in memory is not what was written, and is dropped."""
+
+    rank: int
+    epoch: int
+    reason: str
+
+
+class CopiesFailed(Message, frozen=True, kw_only=True):
+    """A rank could not keep, or give, all of a version of the copies in memory; it trains on."""
+
+    rank: int
+    epoch: int
     reason: str
 
 
@@ -291,8 +310,13 @@ class StartEpoch(Message, frozen=True, kw_only=True):
         rounds: of transfers of the layers that a rank lacks; those of the silent ones arrive while
             training goes on.
         persists: save to disk before the first iteration.
-        since: the epoch in which the job last went back to a save, -1 if never. What a rank has
-            from before that counts no more, and is dropped.
+        since: the epoch in which the job last went back, to a save or to copies in memory, -1 if
+            never. What a rank has from before that counts no more, and is dropped.
+        copies: who keeps which in memory, besides what the plan gives to each.
+        copied: the copies in memory from which all go on where there is no vector; None: from a
+            save, or from the start.
+        kept: the newest version of the copies in memory that is there of all layers, and is to be
+            kept until the next one is complete; None: the one that the rank knows, if any.
     """
 
     epoch: int
@@ -304,6 +328,9 @@ class StartEpoch(Message, frozen=True, kw_only=True):
     rounds: tuple[tuple[Transfer, ...], ...] = ()
     persists: bool = False
     since: int = -1
+    copies: tuple[LayerCopy, ...] = ()
+    copied: Label | None = None
+    kept: Label | None = None
 
 
 class SaveLayers(Message, frozen=True, kw_only=True):
@@ -311,7 +338,7 @@ class SaveLayers(Message, frozen=True, kw_only=True):
 
     Attributes:
         layers: that each rank writes.
-        vector, since: as in StartEpoch.
+        vector, since, copied: as in StartEpoch.
     """
 
     epoch: int
@@ -319,6 +346,7 @@ class SaveLayers(Message, frozen=True, kw_only=True):
     layers: dict[int, tuple[int, ...]]
     vector: bytes = b""
     since: int = -1
+    copied: Label | None = None
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -336,6 +364,8 @@ Fact = (
     | Corrupted
     | LayersSaved
     | SaveFailed
+    | CopySpoilt
+    | CopiesFailed
     | WorkerFailed
     | WorkerExited
     | PeerUnreachable

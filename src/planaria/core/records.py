@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from planaria.core.copies import Label
 from planaria.core.messages import (
     DrainRequested,
     IterationDone,
@@ -85,17 +86,19 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where what the job has trained begins: its start, or the save that all went back to last.
+    """Where what the job has trained begins: its start, or the state that all went back to last.
 
     Attributes:
         iteration: the first to run from there.
         source: the version of the disk tier with all layers, "" for the seed or given weights.
         epoch: in which all went back to it; -1 for the start.
+        copied: the version of the copies in memory that all went back to, if it was one.
     """
 
     iteration: int = 0
     source: str = ""
     epoch: int = -1
+    copied: Label | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +201,7 @@ class Decided(Message, frozen=True, kw_only=True):
         joined: nodes that had waited to be members.
         source: the version of the disk tier that all go back to; "" if live layers serve, or none
             was saved.
+        copied: of the iteration whose copies in memory all go back to, -1 for none.
         time_to_failure_s: mean time to the next failure, as the candidates are weighed by it.
     """
 
@@ -215,6 +219,7 @@ class Decided(Message, frozen=True, kw_only=True):
     detected_s: float
     joined: tuple[int, ...] = ()
     source: str = ""
+    copied: int = -1
     time_to_failure_s: float = 0.0
     degraded: str = ""
 

@@ -22,8 +22,9 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         places: at which faults are to be injected on this node, and where the launcher listens
             for whoever gets there.
         heeds: whether workers keep a line to the launcher, for faults that no step brings about.
-        device, clocks_fd: given to a worker by its agent; the latter is of the clocks that pace the
-            node's links, -1 where they are not paced.
+        device: given to a worker by its agent, like what follows.
+        clocks_fd: of the clocks that pace the node's links, -1 where they are not paced.
+        copies_fd: of the memory for copies of layers, -1 where there are none.
     """
 
     job: JobConfig
@@ -40,6 +41,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     heeds: bool = False
     device: int = 0
     clocks_fd: int = -1
+    copies_fd: int = -1
 
     @property
     def rank(self) -> int:

@@ -32,12 +32,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planaria.checkpoint.tiers import DiskTier
 from planaria.core.commit import CommitVector, encode_vector
 from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import HeldLayer, Stage, State
-from planaria.errors import CheckpointError, ConfigError, PeerLostError
+from planaria.errors import PeerLostError
 from planaria.transport.links import Channel, Links, Tag
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,23 +61,6 @@ def drop_others(stage: Stage, *, age: int) -> None:
     stage.keep_only([layer for layer, held in stage.layers.items() if held.age == age])
     for held in stage.layers.values():
         held.clear()
-
-
-def loaded_layers(tier: DiskTier, source: str, layers: Sequence[int]) -> dict[int, State]:
-    """The states of layers in a version of the disk tier; none if that is "".
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if not source:
-        return {}
-    manifest = next(v.manifest for v in tier.versions() if v.directory.name == source)
-    try:
-        if manifest is None:
-            raise CheckpointError(f"checkpoint {source} is not complete any more")
-        return {layer: tier.read_layer(manifest, layer) for layer in layers}
-    except CheckpointError as error:
-        raise ConfigError("checkpoint.directory", str(tier.directory), str(error)) from error
 
 
 def answer(
@@ -126,6 +108,7 @@ def exchange_layers(
     *,
     age: int,
     timeout_s: float,
+    copies: Mapping[int, State] | None = None,
 ) -> int:
     """Sends what others lack and takes over what this rank lacks; the bytes that came for that.
 
@@ -134,13 +117,19 @@ def exchange_layers(
 
     Args:
         timeout_s: for the next piece.
+        copies: of layers that this rank sends, but does not hold.
 
     Raises:
         PeerLostError, AbortedError: a holder is gone; layers that have arrived by then are held.
     """
     ordered = [transfer for transfers in rounds for transfer in transfers]
     own = [t for t in ordered if t.source == links.rank]
-    outgoing = _outgoing(own, stage, lambda layer: stage.layers[layer].state_views(), age)
+
+    def views(layer: int) -> State:
+        held = stage.layers.get(layer)
+        return held.state_views() if held else (copies or {})[layer]
+
+    outgoing = _outgoing(own, stage, views, age)
     arriving = _Arriving([t for t in ordered if t.target == links.rank], age)
     to_build = deque(arriving.layers)
     vessels: dict[int, HeldLayer] = {}

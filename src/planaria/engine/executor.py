@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from planaria.core.agreement import disagreeing_layers, hash_entries
-from planaria.core.commit import CommitVector, VectorLayout, commit_vector
+from planaria.core.commit import CommitVector, VectorLayout, Votes, commit_vector
 from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Hop, Plan
@@ -117,8 +117,7 @@ class Executor:
         iteration: int,
         batches: Batches,
         *,
-        wants_stop: Callable[[], bool],
-        wants_switch: Callable[[], bool],
+        votes: Callable[[], Votes],
     ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
         """Computes all gradients of an iteration; returns what was agreed and what was measured.
 
@@ -154,7 +153,7 @@ class Executor:
         for held in self._held():
             held.gradients_of = iteration
         self._reached("commit", iteration)
-        vector = self._commit(stop=wants_stop(), switch=wants_switch())
+        vector = self._commit(votes())
         return vector, tuple(self._spans)
 
     def _held(self) -> list[HeldLayer]:
@@ -345,7 +344,7 @@ class Executor:
 
     # -- the commit -----------------------------------------------------------------------------
 
-    def _commit(self, *, stop: bool, switch: bool) -> CommitVector:
+    def _commit(self, votes: Votes) -> CommitVector:
         layout, size = self._layout, self._batches.microbatch_size
         vector = np.zeros(layout.size, dtype=np.float64)
         for held in self._held():
@@ -356,7 +355,7 @@ class Executor:
         for microbatch, samples in self._batches.consumed.items():
             first = layout.samples + microbatch * size
             vector[first : first + size] = samples
-        vector[-2:] = float(stop), float(switch)
+        vector[-len(votes) :] = votes
         total = self._agreed(vector, self._iteration, Channel.COMMIT)
         return commit_vector(total.tolist(), layout)
 

@@ -1,69 +1,67 @@
 """The process of a rank: holds layers, runs iterations, commits, applies, saves and recovers.
 
-The compute thread (the main one) runs `_Worker`: it serves one epoch after the other. Other
+The compute thread (the main one) runs `Worker`: it serves one epoch after the other. Other
 threads: links, one for reductions, one for saves, one for control. `PeerLostError`, `AbortedError`
 and `CorruptedError` end an epoch here and nowhere else; then the worker waits for orders, tells
 what it holds, and goes on in the next epoch with the layers that it has.
 """
 
-import faulthandler
 import logging
 import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
-import torch
 
 from planaria.checkpoint.tiers import DiskTier
-from planaria.core.commit import CommitVector, decode_vector, encode_vector, vector_layout
+from planaria.checkpoint.wire import copy_peers
+from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    CopySpoilt,
     Corrupted,
     EpochReady,
     IterationDone,
     MeasuredSpan,
-    NoticeTaken,
+    Message,
     PeerUnreachable,
+    SaveFailed,
     SaveLayers,
     Shutdown,
     StartEpoch,
-    WorkerFailed,
     WorkerReady,
 )
 from planaria.core.specs import NodeSpec
 from planaria.engine.apply import (
     answer,
     drop_others,
-    exchange_layers,
-    loaded_layers,
-    missing_layers,
     receive_silently,
-    received_age,
-    send_silently,
     transfer_peers,
     transfer_sources,
-    wait_taken,
 )
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
+from planaria.engine.copying import Copying
+from planaria.engine.entry import exchanged
 from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.peak import peak_bytes, reset_peak
-from planaria.engine.prepare import load_data, load_model, mistake_of, pacing_of
+from planaria.engine.prepare import load_data, load_model
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage
-from planaria.engine.tracebacks import user_traceback
-from planaria.errors import AbortedError, ConfigError, CorruptedError, PeerLostError
+from planaria.errors import (
+    AbortedError,
+    CheckpointError,
+    CorruptedError,
+    PeerLostError,
+)
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
 from planaria.transport.links import Links
@@ -73,38 +71,23 @@ from planaria.transport.pulse import Pulse
 logger = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 60.0
-_BEATS_PER_LEASE = 6
 
 
-def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
-    """A worker's main function, called in a process forked by its agent."""
-    # One intra-op thread: a different number changes the bits of some kernels, and emulated
-    # nodes share the machine's cores anyway.
-    torch.set_num_threads(1)
-    # The default of 5 ms lets a busy compute thread hold up a message for as long.
-    sys.setswitchinterval(0.0005)
-    # Where a worker hung or crashed, for its agent to read.
-    faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
-    faulthandler.enable(file=pulse.stack_fd, all_threads=True)
-    links = Links(spec.rank, token=spec.token, pacing=pacing_of(spec))
-    beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
-    notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
-    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)
-    try:
-        _Worker(spec, control, links, pulse).run()
-        return
-    except ConfigError as error:
-        mistake = mistake_of(error)
-        text = user_traceback(error)
-        control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text, mistake=mistake))
-    except (Exception, SystemExit) as error:
-        text = user_traceback(error)
-        control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text))
-    while not isinstance(control.wait_order(), Shutdown):
-        logger.info("rank %s has failed and waits to be shut down", spec.rank)
+def _complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
+    """What is said of an epoch that this rank has left; nothing where it was told to."""
+    match error:
+        case CorruptedError():
+            return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
+        case CheckpointError():
+            return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))
+        case PeerLostError():
+            return PeerUnreachable(rank=rank, epoch=epoch, peer=error.rank, reason=str(error))
+    return None
 
 
-class _Worker:
+class Worker:
+    """One rank, from its start until the job shuts down."""
+
     def __init__(self, spec: NodeSpec, control: Control, links: Links, pulse: Pulse) -> None:
         self._spec = spec
         self._job = spec.job
@@ -115,6 +98,7 @@ class _Worker:
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )
+        self._copying = Copying(spec, links, send=control.send, timeout_s=LINK_TIMEOUT_S)
         self._slowness = Slowness(links.timekeeper)
         probe = Probe(
             spec.node,
@@ -167,27 +151,19 @@ class _Worker:
                 self._stopped_at = self._vector[0] + 1 if self._vector else 0
                 hashes = sampled_hashes(self._stage.whole().values(), self._job.resilience)
                 told = answer(self._stage, rank, epoch, self._vector, hashes, since=self._since)
-                self._control.send(told)
+                self._control.send(msgspec.structs.replace(told, copies=self._copying.versions))
             case SaveLayers() if order.epoch == self._epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
                 self._settle(order, order.iteration, order.vector)
-                self._write(order.layers.get(self._spec.rank, ()), order.iteration, order.epoch)
+                self._write_last(order)
             case StartEpoch() if self._is_for_this(order):
                 self._epoch = epoch
                 try:
                     self._serve_epoch(order)
-                except AbortedError as loss:
-                    logger.info("rank %s: %s", rank, loss)
-                except CorruptedError as found:
-                    logger.info("rank %s: %s", rank, found)
-                    self._control.send(
-                        Corrupted(rank=rank, epoch=epoch, age=found.age, hashes=found.hashes)
-                    )
-                except PeerLostError as loss:
-                    logger.info("rank %s: %s", rank, loss)
-                    self._control.send(
-                        PeerUnreachable(rank=rank, epoch=epoch, peer=loss.rank, reason=str(loss))
-                    )
+                except (AbortedError, CheckpointError, CorruptedError, PeerLostError) as error:
+                    logger.info("rank %s: %s", rank, error)
+                    if complaint := _complaint(error, rank=rank, epoch=epoch):
+                        self._control.send(complaint)
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         """Whether this very worker is meant, and has not begun the epoch yet."""
@@ -198,6 +174,20 @@ class _Worker:
             and (is_agreed or start.iteration != AT_COMMIT)
             and tuple(start.addresses.get(self._spec.rank, ())) == tuple(self._links.address)
         )
+
+    def _write_last(self, order: SaveLayers) -> None:
+        """Saves what this rank is told to, before the job ends."""
+        layers, age = order.layers.get(self._spec.rank, ()), order.iteration
+        try:
+            states = self._copying.states(set(layers) - self._stage.layers.keys(), order.copied)
+        except CheckpointError as error:
+            failed = SaveFailed(
+                rank=self._spec.rank, epoch=order.epoch, iteration=age, reason=str(error)
+            )
+            self._control.send(failed)
+            return
+        self._stage.hold(states, states=states, age=age)
+        self._write(layers, age, order.epoch)
 
     # -- between epochs ---------------------------------------------------------------------------
 
@@ -218,6 +208,7 @@ class _Worker:
     def _serve_epoch(self, start: StartEpoch) -> None:
         plan, rank = start.plan, self._spec.rank
         begin_s = self._links.timekeeper.catch_up()
+        is_planned = start.iteration == AT_COMMIT
         start = self._settled(start)
         self._takes_part, self._switches_at = rank in plan.all_ranks, -1
         if not self._takes_part and rank not in transfer_sources(start.rounds):
@@ -228,10 +219,13 @@ class _Worker:
         schedule = lowered_for(plan, rank, tied=tied_parameters(self._stage.model), order=order)
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
+            peers |= copy_peers(rank, start.copies)
         self._links.enter(start.epoch, addresses=start.addresses, peers=peers)
         self._recovers("transfer", start.iteration)
         # State flows over each link as soon as it stands, while others are still being made.
-        start, received_bytes = self._exchanged(start)
+        start, received_bytes = exchanged(
+            start, self._links, self._stage, self._tier, self._copying, timeout_s=LINK_TIMEOUT_S
+        )
         self._links.wait_linked(timeout_s=LINK_TIMEOUT_S)
         if not self._takes_part:
             return
@@ -260,11 +254,13 @@ class _Worker:
             worked=self._slowness.worked,
         )
         try:
+            self._copying.enter(start, self._stage, is_planned=is_planned)
             self._train(start, executor)
         finally:
             # Frees its reductions too, whatever ended the epoch.
             self._links.abort("the epoch is over", first_epoch=start.epoch + 1)
             executor.close()
+            self._copying.leave()
 
     def _recovers(self, step: str, iteration: int) -> None:
         """A step of a recovery, if it is one; the job may have gone back to the iteration."""
@@ -285,30 +281,6 @@ class _Worker:
         self._settle(start, start.iteration, start.vector)
         return start
 
-    def _exchanged(self, start: StartEpoch) -> tuple[StartEpoch, int]:
-        """The order with its iteration, once this rank has what it begins the epoch with; the
-        bytes that came for that."""
-        links, stage, rounds = self._links, self._stage, start.rounds
-        if not start.plan.silent:
-            age = start.iteration
-            size = exchange_layers(links, stage, rounds, age=age, timeout_s=LINK_TIMEOUT_S)
-            if not self._takes_part:
-                wait_taken(links, rounds)
-                return start, size
-            own = sorted(start.plan.held_by_rank[self._spec.rank])
-            if not start.vector:  # All begin anew, from the start or from a save.
-                missing = missing_layers(own, stage)
-                states = loaded_layers(self._tier, start.source, missing)
-                stage.hold(missing, states=states, age=age)
-            assert not missing_layers(own, stage)
-            return start, size
-        if start.iteration == AT_COMMIT:
-            age = received_age(links, rounds, timeout_s=LINK_TIMEOUT_S)
-            start = msgspec.structs.replace(start, iteration=age)
-        send_silently(links, stage, rounds, age=start.iteration)
-        stage.prepare(missing_layers(start.plan.held_by_rank[self._spec.rank], stage))
-        return start, 0
-
     def _train(self, start: StartEpoch, executor: Executor) -> None:
         """Runs iterations until the ranks agree that one was the last, then saves."""
         training, iteration = self._job.training, start.iteration
@@ -327,6 +299,8 @@ class _Worker:
             assert all(held.age == iteration + 1 for held in self._stage.layers.values())
             ends = vector.is_last(iteration, training)
             switches = not ends and vector.switches(start.plan)
+            goes_on = not ends and not switches
+            self._copying.applied(vector, start.plan, age=iteration + 1, goes_on=goes_on)
             every = self._job.checkpoint.persist_every
             stall_s = 0.0
             if ends or (every and (iteration + 1) % every == 0):
@@ -365,14 +339,18 @@ class _Worker:
         vector, spans = executor.run(
             iteration,
             Batches(self._dataset, self._job.training, iteration=iteration),
-            wants_stop=self._control.stop_requested.is_set,
-            wants_switch=lambda: self._control.next_epoch > start.epoch,
+            votes=lambda: self._votes(start.epoch, iteration),
         )
         self._vector = (iteration, vector)
         # All ranks have their layers, so nobody needs what this one has too many.
         self._stage.keep_only(start.plan.held_by_rank[self._spec.rank])
         refuse_divergence(iteration, vector, self._job.training)
         return vector, spans
+
+    def _votes(self, epoch: int, iteration: int) -> Votes:
+        copied, uncopied = self._copying.votes(iteration)
+        stops = self._control.stop_requested.is_set()
+        return Votes(int(stops), int(self._control.next_epoch > epoch), copied, uncopied)
 
     def _received(self, start: StartEpoch, iteration: int) -> int:
         """Waits for the layers that this rank is to have silently; the bytes that came."""
@@ -387,6 +365,7 @@ class _Worker:
         rate = learning_rate(self._job.training, iteration)
         for held in self._stage.whole().values():
             if held.gradients_of == iteration:
+                self._copying.wait_copied(held.layer)
                 held.apply(iteration, learning_rate=rate, scale=scale)
 
     def _save(self, start: StartEpoch, age: int) -> float:

@@ -29,6 +29,7 @@ from typing import Final
 
 import msgspec
 
+from planaria.checkpoint.arena import arena_fd
 from planaria.coordinator.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
@@ -87,8 +88,7 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     try:
         clocks_fd = node_clocks(devices) if spec.profile is not None else -1
         workers = [
-            _Worker(msgspec.structs.replace(spec, device=device, clocks_fd=clocks_fd), lifeline_fd)
-            for device in range(devices)
+            _Worker(_worker_spec(spec, device, clocks_fd), lifeline_fd) for device in range(devices)
         ]
         asyncio.run(_Agent(spec, workers, lifeline_fd).run())
     except BaseException:
@@ -96,6 +96,12 @@ def main(payload: bytes, lifeline_fd: int) -> None:
         traceback.print_exc()
     finally:
         _end_group()
+
+
+def _worker_spec(spec: NodeSpec, device: int, clocks_fd: int) -> NodeSpec:
+    """What a worker is told, with memory of its own for copies, which outlives it."""
+    copies_fd = arena_fd() if spec.job.checkpoint.copies else -1
+    return msgspec.structs.replace(spec, device=device, clocks_fd=clocks_fd, copies_fd=copies_fd)
 
 
 def _end_group() -> None:
@@ -127,7 +133,7 @@ class _Worker:
             # A worker whose agent was killed alone must not outlive it.
             die_with_parent(agent_pid)
             kept = {0, 1, 2, theirs.fileno(), self._lifeline_fd, self.pulse.stack_fd}
-            close_others(kept | {self._spec.clocks_fd})
+            close_others(kept | {self._spec.clocks_fd, self._spec.copies_fd})
             _become_worker(self._spec, theirs.detach(), self._lifeline_fd, self.pulse)
         theirs.close()
 

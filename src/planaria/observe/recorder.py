@@ -322,7 +322,7 @@ def _decided(one: _Open, message: Decided) -> _Open:
         candidates=_priced(message.candidates),
         time_to_failure_s=message.time_to_failure_s,
         transfer_bytes=message.transfer_bytes,
-        source_tier="disk" if message.source else "live" if message.transfer_bytes else "",
+        source_tier=_tier(message),
         predicted_downtime_s=message.predicted_downtime_s,
         predicted_transfer_s=message.predicted_transfer_s,
         redone_samples=message.redone_samples,
@@ -344,3 +344,10 @@ def _closed(one: _Open, message: Running) -> EventRecord:
         received_bytes=message.received_bytes,
         downtime_s=message.now_s - one.lost_s,
     )
+
+
+def _tier(message: Decided) -> str:
+    """Where layers come from that move, or that all go back to."""
+    if message.copied >= 0:
+        return "memory"
+    return "disk" if message.source else "live" if message.transfer_bytes else ""

@@ -56,10 +56,14 @@ class Morph:
             return ()
         best = min(found, key=attrgetter("iteration_s"))
         if isinstance(event, NodesLost):
-            return (self._from_save(best, plan, event, prices),) if event.saved else ()
+            if event.saved is None:
+                return ()
+            if event.saved.copied is None:
+                return (self._from_save(best, plan, event, prices),)
+            return (self._from_holders(best, plan, cluster, prices, event),)
         if cluster.lost_layers(plan.num_layers):
             return ()
-        moved = (self._from_holders(best, plan, cluster, prices),)
+        moved = (self._from_holders(best, plan, cluster, prices, event),)
         if event.joined or event.leaving:
             return moved
         kinds = {node.node: node.kind for node in cluster.nodes}
@@ -114,9 +118,14 @@ class Morph:
         )
 
     def _from_holders(
-        self, grid: Priced, plan: Plan, cluster: ClusterState, prices: Prices
+        self,
+        grid: Priced,
+        plan: Plan,
+        cluster: ClusterState,
+        prices: Prices,
+        event: ClusterEvent,
     ) -> Transition:
-        """Layers come from whoever holds them."""
+        """Layers come from whoever holds them, or copies of them if all have gone back to those."""
         return moving(
             plan,
             grid.plan,
@@ -124,7 +133,7 @@ class Morph:
             prices,
             self.restoring,
             iteration_s=grid.iteration_s,
-            redone_samples=0,
+            redone_samples=event.redone_samples,
             policy=POLICY,
             answer=_name(grid.plan),
         )

@@ -6,6 +6,13 @@ from planaria.observe.metrics import EventRecord
 from planaria.show.words import duration_text, seconds_text
 
 
+def back_text(event: EventRecord) -> str:
+    """That all went back to an older state, and to which; empty if they did not."""
+    tiers = {"memory": "copies in memory", "disk": "the newest save"}
+    tier = tiers.get(event.source_tier)
+    return f"all nodes went back to {tier}" if tier else ""
+
+
 def choice_text(event: EventRecord) -> str:
     """Such as "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms,
     layers move for 4.00 s; the next failure is expected in 40 min".

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from planaria.observe.metrics import EventRecord
 from planaria.show.beside import off_text
-from planaria.show.choice import choice_text
+from planaria.show.choice import back_text, choice_text
 from planaria.show.words import bytes_text, counted, seconds_text
 
 _HAPPENED = {
@@ -37,6 +37,8 @@ def event_lines(event: EventRecord) -> Iterator[str]:
         yield _why(event)
     if event.answer and event.downtime_s:
         yield _took(event)
+    if back := back_text(event):
+        yield f"{back.capitalize()}."
     if event.answer and (event.transfer_bytes or event.redone_samples):
         redone = f"{counted(event.redone_samples, 'sample')} were done again"
         moved = f"{bytes_text(event.transfer_bytes)} of layers moved"

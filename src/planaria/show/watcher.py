@@ -23,7 +23,7 @@ from planaria.core.records import (
 )
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
-from planaria.show.choice import choice_text
+from planaria.show.choice import back_text, choice_text
 
 
 class Progress(Protocol):
@@ -198,8 +198,10 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
         ("transfer", event.transfer_s),
     )
     parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in phases)
+    moved = f"{event.transfer_bytes / 1e6:.1f} MB moved, {event.redone_samples} samples redone"
+    back = back_text(event)
     return (
         f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}",
         choice_text(event),
-        f"{event.transfer_bytes / 1e6:.1f} MB moved, {event.redone_samples} samples redone",
+        f"{back}: {moved}" if back else moved,
     )

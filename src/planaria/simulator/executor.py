@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from planaria.core.commit import CommitVector, commit_vector
+from planaria.core.commit import CommitVector, Votes, commit_vector
 from planaria.simulator.layout import Layout, Samples, Visit, tree_peers
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process
@@ -69,7 +69,7 @@ class SimulatedExecutor:
             one.gradient = reduced[layer] if layer in reduced else samples.get(layer, ())
             one.gradients_of = iteration
         self._reached("commit", iteration)
-        votes = (float(wants_stop), float(wants_switch()))
+        votes = Votes(int(wants_stop), int(wants_switch()))
         return await self._commit(iteration, votes)
 
     async def _compute(self, iteration: int) -> dict[int, Samples]:
@@ -133,12 +133,12 @@ class SimulatedExecutor:
                 reduced[layer] = tuple(sorted(found))
         return reduced
 
-    async def _commit(self, iteration: int, votes: tuple[float, float]) -> CommitVector:
+    async def _commit(self, iteration: int, votes: Votes) -> CommitVector:
         """Sums the vector over all ranks, up and down a tree."""
         peers, has_parent = tree_peers(self._rank, self._layout.ranks)
         children = peers[has_parent:]
         total = self._layout.contribution(self._rank, self._job, iteration)
-        total[-2:] = votes
+        total[-len(votes) :] = votes
         for child in children:
             part = await self._links.receive(child, ("up", iteration))
             total = [a + b for a, b in zip(total, part, strict=True)]

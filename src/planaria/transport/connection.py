@@ -45,6 +45,8 @@ class Channel(IntEnum):
     AGE = 9
     PACE = 10
     TAKEN = 11
+    COPY = 12
+    COPY_TAKEN = 13
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

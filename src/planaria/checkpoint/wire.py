@@ -1,0 +1,80 @@
+"""How copies travel: who sends which layers in which order, what a layer begins with, and tags."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from planaria.checkpoint.arena import Version
+from planaria.core.copies import Label, LayerCopy
+from planaria.transport.links import Channel, Tag
+
+State = Mapping[str, npt.NDArray[np.generic]]
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """What is at a place of a version's bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The first message of a layer; no bytes if its source has none."""
+
+    num_bytes: int = 0
+    piece_bytes: int = 1
+    head: bytes = b""
+
+
+def state_of(version: Version) -> State:
+    """The tensors of a version, which lie in its memory."""
+    state, offset = {}, 0
+    for tensor in msgspec.json.decode(version.head, type=tuple[Tensor, ...]):
+        dtype = np.dtype(tensor.dtype)
+        size = dtype.itemsize * int(np.prod(tensor.shape, dtype=np.int64))
+        state[tensor.name] = (
+            version.tensors[offset : offset + size].view(dtype).reshape(tensor.shape)
+        )
+        offset += size
+    assert offset == len(version.tensors)
+    return state
+
+
+def copy_peers(rank: int, copies: Sequence[LayerCopy]) -> set[int]:
+    """Whom a rank sends copies to or gets them from."""
+    targets = {target for target, _ in sent_by(rank, copies)}
+    return targets | sent_to(rank, copies).keys()
+
+
+def sent_by(rank: int, copies: Sequence[LayerCopy]) -> tuple[tuple[int, int], ...]:
+    """What a rank sends, as (target, layer): first one copy of all its layers, then the next."""
+    own = [(n, copy) for copy in copies if copy.source == rank for n in range(len(copy.targets))]
+    own.sort(key=lambda one: (one[0], one[1].layer))
+    return tuple((copy.targets[number], copy.layer) for number, copy in own)
+
+
+def sent_to(rank: int, copies: Sequence[LayerCopy]) -> Mapping[int, tuple[int, ...]]:
+    """By source, the layers that a rank keeps, in the order in which they come."""
+    sources = {copy.source for copy in copies if rank in copy.targets}
+    return {
+        source: tuple(layer for target, layer in sent_by(source, copies) if target == rank)
+        for source in sorted(sources)
+    }
+
+
+def opening_tag(label: Label, layer: int) -> Tag:
+    """Of what a layer begins with."""
+    return Tag(Channel.COPY, label.age, layer, 0)
+
+
+def piece_tag(label: Label, layer: int, index: int) -> Tag:
+    """Of a piece, its hash in front."""
+    return Tag(Channel.COPY, label.age, layer, 1 + index)
+
+
+def answer_tag(label: Label, layer: int, index: int) -> Tag:
+    """Of what its receiver says of a piece."""
+    return Tag(Channel.COPY_TAKEN, label.age, layer, index)

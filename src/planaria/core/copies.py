@@ -1,0 +1,30 @@
+"""Copies of layers in memory: which states they are of, and who keeps them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Label(NamedTuple):
+    """Which state of all layers a version of copies is.
+
+    An iteration that is done again may give other bits, unless the job is deterministic; so its
+    age alone does not tell a state.
+
+    Attributes:
+        since: the epoch in which the job had last gone back by then.
+        epoch: in which the version was begun.
+        age: of the layers.
+    """
+
+    since: int
+    epoch: int
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCopy:
+    """The copies of a layer that its holders do not keep: who sends it, and to which ranks."""
+
+    layer: int
+    source: int
+    targets: tuple[int, ...]

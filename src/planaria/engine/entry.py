@@ -1,0 +1,83 @@
+"""What a rank begins an epoch with: the layers of its plan, wherever they come from.
+
+They are here already, or come from peers who hold them or keep copies of them, or are read: from
+this rank's own copies in memory, or from the disk tier, or made from the seed.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from planaria.checkpoint.tiers import DiskTier
+from planaria.core.messages import AT_COMMIT, StartEpoch
+from planaria.engine.apply import (
+    exchange_layers,
+    missing_layers,
+    received_age,
+    send_silently,
+    wait_taken,
+)
+from planaria.engine.copying import Copying
+from planaria.engine.stage import Stage, State
+from planaria.errors import CheckpointError, ConfigError
+from planaria.transport.links import Links
+
+
+def exchanged(
+    start: StartEpoch,
+    links: Links,
+    stage: Stage,
+    tier: DiskTier,
+    copying: Copying,
+    *,
+    timeout_s: float,
+) -> tuple[StartEpoch, int]:
+    """The order with its iteration, once this rank has what it begins the epoch with; the bytes
+    that came for that.
+
+    Raises:
+        PeerLostError, AbortedError: a peer is gone.
+        CheckpointError: a copy in memory is not what was written.
+        ConfigError: the disk tier cannot be read.
+    """
+    rounds, plan, rank = start.rounds, start.plan, links.rank
+    takes_part = rank in plan.all_ranks
+    if not plan.silent:
+        age = start.iteration
+        sent = {t.layer for transfers in rounds for t in transfers if t.source == rank}
+        own = sorted(plan.held_by_rank.get(rank, ()))
+        copies = copying.states({*sent, *own}.difference(stage.layers), start.copied)
+        size = exchange_layers(links, stage, rounds, age=age, timeout_s=timeout_s, copies=copies)
+        if not takes_part:
+            wait_taken(links, rounds)
+            return start, size
+        if not start.vector:  # All begin anew: from the start, from a save, or from copies.
+            missing = missing_layers(own, stage)
+            states = copies if start.copied else loaded_layers(tier, start.source, missing)
+            assert not start.copied or not set(missing) - copies.keys()
+            stage.hold(missing, states=states, age=age)
+        assert not missing_layers(own, stage)
+        return start, size
+    if start.iteration == AT_COMMIT:
+        age = received_age(links, rounds, timeout_s=timeout_s)
+        start = msgspec.structs.replace(start, iteration=age)
+    send_silently(links, stage, rounds, age=start.iteration)
+    stage.prepare(missing_layers(plan.held_by_rank[rank], stage))
+    return start, 0
+
+
+def loaded_layers(tier: DiskTier, source: str, layers: Sequence[int]) -> dict[int, State]:
+    """The states of layers in a version of the disk tier; none if that is "".
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not source:
+        return {}
+    manifest = next(v.manifest for v in tier.versions() if v.directory.name == source)
+    try:
+        if manifest is None:
+            raise CheckpointError(f"checkpoint {source} is not complete any more")
+        return {layer: tier.read_layer(manifest, layer) for layer in layers}
+    except CheckpointError as error:
+        raise ConfigError("checkpoint.directory", str(tier.directory), str(error)) from error

@@ -1,0 +1,50 @@
+"""The process of a worker: how it starts, and how it ends when the code in it raises."""
+
+import faulthandler
+import logging
+import signal
+import sys
+
+import torch
+
+from planaria.core.messages import NoticeTaken, Shutdown, WorkerFailed
+from planaria.core.specs import NodeSpec
+from planaria.engine.control import Control
+from planaria.engine.prepare import mistake_of, pacing_of
+from planaria.engine.tracebacks import user_traceback
+from planaria.engine.worker import Worker
+from planaria.errors import ConfigError
+from planaria.transport.links import Links
+from planaria.transport.pulse import Pulse
+
+logger = logging.getLogger(__name__)
+
+_BEATS_PER_LEASE = 6
+
+
+def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
+    """A worker's main function, called in a process forked by its agent."""
+    # One intra-op thread: a different number changes the bits of some kernels, and emulated
+    # nodes share the machine's cores anyway.
+    torch.set_num_threads(1)
+    # The default of 5 ms lets a busy compute thread hold up a message for as long.
+    sys.setswitchinterval(0.0005)
+    # Where a worker hung or crashed, for its agent to read.
+    faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
+    faulthandler.enable(file=pulse.stack_fd, all_threads=True)
+    links = Links(spec.rank, token=spec.token, pacing=pacing_of(spec))
+    beat_s = spec.job.cluster.lease_s / _BEATS_PER_LEASE
+    notice = NoticeTaken(node=spec.node, rank=spec.rank, after_s=spec.job.cluster.notice_s)
+    control = Control(agent_fd, lifeline_fd, links=links, pulse=pulse, beat_s=beat_s, notice=notice)
+    try:
+        Worker(spec, control, links, pulse).run()
+        return
+    except ConfigError as error:
+        mistake = mistake_of(error)
+        text = user_traceback(error)
+        control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text, mistake=mistake))
+    except (Exception, SystemExit) as error:
+        text = user_traceback(error)
+        control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text))
+    while not isinstance(control.wait_order(), Shutdown):
+        logger.info("rank %s has failed and waits to be shut down", spec.rank)

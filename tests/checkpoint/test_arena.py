@@ -1,0 +1,168 @@
+"""Copies of layers in memory that outlives a process."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from planaria.checkpoint.arena import Arena, Version, arena_fd, hash_of
+from planaria.core.copies import Label
+from planaria.errors import CheckpointError
+
+HEAD = b'{"tensors": 2}'
+OLD, NEW = Label(-1, 0, 4), Label(-1, 0, 5)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    """An arena's file."""
+    opened = arena_fd()
+    yield opened
+    os.close(opened)
+
+
+def written(arena: Arena, layer: int, label: Label, *, num_bytes: int = 10_000) -> Version:
+    """A version of random bytes, whole."""
+    content = np.random.default_rng(layer).integers(0, 256, num_bytes, dtype=np.uint8)
+    version = arena.begin(layer, label, head=HEAD, num_bytes=num_bytes, piece_bytes=4096)
+    version.tensors[:] = content[len(HEAD) :]
+    for piece in range(version.num_pieces):
+        version.seal(piece)
+    arena.finish(version)
+    return version
+
+
+def test_what_is_whole_outlives_the_process(fd: int) -> None:
+    """The next process of the rank finds it, with its head."""
+    first = Arena(fd)
+    content = written(first, 3, OLD).tensors.copy()
+
+    found = Arena(fd)
+
+    assert found.versions() == {3: (OLD,)}
+    version = found.read(3, OLD)
+    assert version.head == HEAD
+    assert (version.tensors == content).all()
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing_of_it(fd: int) -> None:
+    """Neither a version nor memory; the older version is whole."""
+    written(Arena(fd), 3, OLD)
+    before = Arena(fd).num_bytes
+    pages = os.fstat(fd).st_blocks
+    pid = os.fork()
+    if pid == 0:
+        arena = Arena(fd)
+        arena.begin(3, NEW, head=HEAD, num_bytes=1_000_000, piece_bytes=4096).tensors[:] = 7
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert os.fstat(fd).st_blocks > pages
+
+    arena = Arena(fd)
+
+    assert arena.versions() == {3: (OLD,)}
+    assert arena.num_bytes == before
+    assert os.fstat(fd).st_blocks == pages
+    arena.read(3, OLD)
+
+
+def test_what_is_dropped_makes_room_for_the_next_version(fd: int) -> None:
+    """Of each layer there are two versions at most, in the same memory for ever."""
+    arena = Arena(fd)
+    sizes = set()
+    for age in range(6):
+        written(arena, 0, Label(-1, 0, age))
+        arena.keep({Label(-1, 0, age)}, layers=(0,))
+        sizes.add((arena.num_bytes, os.fstat(fd).st_size) if age > 1 else (0, 0))
+
+    assert len(sizes - {(0, 0)}) == 1
+    assert arena.versions() == {0: (Label(-1, 0, 5),)}
+
+
+def test_memory_of_layers_that_are_kept_no_more_is_given_back(fd: int) -> None:
+    """Other layers keep theirs."""
+    arena = Arena(fd)
+    for layer in (0, 1):
+        written(arena, layer, OLD, num_bytes=4_000_000)
+    pages = os.fstat(fd).st_blocks
+    content = arena.read(1, OLD).tensors.copy()
+
+    arena.keep({NEW}, layers=(1,))
+    assert os.fstat(fd).st_blocks < 0.6 * pages
+    written(arena, 1, NEW, num_bytes=4_000_000)
+
+    assert arena.versions() == {1: (NEW,)}
+    assert (arena.read(1, NEW).tensors == content).all()
+
+
+def test_a_version_of_the_same_label_is_written_anew(fd: int) -> None:
+    """As when what was sent again is different."""
+    arena = Arena(fd)
+    written(arena, 0, OLD, num_bytes=5_000)
+    written(arena, 0, OLD, num_bytes=9_000)
+
+    assert len(arena.read(0, OLD).tensors) == 9_000 - len(HEAD)
+
+
+def test_labels_tell_apart_states_of_one_age(fd: int) -> None:
+    """One from before all went back counts no more."""
+    arena = Arena(fd)
+    written(arena, 0, Label(-1, 0, 4))
+    written(arena, 0, Label(2, 2, 4))
+
+    assert arena.versions() == {0: (Label(-1, 0, 4), Label(2, 2, 4))}
+    with pytest.raises(CheckpointError, match="not there"):
+        arena.read(0, Label(2, 3, 4))
+
+
+@pytest.mark.parametrize("position", [0, 5_000, 9_999])
+def test_a_flipped_bit_is_found(fd: int, position: int) -> None:
+    """Wherever it is, the head included."""
+    arena = Arena(fd)
+    version = written(arena, 0, OLD)
+    version.content[position] ^= 1
+
+    with pytest.raises(CheckpointError, match="layer 0 of iteration 4"):
+        arena.read(0, OLD)
+
+
+def test_a_flipped_bit_of_a_hash_is_found(fd: int) -> None:
+    """The hashes are hashed, too."""
+    arena = Arena(fd)
+    version = written(arena, 0, OLD)
+    version.seal(0)
+    version.take(1, version.piece(2)[:100].copy(), 0)
+    arena.read(0, OLD)
+    version.piece(1)[:] = 1
+    version.seal(1)
+
+    with pytest.raises(CheckpointError, match="not what was written"):
+        arena.read(0, OLD)
+
+
+def test_a_piece_is_taken_only_as_it_was_sent(fd: int) -> None:
+    """Neither another length nor other bytes."""
+    arena = Arena(fd)
+    version = arena.begin(0, OLD, head=HEAD, num_bytes=10_000, piece_bytes=4096)
+    piece = np.full(4096, 9, dtype=np.uint8)
+    value = hash_of(piece)
+
+    assert not version.take(0, piece, value ^ 1)
+    assert not version.take(2, piece, value)
+    assert version.take(1, piece, value)
+    assert (version.piece(1) == 9).all()
+
+
+def test_without_memory_the_version_is_refused(fd: int) -> None:
+    """With what it takes, and nothing is left of it."""
+    arena = Arena(fd)
+    written(arena, 0, OLD)
+    before = os.fstat(fd)
+
+    with pytest.raises(CheckpointError, match=r"no memory .* layer 1: it takes \d+ bytes"):
+        arena.begin(1, OLD, head=HEAD, num_bytes=1 << 50, piece_bytes=1 << 20)
+
+    assert os.fstat(fd).st_size == before.st_size
+    assert arena.versions() == {0: (OLD,)}

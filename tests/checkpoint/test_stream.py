@@ -1,0 +1,267 @@
+"""Copies on their way between ranks, each a few threads of this process."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from linked import TIMEOUT_S, is_blocked, linked, wait_until
+from planaria.checkpoint.arena import Arena, Version, arena_fd
+from planaria.checkpoint.stream import TRIES, Buffers, Copier
+from planaria.checkpoint.wire import State, copy_peers, state_of
+from planaria.core.copies import Label, LayerCopy
+from planaria.errors import AbortedError, CheckpointError, PeerLostError
+from planaria.transport.links import Channel, Links
+
+# Layers 0 and 1 are held by rank 0, layer 2 by rank 1; rank 2 holds none.
+OWN = ((0, 1), (2,), ())
+COPIES = (LayerCopy(0, 0, (1, 2)), LayerCopy(1, 0, (2,)), LayerCopy(2, 1, (0,)))
+KEPT = {0: {0, 1, 2}, 1: {0, 2}, 2: {0, 1}}
+SIZE = 300_000
+BUFFERS = Buffers(1 << 18, 4)
+
+
+def state(layer: int, age: int) -> dict[str, np.ndarray]:
+    """Of a layer, two tensors."""
+    rng = np.random.default_rng((layer, age))
+    weight = rng.standard_normal((SIZE // 4, 1)).astype(np.float32)
+    return {"parameter/weight": weight, "optimizer/weight/step": np.array(age)}
+
+
+@dataclass
+class Rank:
+    """A rank's copier and arena."""
+
+    links: Links
+    arena: Arena
+    copier: Copier
+    failures: list[str] = field(default_factory=list)
+
+    def begin(self, age: int) -> None:
+        """Begins a version of its layers."""
+        own = OWN[self.links.rank]
+        self.copier.begin(age, {layer: state(layer, age) for layer in own})
+
+    def kept(self, label: Label) -> dict[int, State]:
+        """The states that it has a copy of."""
+        layers = [n for n, labels in self.arena.versions().items() if label in labels]
+        return {layer: state_of(self.arena.read(layer, label)) for layer in layers}
+
+
+@contextmanager
+def copying(
+    copies: Sequence[LayerCopy] = COPIES,
+    *,
+    buffers: Buffers = BUFFERS,
+) -> Iterator[list[Rank]]:
+    """Three ranks that copy."""
+    with linked(3) as ranks, ExitStack() as stack:
+        found = []
+        for links in ranks:
+            fd = arena_fd()
+            stack.callback(os.close, fd)
+            arena, failures = Arena(fd), list[str]()
+            copier = Copier(
+                links,
+                arena,
+                own=OWN[links.rank],
+                copies=copies,
+                since=-1,
+                epoch=0,
+                kept=None,
+                buffers=buffers,
+                virtual_bytes=lambda _: 0,
+                failed=failures.append,
+                timeout_s=TIMEOUT_S,
+            )
+            stack.callback(copier.close)
+            stack.callback(links.abort, "the test is over", first_epoch=1)
+            found.append(Rank(links, arena, copier, failures))
+        yield found
+
+
+def assert_kept(ranks: Sequence[Rank], age: int, kept: Mapping[int, set[int]] = KEPT) -> None:
+    """Each rank has what it is to keep of this age, bit for bit."""
+    for rank in ranks:
+        states = rank.kept(Label(-1, 0, age))
+        assert states.keys() == kept[rank.links.rank]
+        for layer, found in states.items():
+            wanted = state(layer, age)
+            assert list(found) == list(wanted)
+            for name, array in found.items():
+                assert array.dtype == wanted[name].dtype
+                assert np.array_equal(array, wanted[name])
+
+
+@pytest.mark.parametrize("buffers", [BUFFERS, Buffers(1000, 1), Buffers(1 << 30, 2)])
+def test_each_layer_is_kept_where_it_is_to_be(buffers: Buffers) -> None:
+    """In whatever pieces it comes, version after version."""
+    with copying(buffers=buffers) as ranks:
+        for age in (3, 4, 5):
+            for rank in ranks:
+                rank.begin(age)
+            for rank in ranks:
+                rank.copier.wait_ended()
+                assert rank.copier.has_ended
+                assert not rank.copier.has_failed
+                rank.copier.complete()
+            assert_kept(ranks, age)
+
+        labels = {
+            label for rank in ranks for those in rank.arena.versions().values() for label in those
+        }
+        assert labels == {Label(-1, 0, 4), Label(-1, 0, 5)}
+        assert not any(rank.failures for rank in ranks)
+
+
+def test_a_version_stays_until_the_next_one_is_complete_everywhere() -> None:
+    """One that has ended here may not have elsewhere."""
+    with copying() as ranks:
+        for age in (1, 2, 3):
+            for rank in ranks:
+                rank.begin(age)
+            for rank in ranks:
+                rank.copier.wait_ended()
+                if age == 1:
+                    rank.copier.complete()
+
+        assert_kept(ranks, 1)
+        assert_kept(ranks, 3)
+
+
+def test_a_layer_may_change_once_it_is_copied() -> None:
+    """What is sent is the copy, though its receivers have not begun yet."""
+    with copying() as ranks:
+        giver = ranks[0]
+        states = {layer: state(layer, 7) for layer in OWN[0]}
+        giver.copier.begin(7, states)
+        for layer, arrays in states.items():
+            giver.copier.wait_copied(layer)
+            arrays["parameter/weight"][:] = 0
+        assert not giver.copier.has_ended
+        for rank in ranks[1:]:
+            rank.begin(7)
+        for rank in ranks:
+            rank.copier.wait_ended()
+
+        assert_kept(ranks, 7)
+
+
+def test_no_more_is_on_its_way_than_the_receiver_has_buffers_for() -> None:
+    """Rank 1 takes nothing yet, so two pieces of layer 0 wait for it."""
+    with copying(buffers=Buffers(20_000, 2)) as ranks:
+        ranks[0].begin(7)
+        for layer in OWN[0]:
+            ranks[0].copier.wait_copied(layer)
+        wait_until(is_blocked(ranks[0].copier._threads[0]))
+        assert 15_000 < ranks[0].links.sent_bytes[Channel.COPY] < 21_000
+
+        for rank in ranks[1:]:
+            rank.begin(7)
+        for rank in ranks:
+            rank.copier.wait_ended()
+        assert_kept(ranks, 7)
+
+
+def test_a_piece_that_is_not_what_was_sent_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first try of every third one."""
+    tried: set[tuple[int, int, int]] = set()
+    take = Version.take
+
+    def taken(version: Version, index: int, piece: np.ndarray, value: int) -> bool:
+        key = (id(version), version.layer, index)
+        if index % 3 == 0 and key not in tried:
+            tried.add(key)
+            piece = piece.copy()
+            piece[len(piece) // 2] ^= 4
+        return take(version, index, piece, value)
+
+    monkeypatch.setattr(Version, "take", taken)
+    with copying(buffers=Buffers(40_000, 4)) as ranks:
+        for rank in ranks:
+            rank.begin(2)
+        for rank in ranks:
+            rank.copier.wait_ended()
+
+        assert len(tried) > 20
+        assert_kept(ranks, 2)
+
+
+def test_a_link_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some tries, as a lost one is."""
+    take = Mock(return_value=False)
+    monkeypatch.setattr(Version, "take", take)
+    copies = (LayerCopy(2, 1, (0,)),)
+    with copying(copies) as ranks:
+        for rank in ranks:
+            rank.begin(2)
+        with pytest.raises(PeerLostError, match=f"layer 2 .* {TRIES} times"):
+            ranks[1].copier.wait_ended()
+
+        assert take.call_count == TRIES
+        assert 2 not in ranks[0].arena.versions()
+
+
+def test_without_memory_a_version_fails_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 has none, neither does rank 1 for what it holds; both end the version all the same."""
+    begin = Arena.begin
+
+    def begun(arena: Arena, layer: int, label: Label, **rest: object) -> Version:
+        if full and (arena is ranks[2].arena or layer == 2):
+            raise CheckpointError("no memory")
+        return begin(arena, layer, label, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Arena, "begin", begun)
+    with copying() as ranks:
+        full = True
+        for rank in ranks:
+            rank.begin(2)
+        for rank in ranks:
+            rank.copier.wait_ended()
+        assert [rank.copier.has_failed for rank in ranks] == [False, True, True]
+        assert [rank.failures for rank in ranks] == [[], ["no memory"], ["no memory"]]
+        assert_kept(ranks, 2, {0: {0, 1}, 1: {0}, 2: set()})
+
+        for rank in ranks:
+            rank.begin(3)
+        for rank in ranks:
+            rank.copier.wait_ended()
+        assert [rank.failures for rank in ranks] == [[], ["no memory"], ["no memory"]]
+
+        full = False
+        for rank in ranks:
+            rank.begin(4)
+        for rank in ranks:
+            rank.copier.wait_ended()
+        assert not any(rank.copier.has_failed for rank in ranks)
+        assert_kept(ranks, 4)
+
+
+def test_the_end_of_the_epoch_ends_what_is_on_its_way() -> None:
+    """Rank 1 never begins; who waits for it is freed, and the older version is whole."""
+    with copying() as ranks:
+        for rank in ranks:
+            rank.begin(1)
+        for rank in ranks:
+            rank.copier.wait_ended()
+            rank.copier.complete()
+        for rank in (ranks[0], ranks[2]):
+            rank.begin(2)
+        for rank in ranks:
+            rank.links.abort("a member is lost", first_epoch=1)
+        for rank in (ranks[0], ranks[2]):
+            with pytest.raises(AbortedError):
+                rank.copier.wait_ended()
+
+        assert_kept(ranks, 1)
+
+
+def test_whom_a_rank_has_to_do_with() -> None:
+    """Its links have to stand before the first version."""
+    assert [copy_peers(rank, COPIES) for rank in range(3)] == [{1, 2}, {0}, {0}]

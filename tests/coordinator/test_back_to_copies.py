@@ -1,0 +1,301 @@
+"""Back to copies in memory, where no live node holds a layer any more."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from coordinated import (
+    FIRST,
+    NOW_S,
+    NUM_MICROBATCHES,
+    SOURCE,
+    Survivors,
+    done,
+    exited,
+    gone,
+    of_type,
+    ready,
+    small_rules,
+    stopped,
+    worker,
+)
+from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import (
+    Command,
+    DecisionRecorded,
+    End,
+    Ending,
+    JobState,
+    MembersRecorded,
+    Phase,
+    RecordDecision,
+    Rules,
+    Tell,
+)
+from planaria.core.cluster import NodesLost, SavePoint
+from planaria.core.copies import Label
+from planaria.core.messages import Abort, CopiesFailed, CopySpoilt, SaveLayers, StartEpoch, Stopped
+from planaria.core.records import Committed, Decided, Decision, Origin, Outcome, Warned
+
+PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
+LOWER, UPPER = range(5), range(5, 10)
+NEXT = FIRST + 2  # The next to be committed, where a test begins.
+NEWEST, OLDER = Label(-1, 0, NEXT), Label(-1, 0, NEXT - 1)
+BOTH = (OLDER, NEWEST)
+
+
+def rules_with(copies: int = 2, policy: Survivors | None = None, **keys: Any) -> Rules:
+    """As of other tests, with copies in memory."""
+    rules = small_rules(policy=policy, **keys)
+    checkpoint = replace(rules.job.checkpoint, copies=copies)
+    return replace(rules, job=replace(rules.job, checkpoint=checkpoint))
+
+
+def after(state: JobState, events: Iterable[Event], rules: Rules) -> tuple[JobState, list[Command]]:
+    """All commands that the events bring about."""
+    commands: list[Command] = []
+    for event in events:
+        state, more = step(rules, state, event, NOW_S)
+        commands += more
+    return state, commands
+
+
+def training(rules: Rules) -> JobState:
+    """All four ranks have committed two iterations."""
+    state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
+    events: list[Event] = [DecisionRecorded(0), *map(worker, PLAN.ranks)]
+    events += [ready(rank, 0) for rank in PLAN.ranks]
+    events += [done(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in PLAN.ranks]
+    state, _ = after(state, events, rules)
+    assert (state.phase, state.next_iteration) == (Phase.TRAINING, NEXT)
+    return state
+
+
+def answers(
+    rank: int, epoch: int, copies: Mapping[int, tuple[Label, ...]], *, since: int = -1
+) -> Stopped:
+    """Of a rank that computes the iteration in flight, with the upper half of the model."""
+    told = stopped(rank, epoch, layers=UPPER, age=NEXT, last=NEXT - 1)
+    return structs.replace(told, copies=dict(copies), since=since)
+
+
+def copies_of(
+    lower: tuple[Label, ...], upper: tuple[Label, ...] = BOTH
+) -> dict[int, tuple[Label, ...]]:
+    return {layer: lower if layer in LOWER else upper for layer in range(NUM_LAYERS)}
+
+
+def decided(
+    rules: Rules, told: Iterable[Stopped], state: JobState | None = None
+) -> tuple[JobState, Outcome, Decision]:
+    """Nodes 0 and 2, the holders of the lower half, are lost at once."""
+    events: list[Event] = [gone(0), gone(2), MembersRecorded(1), MembersRecorded(2), *told]
+    state, commands = after(state or training(rules), events, rules)
+    (record,) = of_type(commands, RecordDecision)
+    return state, record.outcome, record.decision
+
+
+def test_all_go_back_to_the_newest_copies_that_there_are_of_all_layers() -> None:
+    """Of the newest version rank 3 has two layers only, and rank 1 the rest."""
+    policy = Survivors()
+    newest = {layer: BOTH if layer < 2 else (OLDER,) for layer in LOWER}
+    rest = dict.fromkeys(range(2, NUM_LAYERS), BOTH)
+    rules = rules_with(policy=policy)
+    _, outcome, decision = decided(rules, [answers(1, 2, rest), answers(3, 2, newest)])
+
+    origin = Origin(iteration=NEXT, source="", epoch=2, copied=NEWEST)
+    assert outcome == Outcome(epoch=2, iteration=NEXT, is_redo=True, origin=origin)
+    order = decision.order
+    assert isinstance(order, StartEpoch)
+    assert (order.iteration, order.vector, order.source) == (NEXT, b"", "")
+    assert (order.since, order.copied, order.kept) == (2, NEWEST, NEWEST)
+    ((cluster, event),) = policy.seen
+    assert cluster.held_by_rank() == {
+        1: frozenset(range(2, NUM_LAYERS)),
+        3: frozenset({0, 1}),
+    }
+    assert event.redone_samples == NUM_MICROBATCHES
+
+
+def test_one_version_back_if_the_newest_is_not_there_of_all_layers() -> None:
+    """An iteration more is done again, and both survivors forget what they hold of the newer."""
+    copies = copies_of((OLDER,))
+    _, outcome, decision = decided(rules_with(), [answers(1, 2, copies), answers(3, 2, {})])
+
+    assert (outcome.iteration, outcome.origin.copied) == (NEXT - 1, OLDER)
+    assert decision.order.copied == OLDER
+
+
+def test_live_layers_come_before_copies() -> None:
+    """Node 0 alone is lost, and node 2 holds the same: nothing is done again but what was begun."""
+    rules = rules_with()
+    told = [answers(1, 1, copies_of(BOTH)), answers(3, 1, {})]
+    told.append(stopped(2, 1, layers=LOWER, age=NEXT, last=NEXT - 1))
+    events: list[Event] = [gone(0), MembersRecorded(1), *told]
+    _, commands = after(training(rules), events, rules)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.origin.epoch == -1
+    order = record.decision.order
+    assert isinstance(order, StartEpoch)
+    assert (order.iteration, order.copied, order.kept) == (NEXT, None, NEWEST)
+    assert [copy.layer for copy in order.copies] == list(range(NUM_LAYERS))
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
+    """Layer 4 is nowhere."""
+    some = {layer: BOTH for layer in range(NUM_LAYERS) if layer != 4}
+    rules = rules_with(copies)
+    events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
+    events += [answers(1, 2, some if copies else {}), answers(3, 2, {})]
+    state, commands = after(training(rules), events, rules)
+
+    (end,) = of_type(commands, End)
+    assert (end.ending, state.phase) == (Ending.LOST, Phase.ENDED)
+    assert "no live node holds layer" in end.reason
+
+
+def test_copies_of_a_history_that_was_given_up_do_not_count() -> None:
+    """The job has gone back to OLDER in epoch 2: what was copied after it before that is void, but
+    OLDER itself may serve again."""
+    rules = rules_with()
+    copies = copies_of((OLDER,))
+    state, _, _ = decided(rules, [answers(1, 2, copies), answers(3, 2, copies)])
+    state, _ = after(state, [DecisionRecorded(2), ready(1, 2), ready(3, 2)], rules)
+    assert state.phase is Phase.TRAINING
+
+    void = copies_of(BOTH)
+    told = structs.replace(stopped(3, 3), copies=void)
+    state, commands = after(state, [gone(1), MembersRecorded(3), told], rules)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.origin.copied == OLDER
+    assert record.outcome.iteration == NEXT - 1
+
+
+def test_too_few_nodes_save_the_copies_before_the_job_ends() -> None:
+    """They are in memory only: whoever goes on with --resume needs them on disk."""
+    rules = rules_with(n0=3, policy=Survivors(knows_an_answer=False))
+    copies = {1: dict.fromkeys(range(4), BOTH), 3: dict.fromkeys(range(4, NUM_LAYERS), BOTH)}
+    state, _, decision = decided(rules, [answers(rank, 2, copies[rank]) for rank in (1, 3)])
+
+    order = decision.order
+    assert isinstance(order, SaveLayers)
+    assert (order.iteration, order.copied, order.since) == (NEXT, NEWEST, 2)
+    assert {rank: set(layers) for rank, layers in order.layers.items()} == {
+        rank: set(layers) for rank, layers in copies.items()
+    }
+    assert decision.ending == Ending.LOST.value
+    assert state.origin.copied == NEWEST
+
+
+def test_a_spoilt_copy_is_answered_by_all_anew() -> None:
+    """Nobody is lost; whose copy it was tells the others that it has."""
+    rules = rules_with()
+    copies = copies_of(BOTH)
+    state, _, _ = decided(rules, [answers(1, 2, copies), answers(3, 2, copies)])
+    state, _ = after(state, [DecisionRecorded(2)], rules)
+    spoilt = CopySpoilt(rank=1, epoch=2, reason="the copy of layer 3 is not what was written")
+    state, commands = after(state, [spoilt, MembersRecorded(3)], rules)
+    assert [order.epoch for order in of_type(commands, Abort)] == [3]
+    (warning,) = of_type(commands, Warned)
+    assert warning.text == "node 1: the copy of layer 3 is not what was written; it is not used"
+    assert state.nodes == (1, 3)
+
+    without = {layer: labels for layer, labels in copies.items() if layer != 3}
+    told = [structs.replace(stopped(1, 3), copies=without)]
+    told.append(structs.replace(stopped(3, 3), copies=copies))
+    _, commands = after(state, told, rules)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.origin.copied == NEWEST
+
+
+def test_a_spoilt_copy_of_an_older_epoch_is_old_news() -> None:
+    """It has been answered."""
+    rules = rules_with()
+    state = training(rules)
+    _, commands = after(state, [CopySpoilt(rank=1, epoch=-1, reason="old")], rules)
+
+    assert not commands
+
+
+def test_copies_that_fail_are_told_and_training_goes_on() -> None:
+    """As on a node without memory for them."""
+    rules = rules_with()
+    failed = CopiesFailed(rank=1, epoch=0, reason="no memory")
+    state, commands = after(training(rules), [failed], rules)
+
+    (warning,) = of_type(commands, Warned)
+    assert "no memory" in warning.text
+    assert state.phase is Phase.TRAINING
+
+
+def test_the_first_order_tells_who_keeps_what() -> None:
+    """And none does where the job has no copies."""
+    for copies, targets in ((0, set()), (1, {0}), (2, {1})):
+        rules = rules_with(copies)
+        state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
+        assert state.decision is not None
+        order = state.decision.order
+        assert isinstance(order, StartEpoch)
+        assert {len(copy.targets) for copy in order.copies} == targets
+
+
+def test_the_launcher_is_told_where_the_layers_came_from() -> None:
+    """For the report: from memory."""
+    rules = rules_with()
+    copies = copies_of(BOTH)
+    events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
+    events += [answers(1, 2, copies), answers(3, 2, copies)]
+    _, commands = after(training(rules), events, rules)
+
+    (notice,) = of_type(commands, Decided)
+    assert (notice.copied, notice.source) == (NEXT, "")
+    assert not [c for c in commands if isinstance(c, Tell) and isinstance(c.message, StartEpoch)]
+
+
+def test_copies_newer_than_all_that_was_reported_are_gone_forward_to() -> None:
+    """All workers die when one rank alone has told of the iteration: who has a copy of what comes
+    after it proves that it is committed, and its report is not lost."""
+    rules = rules_with()
+    newer = dict.fromkeys(range(NUM_LAYERS), (NEWEST, Label(-1, 0, NEXT + 1)))
+    events: list[Event] = [done(0, NEXT, epoch=0), *(exited(rank) for rank in PLAN.ranks)]
+    events += [MembersRecorded(epoch) for epoch in range(1, 5)]
+    events += [worker(rank, pid=90 + rank) for rank in PLAN.ranks]
+    events += [structs.replace(stopped(rank, 4), copies=newer) for rank in PLAN.ranks]
+    state, commands = after(training(rules), [*events, DecisionRecorded(4)], rules)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.iteration == NEXT + 1
+    (committed,) = of_type(commands, Committed)
+    assert (committed.iteration, committed.loss) == (NEXT, float(NEXT))
+    assert not of_type(commands, Warned)
+    assert state.next_iteration == NEXT + 1
+
+
+def test_what_all_went_back_to_is_told_to_policies_as_long_as_it_is_there() -> None:
+    """Later it may have been dropped: then it is the job's start, or a save."""
+    policy = Survivors()
+    rules = rules_with(policy=policy, n0=1)
+    copies = copies_of(BOTH)
+    state, _, _ = decided(rules, [answers(1, 2, copies), answers(3, 2, copies)])
+    (_, event) = policy.seen[-1]
+    assert isinstance(event, NodesLost)
+    assert event.saved == SavePoint(NEXT, "", NUM_MICROBATCHES, NEWEST)
+
+    events: list[Event] = [DecisionRecorded(2), ready(1, 2), ready(3, 2)]
+    events += [done(rank, NEXT, epoch=2) for rank in (1, 3)]
+    told = structs.replace(stopped(3, 3, age=NEXT + 1, layers=range(NUM_LAYERS)), since=2)
+    events += [gone(1), MembersRecorded(3), told]
+    after(state, events, rules)
+
+    (_, event) = policy.seen[-1]
+    assert isinstance(event, NodesLost)
+    assert event.saved == SavePoint(FIRST, SOURCE, 4 * NUM_MICROBATCHES)

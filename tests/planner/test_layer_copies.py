@@ -1,0 +1,77 @@
+"""Which ranks keep copies of which layers."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import shaped_plan
+from planaria.core.copies import LayerCopy
+from planaria.core.plan import Plan
+from planaria.planner.copies import layer_copies
+from planaria.planner.placement import paper_placement
+
+BYTES = (300, 100, 100, 100, 100, 100, 100, 100, 100, 500)
+
+
+def copied(plan: Plan, copies: int) -> tuple[LayerCopy, ...]:
+    """Placed as Gemini does."""
+    copies = min(copies, len(plan.nodes))
+    placement = paper_placement(len(plan.nodes), copies, "mixed")
+    return layer_copies(plan, copies=copies, placement=placement, layer_bytes=BYTES)
+
+
+def test_in_one_pipeline_nodes_keep_each_others_layers() -> None:
+    """Groups of two, as where nobody has a replica."""
+    plan = shaped_plan((4,), 6)
+    neighbour = {0: 1, 1: 0, 2: 3, 3: 2}
+
+    for copy in copied(plan, 2):
+        assert (copy.source,) == plan.holders(copy.layer)
+        assert copy.targets == (neighbour[copy.source],)
+
+
+def test_a_copy_is_not_where_the_layer_is_anyway() -> None:
+    """Ranks 0 and 2 hold the lower half, so a copy of it is on one of the others."""
+    for copy in copied(shaped_plan((2, 2), 6), 2):
+        assert {copy.source, *copy.targets} <= {0, 1, 2, 3}
+        assert copy.source % 2 == (copy.layer >= 5)
+        assert all(target % 2 != copy.source % 2 for target in copy.targets)
+        assert len(copy.targets) == 1
+
+
+def test_where_all_nodes_hold_a_layer_there_is_nobody_to_send_it_to() -> None:
+    """All of them keep a copy of their own."""
+    assert all(not copy.targets for copy in copied(shaped_plan((1, 1, 1), 6), 3))
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@given(shapes, st.integers(1, 5))
+def test_each_layer_has_as_many_copies_as_it_can_have(shape: list[int], copies: int) -> None:
+    """Sent by one of its holders, to other nodes, none of which holds it."""
+    plan = shaped_plan(tuple(shape), 12)
+    found = copied(plan, copies)
+
+    assert [copy.layer for copy in found] == list(range(10))
+    for copy in found:
+        holders = set(plan.holders(copy.layer))
+        assert copy.source in holders
+        assert not holders.intersection(copy.targets)
+        assert len(set(copy.targets)) == len(copy.targets)
+        assert len(copy.targets) == min(copies - 1, len(plan.nodes) - len(holders))
+
+
+@given(shapes)
+def test_holders_of_the_same_layers_send_about_as_much(shape: list[int]) -> None:
+    """No one more than the largest layer ahead of another."""
+    plan = shaped_plan(tuple(shape), 12)
+    sent = Counter[int]()
+    for copy in copied(plan, 2):
+        sent[copy.source] += BYTES[copy.layer] * len(copy.targets)
+
+    for rank, layers in plan.layers_by_rank.items():
+        for other, others in plan.layers_by_rank.items():
+            if layers == others:
+                assert abs(sent[rank] - sent[other]) <= max(BYTES[layer] for layer in layers)

@@ -1,0 +1,193 @@
+"""Copies in memory: no live node holds a layer any more, and the job goes on with the same bits."""
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from chaos import (
+    calm_digests,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    recoveries,
+    struck,
+)
+from jobs import digests
+from planaria.core.job import JobConfig, PolicyName
+from planaria.core.specs import Prepared
+from planaria.errors import InsufficientError
+from planaria.library import Silent, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import IterationRecord
+from planaria.planning import given_profile, plan_job
+
+ITERATIONS = 10
+BACK_WITHIN_S = 3.0
+MARGIN = 3.0  # The goal is measured by `make bench`; other tests may run beside this one.
+
+Run = Callable[..., TrainingResult]
+
+
+@pytest.fixture
+def job(server: ForkServer, tmp_path: Path) -> JobConfig:
+    """Six nodes, n0 = 2, two copies."""
+    config = chaos_job("gpt2", tmp_path / "run", server, policy="adaptive", iterations=ITERATIONS)
+    return replace(config, checkpoint=replace(config.checkpoint, copies=2))
+
+
+@pytest.fixture
+def holders(job: JobConfig) -> tuple[int, ...]:
+    """The nodes that hold the first layer."""
+    return plan_job(job, Prepared(profile=given_profile(job))).plan.holders(0)
+
+
+@pytest.fixture
+def run(server: ForkServer, job: JobConfig) -> Run:
+    """Runs the job with faults, to the bits of the calm run."""
+
+    def run(*specs: str, every: Any = "auto", display: Silent | None = None) -> TrainingResult:
+        config = replace(job, checkpoint=replace(job.checkpoint, every=every))
+        result = struck(config, server, *specs, display=display)
+        check_survived(result, specs, calm_digests(server, ITERATIONS))
+        return result
+
+    return run
+
+
+def test_copies_change_nothing(run: Run) -> None:
+    """They are made, and nobody needs them."""
+    assert not recoveries(run())
+
+
+STEPS = ("backward", "start", "forward", "reduce", "commit", "optimizer")
+
+
+@pytest.mark.parametrize("step", long_but_the_first(STEPS))
+def test_all_live_holders_of_a_layer_are_lost(
+    step: str, run: Run, holders: tuple[int, ...], job: JobConfig
+) -> None:
+    """The others go back to the newest version, two iterations at most."""
+    result = run(f"kill:{','.join(map(str, holders))}@5.{step}")
+
+    (event,) = recoveries(result)
+    assert event.source_tier == "memory"
+    assert event.redone_samples <= 2 * job.training.global_batch_size
+
+
+POLICIES = ("morph", "reinstantiate", "reroute", "repartition")
+
+
+@pytest.mark.parametrize("policy", long_but_the_first(POLICIES))
+def test_every_policy_goes_on_from_copies(
+    policy: PolicyName, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """Twice, the second time on the nodes that are left."""
+    config = replace(job, resilience=replace(job.resilience, policy=policy))
+    lost = ",".join(map(str, holders))
+    result = struck(config, server, f"kill:{lost}@4.forward", "crash:0,1,2,3,4,5@7.backward")
+
+    assert result.error is None
+    assert digests(result) == calm_digests(server, ITERATIONS)
+    assert [event.source_tier for event in recoveries(result)] == ["memory", "memory"]
+
+
+def test_the_workers_of_all_nodes_die_at_once(run: Run) -> None:
+    """Nobody holds anything any more; the copies are in the memory of their agents."""
+    result = run("crash:0,1,2,3,4,5@5.forward")
+
+    (event,) = recoveries(result)
+    assert (event.source_tier, event.nodes) == ("memory", (0, 1, 2, 3, 4, 5))
+    assert event.downtime_s < MARGIN * BACK_WITHIN_S
+
+
+@pytest.mark.long
+def test_they_are_lost_again_before_a_new_version_is_complete(run: Run) -> None:
+    """The version that all went back to is kept until then."""
+    result = run("crash:0,1,2,3,4,5@5.forward", "crash:0,1,2,3,4,5@5.resume")
+
+    events = recoveries(result)
+    assert {event.source_tier for event in events} == {"memory"}
+
+
+@pytest.mark.long
+def test_copies_are_made_anew_for_those_who_are_left(run: Run, holders: tuple[int, ...]) -> None:
+    """Of three nodes another is lost, which is the only one to hold some layers, and then all
+    workers."""
+    spare = min({0, 1, 2, 3, 4, 5}.difference(holders))
+    lost = ",".join(map(str, holders))
+    result = run(f"kill:{lost}@3.forward", f"kill:{spare}@6.backward", "crash:5@8.forward")
+
+    assert [event.kind for event in recoveries(result)] == ["kill", "kill", "crash"]
+
+
+def test_the_coordinator_is_killed_meanwhile(run: Run, holders: tuple[int, ...]) -> None:
+    """The one after it finds on record that all go back, or decides so itself."""
+    lost = ",".join(map(str, holders))
+    run(f"kill:{lost}@5.backward", "leader:@5.regroup", "leader:@5.decide")
+
+
+@pytest.mark.long
+def test_a_version_every_so_many_iterations(run: Run, holders: tuple[int, ...]) -> None:
+    """Back to the fourth iteration's start."""
+    result = run(f"kill:{','.join(map(str, holders))}@6.backward", every=4)
+
+    (event,) = recoveries(result)
+    assert event.redone_samples == 3 * 12
+
+
+class _Flipper(Silent):
+    """Flips bits of all copies that one rank keeps, after an iteration."""
+
+    def __init__(self, server: ForkServer, iteration: int) -> None:
+        self._server = server
+        self._iteration = iteration
+        self.num_flipped = 0
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def committed(self, record: IterationRecord) -> None:
+        if record.iteration != self._iteration or self.num_flipped:
+            return
+        for process in psutil.Process(self._server.pid).children(recursive=True):
+            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                if not self.num_flipped and "memfd:planaria-copies" in os.readlink(entry):
+                    self._flip(entry)
+
+    def _flip(self, entry: Path) -> None:
+        """Everything behind the table that is not a hole."""
+        with entry.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            for offset in range(1 << 18, len(memory), 1000):
+                if memory[offset]:
+                    memory[offset] ^= 8
+                    self.num_flipped += 1
+
+
+def test_copies_that_have_rotted_are_not_used(server: ForkServer, run: Run) -> None:
+    """The node whose memory it is says so, and others give what it has lost."""
+    flipper = _Flipper(server, 4)
+    result = run("crash:0,1,2,3,4,5@6.forward", every=4, display=flipper)
+
+    assert flipper.num_flipped
+    events = recoveries(result)
+    assert events[-1].source_tier == "memory"
+    assert any("is not what was written there; it is not used" in note for note in flipper.notes)
+
+
+def test_without_copies_of_a_layer_the_job_ends(
+    server: ForkServer, job: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """As it does if the job has none at all."""
+    lost = ",".join(map(str, holders))
+    config = replace(job, checkpoint=replace(job.checkpoint, copies=1))
+    result = struck(config, server, f"kill:{lost}@5.backward")
+
+    assert isinstance(result.error, InsufficientError)
+    assert "no live node holds layer 0" in str(result.error)
