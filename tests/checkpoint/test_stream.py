@@ -97,7 +97,7 @@ def assert_kept(ranks: Sequence[Rank], age: int, kept: Mapping[int, set[int]] = 
                 assert np.array_equal(array, wanted[name])
 
 
-@pytest.mark.parametrize("buffers", [BUFFERS, Buffers(1000, 1), Buffers(1 << 30, 2)])
+@pytest.mark.parametrize("buffers", [BUFFERS, Buffers(10_000, 1), Buffers(1 << 30, 2)])
 def test_each_layer_is_kept_where_it_is_to_be(buffers: Buffers) -> None:
     """In whatever pieces it comes, version after version."""
     with copying(buffers=buffers) as ranks:

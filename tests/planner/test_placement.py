@@ -59,7 +59,10 @@ def test_groups_that_do_not_come_out_even_are_refused() -> None:
         paper_placement(5, 2, "group")
 
 
-@pytest.mark.parametrize(("num_nodes", "copies", "mixed", "even", "fewest"), TABLE)
+@pytest.mark.parametrize(
+    ("num_nodes", "copies", "mixed", "even", "fewest"),
+    [*TABLE[:3], *(pytest.param(*case, marks=pytest.mark.long) for case in TABLE[3:])],
+)
 def test_the_optimised_placement_has_the_fewest_sets_there_can_be(
     num_nodes: int, copies: int, mixed: int, even: int, fewest: int
 ) -> None:
@@ -77,7 +80,9 @@ def test_the_optimised_placement_has_the_fewest_sets_there_can_be(
     assert sets_of(optimised_placement(copies, failures=failures, limits=free)) == fewest
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
+)
 def test_it_is_never_worse_than_mixed_and_within_its_limits(seed: int) -> None:
     """Of nodes that fail in ways of their own, some of them together, with more room or less."""
     print(f"seed {seed}")

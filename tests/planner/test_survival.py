@@ -131,14 +131,14 @@ def test_mixed_is_as_near_to_the_bound_as_theorem_1_says(num_nodes: int, copies:
     assert gap <= 2 * copies - 3
 
 
-def test_thousands_of_nodes_are_counted() -> None:
+def test_a_thousand_nodes_are_counted() -> None:
     """In the closed form, and where nodes are grouped in another way."""
-    pairs = tuple((node, node ^ 1024) for node in range(2048))
+    pairs = tuple((node, node ^ 512) for node in range(1024))
 
-    found = survival_probability(2048, pairs, num_lost=2, rng=np.random.default_rng(0))
+    found = survival_probability(1024, pairs, num_lost=2, rng=np.random.default_rng(0))
 
     assert found.error == 0.0
-    assert found.probability == paper_probability(2048, 2, "group", num_lost=2)
+    assert found.probability == paper_probability(1024, 2, "group", num_lost=2)
 
 
 def test_what_cannot_be_counted_is_drawn_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
