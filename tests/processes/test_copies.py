@@ -129,7 +129,10 @@ def test_copies_are_made_anew_for_those_who_are_left(run: Run, holders: tuple[in
 def test_the_coordinator_is_killed_meanwhile(run: Run, holders: tuple[int, ...]) -> None:
     """The one after it finds on record that all go back, or decides so itself."""
     lost = ",".join(map(str, holders))
-    run(f"kill:{lost}@5.backward", "leader:@5.regroup", "leader:@5.decide")
+    result = run(f"kill:{lost}@5.backward", "leader:@5.regroup", "leader:@5.decide")
+
+    (event,) = [event for event in recoveries(result) if event.kind == "kill"]
+    assert event.source_tier == "memory"
 
 
 @pytest.mark.long

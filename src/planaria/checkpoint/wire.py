@@ -1,12 +1,12 @@
 """How copies travel: who sends which layers in which order, what a layer begins with, and tags."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planaria.checkpoint.arena import Version
+from planaria.checkpoint.arena import Bytes, Version
 from planaria.core.copies import Label, LayerCopy
 from planaria.transport.links import Channel, Tag
 
@@ -14,7 +14,7 @@ State = Mapping[str, npt.NDArray[np.generic]]
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """What is at a place of a version's bytes."""
+    """What is at a place of a layer's bytes."""
 
     name: str
     dtype: str
@@ -31,16 +31,23 @@ class Opening(msgspec.Struct, frozen=True):
 
 def state_of(version: Version) -> State:
     """The tensors of a version, which lie in its memory."""
+    return unpacked(msgspec.json.decode(version.head, type=tuple[Tensor, ...]), version.tensors)
+
+
+def unpacked(tensors: Iterable[Tensor], memory: Bytes) -> State:
+    """The tensors that lie in memory end to end."""
     state, offset = {}, 0
-    for tensor in msgspec.json.decode(version.head, type=tuple[Tensor, ...]):
-        dtype = np.dtype(tensor.dtype)
-        size = dtype.itemsize * int(np.prod(tensor.shape, dtype=np.int64))
-        state[tensor.name] = (
-            version.tensors[offset : offset + size].view(dtype).reshape(tensor.shape)
-        )
-        offset += size
-    assert offset == len(version.tensors)
+    for tensor in tensors:
+        array = memory[offset : offset + bytes_of([tensor])]
+        state[tensor.name] = array.view(np.dtype(tensor.dtype)).reshape(tensor.shape)
+        offset += len(array)
+    assert offset == len(memory)
     return state
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """What the tensors take."""
+    return sum(np.dtype(t.dtype).itemsize * int(np.prod(t.shape, dtype=np.int64)) for t in tensors)
 
 
 def copy_peers(rank: int, copies: Sequence[LayerCopy]) -> set[int]:

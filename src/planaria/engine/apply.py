@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from planaria.checkpoint.wire import Tensor, bytes_of, unpacked
 from planaria.core.commit import CommitVector, encode_vector
 from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer
@@ -46,14 +47,8 @@ _AGE_TAG: Final = Tag(Channel.AGE, 0, 0)
 _TAKEN_TAG: Final = Tag(Channel.TAKEN, 0, 0)
 
 
-class _Tensor(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class _Head(msgspec.Struct, frozen=True):
-    tensors: tuple[_Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
 
 def drop_others(stage: Stage, *, age: int) -> None:
@@ -257,12 +252,12 @@ def _messages(
     for transfer in transfers:
         target, virtual_bytes = transfer.target, stage.model.virtual_state_bytes(transfer.layer)
         state = state_of(transfer.layer)
-        tensors = tuple(_Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
+        tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
         arrays = [array.reshape(-1).view(np.uint8) for array in state.values()]
         head = msgspec.json.encode(_Head(tensors))
         yield _Message(target, _head_tag(transfer, age), [np.frombuffer(head, dtype=np.uint8)])
         hashed = xxhash.xxh3_128()
-        size = _num_bytes(tensors)
+        size = bytes_of(tensors)
         for index, (first, end) in enumerate(_pieces(transfer, size)):
             piece = _cut(arrays, first, end)
             for array in piece:
@@ -283,7 +278,7 @@ class _Arriving:
 
     def __init__(self, transfers: Iterable[Transfer], age: int) -> None:
         self._age = age
-        self._tensors: dict[int, tuple[_Tensor, ...]] = {}
+        self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._memory: dict[int, Bytes] = {}
         self._num_chunks: Counter[int] = Counter()  # That are still to come, by layer.
         by_source: dict[int, list[Transfer]] = {}
@@ -310,7 +305,7 @@ class _Arriving:
             del self.wanted[source]
         for layer in [layer for layer, left in self._num_chunks.items() if not left]:
             del self._num_chunks[layer]
-            yield layer, _state(self._tensors.pop(layer), self._memory.pop(layer))
+            yield layer, unpacked(self._tensors.pop(layer), self._memory.pop(layer))
 
     def _read(self, transfers: Sequence[Transfer]) -> Generator[Tag, Bytes, None]:
         """Asks for the messages of one source, in the order in which it sends them."""
@@ -319,7 +314,7 @@ class _Arriving:
             raw = yield _head_tag(transfer, self._age)
             head = msgspec.json.decode(raw.tobytes(), type=_Head)
             is_alike = self._tensors.setdefault(layer, head.tensors) == head.tensors
-            size = _num_bytes(head.tensors)
+            size = bytes_of(head.tensors)
             if layer not in self._memory:
                 self._memory[layer] = np.empty(size, dtype=np.uint8)
             hashed = xxhash.xxh3_128()
@@ -365,23 +360,3 @@ def _cut(arrays: Sequence[Bytes], first: int, end: int) -> list[Bytes]:
             cut.append(part)
         first, end = first - len(array), end - len(array)
     return cut
-
-
-def _num_bytes(tensors: Iterable[_Tensor]) -> int:
-    return sum(_size(tensor) for tensor in tensors)
-
-
-def _size(tensor: _Tensor) -> int:
-    return np.dtype(tensor.dtype).itemsize * int(np.prod(tensor.shape, dtype=np.int64))
-
-
-def _state(tensors: Iterable[_Tensor], memory: Bytes) -> State:
-    """The tensors that lie in memory end to end."""
-    state = {}
-    offset = 0
-    for tensor in tensors:
-        array = memory[offset : offset + _size(tensor)]
-        state[tensor.name] = array.view(np.dtype(tensor.dtype)).reshape(tensor.shape)
-        offset += len(array)
-    assert offset == len(memory)
-    return state
