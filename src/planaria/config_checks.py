@@ -31,6 +31,7 @@ _MINIMUM = {
     "checkpoint.copies": 0,
     "checkpoint.buffer_bytes": 1,
     "checkpoint.num_buffers": 1,
+    "checkpoint.profile_iterations": 0,
     "cluster.nodes": 1,
     "cluster.max_nodes": 0,
     "cluster.devices_per_node": 1,
@@ -85,6 +86,14 @@ def _check_ranges(job: JobConfig) -> None:
             raise ConfigError(name, value, f"must be at most {maximum}")
     if job.checkpoint.every != "auto" and job.checkpoint.every < 1:
         raise ConfigError("checkpoint.every", job.checkpoint.every, 'must be at least 1, or "auto"')
+    gamma = job.checkpoint.gamma
+    if gamma != "auto" and not 0.0 < gamma <= 1.0:
+        raise ConfigError(
+            "checkpoint.gamma", gamma, 'must be above 0 and at most 1, a share of a span, or "auto"'
+        )
+    if job.checkpoint.path == "device" and job.model.kind != "paced":
+        remedy = 'only model.kind = "paced" has it: copies travel from host to host'
+        raise ConfigError("checkpoint.path", "device", remedy)
     for name in _POSITIVE:
         if (value := attrgetter(name)(job)) <= 0:
             raise ConfigError(name, value, "must be more than 0")

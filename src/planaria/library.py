@@ -293,7 +293,7 @@ def _launcher(
         coordinator=("", 0),
         worker=_WORKER,
         cache_directory=cache_directory(),
-        profile=planned.prepared.profile if config.model.kind == "paced" else None,
+        profile=planned.prepared.profile,
         trace=trace,
     )
     has_state = manifest is not None and bool(manifest.layers)

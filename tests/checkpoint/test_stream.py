@@ -11,7 +11,8 @@ import pytest
 
 from linked import TIMEOUT_S, is_blocked, linked, wait_until
 from planaria.checkpoint.arena import Arena, Version, arena_fd
-from planaria.checkpoint.stream import TRIES, Buffers, Copier
+from planaria.checkpoint.stream import TRIES, Copier
+from planaria.checkpoint.turns import AtOnce, Buffers
 from planaria.checkpoint.wire import State, copy_peers, state_of
 from planaria.core.copies import Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
@@ -30,6 +31,10 @@ def state(layer: int, age: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng((layer, age))
     weight = rng.standard_normal((SIZE // 4, 1)).astype(np.float32)
     return {"parameter/weight": weight, "optimizer/weight/step": np.array(age)}
+
+
+def free(num_bytes: int, *, is_own: bool) -> None:
+    """Takes no time."""
 
 
 @dataclass
@@ -74,7 +79,9 @@ def copying(
                 epoch=0,
                 kept=None,
                 buffers=buffers,
+                turns=AtOnce(),
                 virtual_bytes=lambda _: 0,
+                unload=free,
                 failed=failures.append,
                 timeout_s=TIMEOUT_S,
             )

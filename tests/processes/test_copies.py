@@ -38,7 +38,8 @@ Run = Callable[..., TrainingResult]
 def job(server: ForkServer, tmp_path: Path) -> JobConfig:
     """Six nodes, n0 = 2, two copies."""
     config = chaos_job("gpt2", tmp_path / "run", server, policy="adaptive", iterations=ITERATIONS)
-    return replace(config, checkpoint=replace(config.checkpoint, copies=2))
+    checkpoint = replace(config.checkpoint, copies=2, profile_iterations=0)
+    return replace(config, checkpoint=checkpoint)
 
 
 @pytest.fixture
@@ -135,6 +136,50 @@ def test_the_coordinator_is_killed_meanwhile(run: Run, holders: tuple[int, ...])
     assert event.source_tier == "memory"
 
 
+MODES = ("unpipelined", "naive", "blocking")
+
+
+@pytest.mark.parametrize("mode", long_but_the_first(MODES))
+def test_whenever_copies_go(
+    mode: Any, server: ForkServer, job: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """Of each mode the same."""
+    config = replace(job, checkpoint=replace(job.checkpoint, mode=mode))
+    result = struck(config, server, f"kill:{','.join(map(str, holders))}@5.backward")
+
+    (event,) = recoveries(result)
+    assert event.source_tier == "memory"
+    assert digests(result) == calm_digests(server, ITERATIONS)
+
+
+@pytest.fixture
+def watching(job: JobConfig) -> JobConfig:
+    """With copies from the third iteration on."""
+    return replace(job, checkpoint=replace(job.checkpoint, profile_iterations=3))
+
+
+def test_at_first_the_network_is_watched(
+    server: ForkServer, watching: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """So long there are no copies, which is said."""
+    lost, display = ",".join(map(str, holders)), _Notes()
+    result = struck(watching, server, f"kill:{lost}@2.backward", display=display)
+
+    assert isinstance(result.error, InsufficientError)
+    assert any("no copies in memory before iteration 3" in note for note in display.notes)
+
+
+def test_then_copies_go_where_there_was_nothing(
+    server: ForkServer, watching: JobConfig, holders: tuple[int, ...]
+) -> None:
+    """And are there when they are needed."""
+    result = struck(watching, server, f"kill:{','.join(map(str, holders))}@7.backward")
+
+    (event,) = recoveries(result)
+    assert event.source_tier == "memory"
+    assert digests(result) == calm_digests(server, ITERATIONS)
+
+
 @pytest.mark.long
 def test_a_version_every_so_many_iterations(run: Run, holders: tuple[int, ...]) -> None:
     """Back to the fourth iteration's start."""
@@ -144,17 +189,24 @@ def test_a_version_every_so_many_iterations(run: Run, holders: tuple[int, ...]) 
     assert event.redone_samples == 3 * 12
 
 
-class _Flipper(Silent):
-    """Flips bits of all copies that one rank keeps, after an iteration."""
+class _Notes(Silent):
+    """What is said."""
 
-    def __init__(self, server: ForkServer, iteration: int) -> None:
-        self._server = server
-        self._iteration = iteration
-        self.num_flipped = 0
+    def __init__(self) -> None:
         self.notes: list[str] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+class _Flipper(_Notes):
+    """Flips bits of all copies that one rank keeps, after an iteration."""
+
+    def __init__(self, server: ForkServer, iteration: int) -> None:
+        super().__init__()
+        self._server = server
+        self._iteration = iteration
+        self.num_flipped = 0
 
     def committed(self, record: IterationRecord) -> None:
         if record.iteration != self._iteration or self.num_flipped:

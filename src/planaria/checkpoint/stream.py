@@ -2,10 +2,10 @@
 
 A version of all layers begins at a commit, when no rank's state changes until the next optimizer
 step. One thread of each rank copies its layers into its own node's memory, hashes them piece by
-piece, and sends from there what others keep; before a layer is stepped its copy is waited for,
-which is all that training ever waits. Another thread keeps what comes. Each piece comes with its
-hash and is acknowledged, so that no more than the buffers of a receiver are on their way to it; one
-that is not what was sent is asked for again.
+piece, and sends from there what others keep, each piece when its turn comes; before a layer is
+stepped its copy is waited for, which is all that training ever waits. Another thread keeps what
+comes. Each piece comes with its hash and is acknowledged, so that no more than the buffers of a
+receiver are on their way to it; one that is not what was sent is asked for again.
 
 A version ends for a rank when all that it sends is acknowledged and all that it is to keep is
 there, or has failed for want of memory, which ends nothing else. Who ends it says so with the next
@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from planaria.checkpoint.arena import HASH_BYTES, Arena, Bytes, Version
+from planaria.checkpoint.turns import Buffers, Turns, Unload
 from planaria.checkpoint.wire import (
     Opening,
     State,
@@ -45,26 +46,9 @@ from planaria.transport.links import Links, Tag
 logger = logging.getLogger(__name__)
 
 TRIES: Final = 3  # Of a piece.
+_WHOLE: Final = 1 << 62  # More than any layer has.
 _GOOD: Final = np.ones(1, dtype=np.uint8)
 _BAD: Final = np.zeros(1, dtype=np.uint8)
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """What a receiver has for what one source sends to it.
-
-    Attributes:
-        num_bytes: of all of them.
-        count: into which they are cut; a piece fills one.
-    """
-
-    num_bytes: int
-    count: int
-
-    @property
-    def piece_bytes(self) -> int:
-        """Of a piece, in the bytes that it stands for."""
-        return max(1, self.num_bytes // self.count)
 
 
 class Copier:
@@ -75,7 +59,10 @@ class Copier:
         copies: of all layers.
         since, epoch: of the labels of this epoch's versions.
         kept: the newest version that was complete when the epoch began, if any.
+        buffers: of each receiver for this rank; None: a layer goes whole, whatever its size.
         virtual_bytes: that a layer's state stands for where links are paced; 0: what it is.
+        unload: takes the time in which bytes get from a device to its host's memory, where they
+            only stand for what does.
         failed: is told why a version cannot be complete, the first time that one cannot.
         timeout_s: for the next piece.
     """
@@ -90,8 +77,10 @@ class Copier:
         since: int,
         epoch: int,
         kept: Label | None,
-        buffers: Buffers,
+        buffers: Buffers | None,
+        turns: Turns,
         virtual_bytes: Callable[[int], int],
+        unload: Unload,
         failed: Callable[[str], None],
         timeout_s: float,
     ) -> None:
@@ -101,8 +90,11 @@ class Copier:
         self.own = tuple(sorted(own))
         self._since = since
         self._epoch = epoch
-        self._buffers = buffers
+        self._most_bytes = buffers.piece_bytes if buffers else _WHOLE
+        self._window = buffers.count if buffers else _WHOLE
+        self._turns = turns
         self._virtual_bytes = virtual_bytes
+        self._unload = unload
         self._tell_failed = failed
         self._timeout_s = timeout_s
         self._sends = sent_by(links.rank, copies)
@@ -160,6 +152,11 @@ class Copier:
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._num_running)
             self._check()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a version of this epoch."""
+        return self._label is not None
 
     @property
     def has_ended(self) -> bool:
@@ -222,15 +219,17 @@ class Copier:
     def _give(self, label: Label, states: Mapping[int, State]) -> None:
         """Copies this rank's layers, then sends what others keep."""
         versions: dict[int, Version | None] = {}
+        piece_bytes = self._turns.chunk_bytes(self._most_bytes)
         for layer in self.own:
             try:
-                versions[layer] = self._copied_here(layer, label, states[layer])
+                versions[layer] = self._copied_here(layer, label, states[layer], piece_bytes)
             except CheckpointError as error:
                 versions[layer] = None
                 self._fail(str(error))
             with self._changed:
                 self._uncopied.discard(layer)
                 self._changed.notify_all()
+        self._links.timekeeper.catch_up()
         unacknowledged: dict[int, deque[_Piece]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             self._send(target, layer, label, versions[layer], unacknowledged[target])
@@ -238,15 +237,16 @@ class Copier:
             while pieces:
                 self._take_answer(target, label, pieces)
 
-    def _copied_here(self, layer: int, label: Label, state: State) -> Version:
+    def _copied_here(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:
         tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
         head = msgspec.json.encode(tensors)
         num_bytes = len(head) + sum(array.nbytes for array in state.values())
         stands_for = self._virtual_bytes(layer) or num_bytes
-        num_pieces = -(-stands_for // self._buffers.piece_bytes)
+        num_pieces = -(-stands_for // piece_bytes)
         version = self._arena.begin(
             layer, label, head=head, num_bytes=num_bytes, piece_bytes=-(-num_bytes // num_pieces)
         )
+        self._unload(self._virtual_bytes(layer), is_own=True)
         offset = 0
         for array in state.values():
             flat = array.reshape(-1).view(np.uint8)
@@ -274,7 +274,7 @@ class Copier:
         if version is None:
             return
         for index in range(version.num_pieces):
-            while len(unacknowledged) >= self._buffers.count:
+            while len(unacknowledged) >= self._window:
                 self._take_answer(target, label, unacknowledged)
             piece = _Piece(version, index)
             self._send_piece(target, label, piece)
@@ -285,6 +285,7 @@ class Copier:
         content = version.piece(index)
         tag = piece_tag(label, version.layer, index)
         stands_for = self._virtual_bytes(version.layer) * len(content) // len(version.content)
+        self._turns.wait(target, stands_for or len(content))
         self._links.send(target, tag, version.hash(index), content, virtual_bytes=stands_for)
 
     def _take_answer(self, target: int, label: Label, unacknowledged: "deque[_Piece]") -> None:
@@ -335,6 +336,8 @@ class Copier:
                 is_good = False
                 while not is_good:
                     message = yield piece_tag(label, layer, index)
+                    stands_for = self._virtual_bytes(layer) * len(message) // opening.num_bytes
+                    self._unload(stands_for, is_own=False)
                     is_good = version is None or version.take(
                         index, message[HASH_BYTES:], int(message[:HASH_BYTES].view(np.uint64)[0])
                     )

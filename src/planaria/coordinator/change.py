@@ -28,7 +28,7 @@ from typing import Final
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.drift import policy_of
 from planaria.coordinator.overhead import prices_of, switch_s, with_switch
-from planaria.coordinator.placing import copies_of
+from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.recovery import degraded_text, shortage_text, tolerated
 from planaria.coordinator.state import (
     JobState,
@@ -257,6 +257,7 @@ def told(rules: Rules, state: JobState) -> Step:
 
 
 def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> StartEpoch:
+    copies = copies_of(rules, switch.plan)
     return StartEpoch(
         epoch=switch.epoch,
         plan=switch.plan,
@@ -265,7 +266,8 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
         iteration=iteration,
         rounds=switch.rounds,
         since=state.origin.epoch,
-        copies=copies_of(rules, switch.plan),
+        copies=copies,
+        idle=idle_of(rules, switch.plan, copies),
     )
 
 

@@ -1,10 +1,17 @@
-"""Who keeps copies of which layers in memory, in an epoch."""
+"""Who keeps copies of which layers in memory, in an epoch, and when they travel."""
+
+from typing import Final
 
 from planaria.coordinator.state import Rules
-from planaria.core.copies import LayerCopy
+from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.planner.copies import layer_copies
+from planaria.planner.idle import predicted_idle
 from planaria.planner.placement import paper_placement
+
+SCHEDULED: Final = ("interleaved", "unpipelined")  # Modes in which copies wait for idle spans.
+
+_MOST_HOPS: Final = 10_000  # That are worth predicting an iteration for, while all wait.
 
 
 def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
@@ -15,3 +22,13 @@ def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
     placement = paper_placement(len(plan.nodes), copies, "mixed")
     layer_bytes = rules.prices.layer_bytes
     return layer_copies(plan, copies=copies, placement=placement, layer_bytes=layer_bytes)
+
+
+def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[IdleSpans, ...]:
+    """When these copies may go, as predicted; nothing where they do not wait for that, or where the
+    ranks know it sooner than it is predicted."""
+    if not copies or rules.every is None or rules.job.checkpoint.mode not in SCHEDULED:
+        return ()
+    if sum(map(len, plan.routes)) > _MOST_HOPS:
+        return ()
+    return predicted_idle(rules.every.problem, plan, copies)

@@ -32,7 +32,7 @@ from planaria.coordinator.outcomes import (
     save_point,
 )
 from planaria.coordinator.overhead import prices_of, with_choice
-from planaria.coordinator.placing import copies_of
+from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.state import (
     Command,
     End,
@@ -275,6 +275,7 @@ def _order(
     rules: Rules, state: JobState, outcome: Outcome, best: Transition, *, persists: bool
 ) -> StartEpoch:
     origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
+    copies = copies_of(rules, best.after)
     return StartEpoch(
         epoch=state.epoch,
         plan=best.after,
@@ -285,10 +286,11 @@ def _order(
         rounds=best.rounds,
         persists=persists and is_begun,
         since=origin.epoch,
-        copies=copies_of(rules, best.after),
+        copies=copies,
         copied=None if is_begun else origin.copied,
         # What is newer is of an iteration that is done again, and of no use.
         kept=newest_copies(rules, state, most=outcome.iteration),
+        idle=idle_of(rules, best.after, copies),
     )
 
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 from planaria.coordinator.coordinator import advanced
 from planaria.coordinator.drift import restored_learning
 from planaria.coordinator.history import begun_history
-from planaria.coordinator.placing import copies_of
+from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import (
     JobState,
     Loss,
+    Notify,
     Phase,
     RecordDecision,
     RecordMembers,
@@ -26,6 +27,7 @@ from planaria.core.records import (
     Origin,
     Outcome,
     Progress,
+    Warned,
 )
 
 
@@ -42,18 +44,31 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
         origin=_start(rules),
     )
     outcome = Outcome(epoch=plan.epoch, iteration=rules.first_iteration, origin=state.origin)
+    copies = copies_of(rules, plan)
     start = StartEpoch(
         epoch=plan.epoch,
         plan=plan,
         addresses={},
         iteration=rules.first_iteration,
         source=rules.source,
-        copies=copies_of(rules, plan),
+        copies=copies,
+        idle=() if rules.job.checkpoint.profile_iterations else idle_of(rules, plan, copies),
     )
     decision = Decision(order=start, predicted_s=predicted_s)
     state = replace(state, outcome=outcome, decision=decision)
     members = Members(epoch=plan.epoch, term=term, nodes=plan.nodes)
-    return state, (RecordMembers(members), RecordDecision(outcome, decision))
+    recorded = (RecordMembers(members), RecordDecision(outcome, decision))
+    return state, (*recorded, *_unprotected(rules, start))
+
+
+def _unprotected(rules: Rules, start: StartEpoch) -> tuple[Notify, ...]:
+    """Says how long there are no copies, where there are to be any."""
+    waits = rules.job.checkpoint.mode in SCHEDULED and not start.idle
+    if not start.copies or not waits:
+        return ()
+    first = start.iteration + rules.job.checkpoint.profile_iterations
+    text = f"no copies in memory before iteration {first}: the network is watched first"
+    return (Notify(Warned(text=text)),)
 
 
 def restored_step(
@@ -97,7 +112,7 @@ def restored_step(
     )
     if decision is None and plan.epoch == members.epoch:
         # The one before was killed while it recorded how the job begins.
-        first, (_, record) = first_step(rules, plan, term=term, predicted_s=predicted_s)
+        first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
         return replace(first, next_iteration=state.next_iteration), (record,)
     if decision is not None and decision.order.epoch == members.epoch:
         return advanced(rules, replace(state, phase=Phase.JOINING, decision=decision), now_s)

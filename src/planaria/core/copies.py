@@ -1,4 +1,4 @@
-"""Copies of layers in memory: which states they are of, and who keeps them."""
+"""Copies of layers in memory: which states they are of, who keeps them, and when they travel."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,3 +28,27 @@ class LayerCopy:
     layer: int
     source: int
     targets: tuple[int, ...]
+
+
+class IdleSpan(NamedTuple):
+    """When copies may go, in an iteration of their source.
+
+    Attributes:
+        after: so many of the source's own forwards and backwards are done; 0: as soon as the
+            iteration begins.
+        offset_s: from then until the span begins.
+        lasts_s: of the span.
+    """
+
+    after: int
+    offset_s: float
+    lasts_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSpans:
+    """When the way out of one node, and that into another, are idle, in order of time."""
+
+    source: int
+    target: int
+    spans: tuple[IdleSpan, ...]

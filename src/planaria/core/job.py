@@ -134,7 +134,9 @@ class CheckpointConfig:
     persist_every: int = _key(0, "iterations between saves to disk; 0: at the end and on Ctrl-C")
     keep: int = _key(2, "newest saves kept; 0: all")
     copies: int = _key(
-        0, "copies of each layer in the memory of nodes, its holder's own included; 0: none"
+        0,
+        "copies of each layer in the memory of nodes, its holder's own included, or as many as "
+        "there are nodes; 0: none",
     )
     every: int | Literal["auto"] = _key(
         "auto",
@@ -145,6 +147,24 @@ class CheckpointConfig:
         8 << 20, "of copies on their way to a node that keeps them, from each node"
     )
     num_buffers: int = _key(4, "into which these are cut")
+    mode: Literal["interleaved", "unpipelined", "naive", "blocking"] = _key(
+        "interleaved",
+        "when copies go: while the network is idle; so, with a single buffer; at once, a layer "
+        "at a time; at once, while training waits",
+    )
+    path: Literal["host", "device"] = _key(
+        "host",
+        "where copies arrive: in their host's memory, or in buffers of a device, from which they "
+        "are copied there (paced jobs only)",
+    )
+    gamma: float | Literal["auto"] = _key(
+        "auto", "share of an idle span that copies use; auto: by how much spans differ"
+    )
+    profile_iterations: int = _key(
+        20,
+        "iterations in which the network is watched, at the start of a job, before the first copy, "
+        "and again and again; 0: as predicted at first",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

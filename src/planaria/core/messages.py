@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.core.copies import Label, LayerCopy
+from planaria.core.copies import IdleSpans, Label, LayerCopy
 from planaria.core.plan import Plan, Transfer
 
 # The iteration of a StartEpoch that begins when the ranks of the epoch before agree to.
@@ -317,6 +317,7 @@ class StartEpoch(Message, frozen=True, kw_only=True):
             save, or from the start.
         kept: the newest version of the copies in memory that is there of all layers, and is to be
             kept until the next one is complete; None: the one that the rank knows, if any.
+        idle: when copies may go, as predicted; none: as ranks find out in iterations without.
     """
 
     epoch: int
@@ -331,6 +332,7 @@ class StartEpoch(Message, frozen=True, kw_only=True):
     copies: tuple[LayerCopy, ...] = ()
     copied: Label | None = None
     kept: Label | None = None
+    idle: tuple[IdleSpans, ...] = ()
 
 
 class SaveLayers(Message, frozen=True, kw_only=True):

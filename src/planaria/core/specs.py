@@ -16,7 +16,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         worker: the worker's main function, "module:function".
         cache_directory: where tokens and profiles are kept between jobs.
-        profile: of a paced job, whose layers it describes.
+        profile: of the model's layers, and of the links between nodes.
         machine: on which the node is; a node that takes the place of a lost one may be on its.
         trace: whether workers report the spans of every iteration.
         places: at which faults are to be injected on this node, and where the launcher listens

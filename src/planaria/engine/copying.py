@@ -11,13 +11,15 @@ Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 5.
 from collections.abc import Callable, Collection
 
 from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.stream import Buffers, Copier
-from planaria.checkpoint.wire import State, state_of
+from planaria.checkpoint.stream import Copier
+from planaria.checkpoint.turns import AtOnce, Buffers
+from planaria.checkpoint.wire import State, sent_by, sent_to, state_of
 from planaria.core.commit import CommitVector
 from planaria.core.copies import Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
-from planaria.core.plan import Plan
+from planaria.core.plan import Link, Plan
 from planaria.core.specs import NodeSpec
+from planaria.engine.interleaving import Interleaving
 from planaria.engine.stage import Stage
 from planaria.transport.links import Links
 
@@ -35,12 +37,17 @@ class Copying:
     ) -> None:
         self._spec = spec
         self._job = spec.job.checkpoint
+        self._to_host: Link | None = None
+        if spec.job.model.kind == "paced" and spec.profile is not None:
+            self._to_host = spec.profile.links.get("device_to_host")
         self._links = links
         self._send = send
         self._timeout_s = timeout_s
         self._arena = Arena(spec.copies_fd) if spec.copies_fd >= 0 else None
         self._kept: Label | None = None  # The newest version that is complete, as far as known.
         self._copier: Copier | None = None
+        self._turns: Interleaving | None = None
+        self._first_age = 0  # Of the epoch's first version.
 
     # -- between epochs ---------------------------------------------------------------------------
 
@@ -78,6 +85,9 @@ class Copying:
             self._kept = start.kept
         own = set(plan.held_by_rank[rank]).difference(plan.silent.get(rank, ()))
         self._stage = stage
+        self._turns = self._interleaving(start)
+        unprotected = self._job.profile_iterations if self._turns and not start.idle else 0
+        self._first_age = start.iteration + unprotected
         self._copier = Copier(
             self._links,
             self._arena,
@@ -86,12 +96,54 @@ class Copying:
             since=start.since,
             epoch=epoch,
             kept=self._kept,
-            buffers=Buffers(self._job.buffer_bytes, self._job.num_buffers),
+            buffers=self._buffers(),
+            turns=self._turns or AtOnce(),
+            unload=self._unload,
             virtual_bytes=stage.model.virtual_state_bytes,
             failed=lambda reason: self._send(CopiesFailed(rank=rank, epoch=epoch, reason=reason)),
             timeout_s=self._timeout_s,
         )
-        self._begin(start.iteration)
+        if not unprotected:
+            self._begin(start.iteration)
+
+    def _buffers(self) -> Buffers | None:
+        job = self._job
+        if job.mode == "naive":
+            return None
+        return Buffers(job.buffer_bytes, 1 if job.mode == "unpipelined" else job.num_buffers)
+
+    def _interleaving(self, start: StartEpoch) -> Interleaving | None:
+        """The moments at which copies of an epoch may go; None where they wait for nothing."""
+        job, rank, profile = self._job, self._spec.rank, self._spec.profile
+        if profile is None or job.mode in ("naive", "blocking"):
+            return None
+        return Interleaving(
+            self._links,
+            link=profile.links["inter_node"],
+            idle={entry.target: entry.spans for entry in start.idle if entry.source == rank},
+            gamma=None if job.gamma == "auto" else job.gamma,
+            iterations=job.profile_iterations - 1,
+            targets={target for target, _ in sent_by(rank, start.copies)},
+            sources=sent_to(rank, start.copies).keys(),
+            devices_per_node=self._spec.job.cluster.devices_per_node,
+        )
+
+    def _unload(self, num_bytes: int, *, is_own: bool) -> None:
+        """Sleeps as long as a paced job's devices would take. Copies that come are received by the
+        host unless they are to come by a device."""
+        if self._to_host is not None and (is_own or self._job.path == "device"):
+            self._links.timekeeper.sleep(self._to_host.seconds(num_bytes))
+
+    def started(self, iteration: int) -> None:
+        """An iteration begins."""
+        if self._turns is not None:
+            must_end = self._job.every != "auto" and (iteration + 1) % self._job.every == 0
+            self._turns.started(iteration, must_end=must_end)
+
+    def acted(self) -> None:
+        """A forward or backward is done."""
+        if self._turns is not None:
+            self._turns.acted()
 
     def votes(self, iteration: int) -> tuple[int, int]:
         """Whether this rank is through with the version, and whether it failed, for the commit of
@@ -115,21 +167,32 @@ class Copying:
             goes_on: neither training nor the epoch ends here; else no version begins. There is none
                 of the job's last state, from which nobody could tell that it was the last.
         """
-        if self._copier is None or not vector.copied(plan):
+        if self._copier is None or age < self._first_age:
             return
-        if not vector.votes.uncopied:
-            self._copier.complete()
-            self._kept = self._copier.kept
+        if self._copier.has_begun:
+            if not vector.copied(plan):
+                return
+            if not vector.votes.uncopied:
+                self._copier.complete()
+                self._kept = self._copier.kept
         if goes_on and (self._job.every == "auto" or age % self._job.every == 0):
             self._begin(age)
 
     def leave(self) -> None:
         """Ends the epoch's threads; what they wait for must have been aborted or be over."""
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
         if self._copier is not None:
             self._copier.close()
             self._copier = None
 
     def _begin(self, age: int) -> None:
         assert self._copier is not None
+        if self._turns is not None:
+            self._turns.hold()
         layers = self._stage.layers
         self._copier.begin(age, {n: layers[n].state_views() for n in self._copier.own})
+        if self._job.mode == "blocking":
+            self._copier.wait_ended()
+            self._links.timekeeper.catch_up()

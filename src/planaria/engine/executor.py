@@ -55,6 +55,7 @@ class Executor:
         pulse: is told when an action begins that should end in time.
         reached: is called at the steps at which a fault can be injected.
         worked: is called after each forward and backward, or part of one, with the seconds of it.
+        acted: is called then, too, before any fault makes this rank slow.
 
     Attributes:
         action_s: by kind, of the iteration run last, in forwards and backwards alone.
@@ -73,6 +74,7 @@ class Executor:
         resilience: ResilienceConfig,
         reached: Callable[[str, int], None],
         worked: Callable[[float], None],
+        acted: Callable[[], None],
     ) -> None:
         self.action_s: dict[str, float] = {}
         self._plan = plan
@@ -86,6 +88,7 @@ class Executor:
         self._resilience = resilience
         self._reached = reached
         self._worked = worked
+        self._acted = acted
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
         held = plan.held_by_rank
@@ -168,6 +171,7 @@ class Executor:
             self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
         self._handlers[action.kind](action)
         if action.kind in _COMPUTING:
+            self._acted()
             self._worked(self._now_s() - start_s)
             kind = action.kind.value
             self.action_s[kind] = self.action_s.get(kind, 0.0) + self._now_s() - start_s

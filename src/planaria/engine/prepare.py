@@ -61,8 +61,9 @@ def load_model(
 
 def pacing_of(spec: NodeSpec) -> Pacing | None:
     """How the links of a paced job's worker are paced; None of any other."""
-    if spec.profile is None:
+    if spec.job.model.kind != "paced":
         return None
+    assert spec.profile is not None
     return Pacing(
         clocks_fd=spec.clocks_fd,
         devices_per_node=spec.job.cluster.devices_per_node,

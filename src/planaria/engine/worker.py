@@ -46,7 +46,7 @@ from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
-from planaria.engine.executor import Executor
+from planaria.engine.executor import RECEIVE_TIMEOUT_S, Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
@@ -98,7 +98,7 @@ class Worker:
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )
-        self._copying = Copying(spec, links, send=control.send, timeout_s=LINK_TIMEOUT_S)
+        self._copying = Copying(spec, links, send=control.send, timeout_s=RECEIVE_TIMEOUT_S)
         self._slowness = Slowness(links.timekeeper)
         probe = Probe(
             spec.node,
@@ -252,6 +252,7 @@ class Worker:
             resilience=self._job.resilience,
             reached=self._reached,
             worked=self._slowness.worked,
+            acted=self._copying.acted,
         )
         try:
             self._copying.enter(start, self._stage, is_planned=is_planned)
@@ -336,6 +337,7 @@ class Worker:
     ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
         """The vector of an iteration, whose gradients are complete then, and what was measured."""
         self._reached("start", iteration)
+        self._copying.started(iteration)
         vector, spans = executor.run(
             iteration,
             Batches(self._dataset, self._job.training, iteration=iteration),

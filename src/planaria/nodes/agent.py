@@ -86,7 +86,7 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     devices = spec.job.cluster.devices_per_node
     try:
-        clocks_fd = node_clocks(devices) if spec.profile is not None else -1
+        clocks_fd = node_clocks(devices) if spec.job.model.kind == "paced" else -1
         workers = [
             _Worker(_worker_spec(spec, device, clocks_fd), lifeline_fd) for device in range(devices)
         ]

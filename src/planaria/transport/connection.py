@@ -47,6 +47,7 @@ class Channel(IntEnum):
     TAKEN = 11
     COPY = 12
     COPY_TAKEN = 13
+    COPY_USE = 14
 
 
 _CHANNELS = frozenset(int(channel) for channel in Channel)

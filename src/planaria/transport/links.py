@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from planaria.transport.connection import (
 )
 from planaria.transport.pacing import Ends, Leaving, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
+from planaria.transport.traffic import Traffic
 
 __all__ = ["Address", "Buffer", "Channel", "Links", "Tag"]
 
@@ -50,11 +52,11 @@ class Links:
 
     Attributes:
         address: where this rank accepts links.
-        sent_bytes, received_bytes: payload, by channel.
-        state_bytes: payload of state received, by epoch.
-        linked_s: by the monotonic clock, when the last link of the epoch stood; 0.0 before.
+        sent_bytes, received_bytes: payload, by channel; state_bytes: of state received, by epoch.
+        linked_s: by the monotonic clock, when the epoch's last link stood; 0.0 before.
         cuts: what this rank is cut off from.
         timekeeper: the time of threads that send and receive.
+        traffic: what takes the ways to and from other nodes.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class Links:
         self._first_epoch = 0
         self._abort_reason = ""
         self._failure: Exception | None = None
-        flow = Ends(lock, self._way, self._transmit, self._put, self._fail)
+        self.traffic = Traffic()
+        flow = Ends(lock, self._way, self._transmit, self._put, self._fail, self.traffic)
         self._flow = Pacer(rank, pacing, flow) if pacing else Unpaced(flow)
         self.timekeeper = self._flow.timekeeper
         self._server = Server(
@@ -146,10 +149,9 @@ class Links:
             self._note_links(peers)
             for peer in self._ports.keys() - self._awaited:
                 self._peers[peer].is_used = True
-            missing = [peer for peer in self._awaited if peer > self.rank]
-            # Whoever still waits in an older epoch is freed, also if abort came just before.
-            self._changed.notify_all()
-        for peer in sorted(set(missing) - self._calling.keys()):
+            missing = {peer for peer in self._awaited if peer > self.rank}
+            self._changed.notify_all()  # Frees whoever still waits in an older epoch.
+        for peer in sorted(missing - self._calling.keys()):
             self._call(peer, addresses[peer])
 
     def wait_linked(self, *, timeout_s: float) -> None:
@@ -243,11 +245,9 @@ class Links:
                 if connection is None:
                     self._early.setdefault(peer, []).append(message)
                     return
-        with connection.lock:
-            try:
-                is_done = connection.append(message)
-            except OSError:
-                is_done = True  # The reader thread sees the same error and reports the loss.
+        is_done = True
+        with connection.lock, suppress(OSError):  # The reader sees it, too, and tells of the loss.
+            is_done = connection.append(message)
         if not is_done:
             self._server.write(connection)
 
@@ -311,20 +311,20 @@ class Links:
         self._check_epoch(epoch)
         for peer in lost():
             raise PeerLostError(peer, self._lost[peer])
-        silent = [peer for peer in peers if peer not in self._peers] or list(peers)
+        silent = set(peers) - self._peers.keys() or peers
         raise PeerLostError(min(silent), f"nothing came for {timeout_s:.1f} s")
 
     def _check_epoch(self, epoch: int) -> None:
         """Raises if the epoch is over. The condition must be held."""
         if epoch >= max(self._first_epoch, self.epoch):
             return
-        is_aborted = epoch < self._first_epoch
-        reason = self._abort_reason if is_aborted else f"epoch {self.epoch} has begun"
+        begun = f"epoch {self.epoch} has begun"
+        reason = self._abort_reason if epoch < self._first_epoch else begun
         raise AbortedError(f"rank {self.rank}, epoch {epoch}: {reason}")
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise AssertionError("the thread that serves the links died") from self._failure
+            raise AssertionError("the links' thread died") from self._failure
 
     def _call(self, peer: int, address: Address) -> None:
         try:

@@ -24,6 +24,7 @@ import math
 import struct
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -34,6 +35,7 @@ from planaria.errors import PeerLostError
 from planaria.transport.connection import Channel, Connection, Received, Tag, header
 from planaria.transport.lanes import Clock, Lane, shared_clocks
 from planaria.transport.timekeeping import Timekeeper
+from planaria.transport.traffic import Traffic, Use
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class Ends:
         transmit: writes to a peer; raises as `check`.
         deliver: takes a message that has arrived, and when it was to be there.
         fail: a thread dies of a mistake.
+        traffic: is told of messages that leave, and of those that have come.
     """
 
     lock: "threading.RLock"
@@ -97,6 +100,7 @@ class Ends:
     transmit: Callable[[int, list[memoryview]], None]
     deliver: Callable[[Connection, Received, float], None]
     fail: Callable[[Exception], None]
+    traffic: Traffic
 
 
 class Unpaced:
@@ -108,10 +112,16 @@ class Unpaced:
 
     def send(self, peer: int, leaving: Leaving) -> None:
         """Sends a message at once."""
+        start_s, traffic = time.monotonic(), self._ends.traffic
+        end_s = start_s + traffic.seconds(leaving.num_bytes)
+        traffic.note(Use(True, peer, leaving.tag, start_s, end_s))
         self._ends.transmit(peer, [leaving.header(leaving.num_bytes), *leaving.views])
 
     def receive(self, connection: Connection, message: Received) -> None:
         """A message has come, so it is here."""
+        end_s, traffic = time.monotonic(), self._ends.traffic
+        start_s = end_s - traffic.seconds(len(message.payload))
+        traffic.note(Use(False, connection.peer, message.tag, start_s, end_s))
         self._ends.deliver(connection, message, 0.0)
 
     def end(self, connection: Connection) -> None:
@@ -143,6 +153,9 @@ class Pacer:
         self._out: list[Lane[int, Leaving]] = [Lane(out.reserve) for out, _ in clocks]
         self._into: list[Lane[Connection, Received]] = [Lane(into.reserve) for _, into in clocks]
         self._arriving: list[tuple[float, int, Connection, Received]] = []  # A heap, by time.
+        self._taken_s: defaultdict[int | Connection, float] = defaultdict(
+            float
+        )  # By messages not yet whole, by flow.
         self._order = count()
         self._changed = threading.Condition(ends.lock)
         self._wakes_s = -math.inf
@@ -176,6 +189,7 @@ class Pacer:
     def end(self, connection: Connection) -> None:
         """A connection is over: what came over it whole is delivered, whatever is its time."""
         with self._changed:
+            self._taken_s.pop(connection, None)
             waiting = [message for lane in self._into for message in lane.drop(connection)]
             own = sorted(entry for entry in self._arriving if entry[2] is connection)
             self._arriving = [entry for entry in self._arriving if entry[2] is not connection]
@@ -186,6 +200,7 @@ class Pacer:
     def forget(self, peer: int) -> None:
         """Nothing goes to this peer any more that is still to be sent."""
         with self._changed:
+            self._taken_s.pop(peer, None)
             for lane in self._out:
                 lane.drop(peer)
 
@@ -226,16 +241,29 @@ class Pacer:
         for out in self._out:
             for peer, leaving, start_s, lasts_s in out.begun(now_s):
                 self._write(peer, leaving, start_s=start_s, lasts_s=lasts_s)
+                self._taken_s[peer] += lasts_s
+                if leaving is not None:
+                    self._note(True, peer, peer, leaving.tag, end_s=start_s + lasts_s)
         for link, into in zip(self._links, self._into, strict=True):
             for connection, message, start_s, lasts_s in into.begun(now_s):
+                self._taken_s[connection] += lasts_s
                 if message is not None:
-                    due_s = start_s + lasts_s + link.latency_s
+                    peer, end_s = connection.peer, start_s + lasts_s
+                    self._note(False, connection, peer, message.tag, end_s=end_s)
+                    due_s = end_s + link.latency_s
                     heapq.heappush(self._arriving, (due_s, next(self._order), connection, message))
         while self._arriving and self._arriving[0][0] <= now_s:
             due_s, _, connection, message = heapq.heappop(self._arriving)
             self._ends.deliver(connection, message, due_s)
         if self._next_s() < self._wakes_s:
             self._changed.notify()
+
+    def _note(
+        self, is_out: bool, flow: int | Connection, peer: int, tag: Tag, *, end_s: float
+    ) -> None:
+        """The last slice of a message ends then."""
+        start_s = end_s - self._taken_s.pop(flow, 0.0)
+        self._ends.traffic.note(Use(is_out, peer, tag, start_s, end_s))
 
     def _write(self, peer: int, leaving: Leaving | None, *, start_s: float, lasts_s: float) -> None:
         stamp = memoryview(_STAMP.pack(start_s, lasts_s))

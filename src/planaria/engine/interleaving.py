@@ -1,0 +1,276 @@
+"""When a rank sends its copies: in spans in which its way out and its receiver's way in are idle.
+
+The spans of the first iterations of an epoch are as the plan's timeline predicts them, or nobody
+has copies yet. Meanwhile each rank notes when training takes its ways; after so many iterations
+it tells those who send copies to it when its way in is taken, and finds its spans anew from what
+it was told and from its own way out, again and again.
+
+A span is known by how many forwards and backwards its source has done when it begins, and how
+long after: so a late iteration has late spans. A chunk goes if it ends within the usable share of
+its span; what finds no place waits for the next iteration. Where a version has to be there with
+its iteration's commit, the last span has no end; and where an iteration had place for nothing, its
+last span takes one chunk all the same, so that a version ends one day.
+
+Source: Gemini (SOSP '23), sections 5.2 to 5.4.
+Differs: chunks are dealt to spans as time passes and not before, which gives the same where
+iterations are as they were, and less harm where they are not; the receiver's way in counts, too.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from planaria.core.copies import IdleSpan
+from planaria.core.plan import Link
+from planaria.errors import AbortedError
+from planaria.planner.interleave import Interval, anchored, best_chunk_bytes, idle_spans
+from planaria.transport.links import Channel, Links, Tag
+from planaria.transport.traffic import Use
+
+PREDICTED_GAMMA: Final = 0.9
+_GAMMAS: Final = (0.5, 0.95)  # The least and the most that is made of what was measured.
+
+_Key = tuple[bool, int, Channel, int, int]
+
+
+class Interleaving:
+    """The moments at which a rank's chunks may go, in one epoch.
+
+    Args:
+        idle: by target, as predicted; none: nothing goes before it is measured.
+        gamma: the share of a span that is used; None: as is measured.
+        iterations: of which the mean is taken.
+        sources: who send copies to this rank.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        *,
+        link: Link,
+        idle: Mapping[int, Sequence[IdleSpan]],
+        gamma: float | None,
+        iterations: int,
+        targets: Collection[int],
+        sources: Collection[int],
+        devices_per_node: int,
+    ) -> None:
+        self._links = links
+        self._link = link
+        self._spans = dict(idle)
+        self._given_gamma = gamma
+        self.gamma = gamma or PREDICTED_GAMMA
+        self._targets = sorted(targets)
+        self._sources = sorted(sources)
+        self._measured = _Measured(iterations)
+        self._round = 0  # Of what was measured; the first is 0.
+        self._early: list[Use] = []  # Of the iteration that is about to begin.
+        self._own: _Network | None = None
+        self._into: dict[int, tuple[Interval, ...]] = {}  # Of targets, in the newest round.
+        self._changed = threading.Condition()  # Guards all that follows.
+        self._done_s: list[float] = []  # When forwards and backwards were, behind the start.
+        self._free_s = 0.0  # Until when chunks of this rank take its way.
+        self._has_sent = False
+        self._must_end = False
+        self._is_held = False
+        self._is_closed = False
+        node = links.rank // devices_per_node
+        links.traffic.listen(
+            bytes_per_s=link.bandwidth_bytes_per_s,
+            is_far=lambda peer: peer // devices_per_node != node,
+        )
+        links.traffic.take()
+
+    # -- what the compute thread calls ------------------------------------------------------------
+
+    def started(self, iteration: int, *, must_end: bool) -> None:
+        """An iteration begins.
+
+        Args:
+            must_end: all that is to be sent goes in this one.
+        """
+        now_s = self._links.timekeeper.now_s()
+        uses = [*self._early, *self._links.traffic.take()]
+        self._early = [use for use in uses if use.tag.iteration >= iteration]
+        own = [use for use in uses if use.tag.iteration == iteration - 1]
+        if self._done_s and self._measured.add(own, self._done_s, end_s=now_s):
+            self._measured_enough()
+        self._hear()
+        with self._changed:
+            self._done_s = [now_s]
+            self._has_sent, self._must_end, self._is_held = False, must_end, False
+            self._changed.notify_all()
+
+    def acted(self) -> None:
+        """A forward or backward is done."""
+        with self._changed:
+            self._done_s.append(self._links.timekeeper.now_s())
+            self._changed.notify_all()
+
+    def hold(self) -> None:
+        """A version begins, which goes from the next iteration on."""
+        with self._changed:
+            self._is_held = True
+
+    def close(self) -> None:
+        """Frees who waits."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def spans(self, target: int) -> tuple[IdleSpan, ...]:
+        """Those in which chunks for a target go."""
+        with self._changed:
+            return tuple(self._spans.get(target, ()))
+
+    # -- what the thread that sends calls ---------------------------------------------------------
+
+    def chunk_bytes(self, most_bytes: int) -> int:
+        """Of the chunks of a version that begins now."""
+        with self._changed:
+            lasts_s = [span.lasts_s for spans in self._spans.values() for span in spans]
+            gamma = self.gamma
+        return best_chunk_bytes(lasts_s, most_bytes=most_bytes, link=self._link, gamma=gamma)
+
+    def wait(self, target: int, num_bytes: int) -> None:
+        """Blocks until a chunk of so many bytes may go.
+
+        Raises:
+            AbortedError: the epoch is over.
+        """
+        lasts_s = self._link.seconds(num_bytes)
+        with self._changed:
+            while True:
+                if self._is_closed:
+                    raise AbortedError("the epoch is over")
+                now_s = max(self._free_s, self._links.timekeeper.now_s())
+                moment_s = self._moment_s(target, now_s, lasts_s)
+                if moment_s is None:
+                    self._changed.wait()
+                    continue
+                left_s = moment_s - time.monotonic()
+                if left_s > 0.0:
+                    self._changed.wait(left_s)
+                    continue
+                self._links.timekeeper.reach(moment_s)
+                self._free_s, self._has_sent = moment_s + lasts_s, True
+                return
+
+    def _moment_s(self, target: int, now_s: float, lasts_s: float) -> float | None:
+        """When a chunk may go, as far as is known; None: not before something is done."""
+        if self._is_held:
+            return None
+        spans = self._spans.get(target, ())
+        for index, span in enumerate(spans):
+            if span.after >= len(self._done_s):
+                return None
+            start_s = self._done_s[span.after] + span.offset_s
+            moment_s = max(now_s, start_s)
+            is_last = index == len(spans) - 1
+            is_open = is_last and (self._must_end or not self._has_sent)
+            if is_open or moment_s + lasts_s <= start_s + self.gamma * span.lasts_s:
+                return moment_s
+        if not spans and self._done_s and (self._must_end or not self._has_sent):
+            return now_s
+        return None
+
+    # -- what is measured -------------------------------------------------------------------------
+
+    def _measured_enough(self) -> None:
+        """Finds out when this rank's ways are taken, and tells those who send to it."""
+        self._own = self._measured.network()
+        into = np.frombuffer(msgspec.json.encode(self._own.into), dtype=np.uint8)
+        for source in self._sources:
+            self._links.send(source, _use_tag(self._round), into)
+        self._round += 1
+        self._into = {}
+
+    def _hear(self) -> None:
+        """Takes what targets have told of the newest round; then the spans are as measured."""
+        if self._own is None:
+            return
+        tag = _use_tag(self._round - 1)
+        for target in self._targets:
+            if target not in self._into and self._links.has_any({target: tag}):
+                told = self._links.receive(target, tag, timeout_s=1.0)
+                self._into[target] = msgspec.json.decode(told.tobytes(), type=tuple[Interval, ...])
+                busy = [*self._own.out, *self._into[target]]
+                idle = idle_spans(busy, end_s=self._own.iteration_s)
+                with self._changed:
+                    self._spans[target] = anchored(idle, self._own.ends_s)
+                    self.gamma = self._given_gamma or self._own.gamma(idle)
+
+
+class _Network(msgspec.Struct, frozen=True):
+    """When a rank's ways are taken in an iteration, and when what it computes ends, on average.
+
+    Attributes:
+        jitter_s: by how much a message's moment differs from iteration to iteration.
+    """
+
+    out: tuple[Interval, ...]
+    into: tuple[Interval, ...]
+    ends_s: tuple[float, ...]
+    iteration_s: float
+    jitter_s: float
+
+    def gamma(self, idle: Sequence[Interval]) -> float:
+        """The share of idle spans that can be relied on."""
+        idle_s = sum(end_s - start_s for start_s, end_s in idle)
+        share = 1.0 - 2.0 * self.jitter_s * len(idle) / idle_s if idle_s else 0.0
+        least, most = _GAMMAS
+        return min(max(share, least), most)
+
+
+class _Measured:
+    """What was noted of iterations; the first one of an epoch, whose caches are cold, is not."""
+
+    def __init__(self, iterations: int) -> None:
+        self._iterations = max(1, iterations)
+        self._num_seen = -1
+        self._forget()
+
+    def add(self, uses: Sequence[Use], done_s: Sequence[float], *, end_s: float) -> bool:
+        """Takes in an iteration; whether there are enough of them."""
+        self._num_seen += 1
+        if self._num_seen == 0:
+            return False
+        begin_s = done_s[0]
+        for is_out, peer, tag, start_s, until_s in uses:
+            key = (is_out, peer, tag.channel, *tag[2:])
+            self._uses[key].append((start_s - begin_s, until_s - begin_s))
+        self._ends_s.append([moment_s - begin_s for moment_s in done_s[1:]])
+        self._iterations_s.append(end_s - begin_s)
+        return len(self._ends_s) == self._iterations
+
+    def network(self) -> _Network:
+        """The means; begins anew."""
+        means = {
+            key: (fmean(start_s for start_s, _ in seen), fmean(end_s for _, end_s in seen))
+            for key, seen in self._uses.items()
+        }
+        jitters_s = [pstdev(start_s for start_s, _ in seen) for seen in self._uses.values()]
+        network = _Network(
+            out=tuple(sorted(span for key, span in means.items() if key[0])),
+            into=tuple(sorted(span for key, span in means.items() if not key[0])),
+            ends_s=tuple(map(fmean, zip(*self._ends_s, strict=True))),
+            iteration_s=fmean(self._iterations_s),
+            jitter_s=fmean(jitters_s) if jitters_s else 0.0,
+        )
+        self._forget()
+        return network
+
+    def _forget(self) -> None:
+        self._uses: defaultdict[_Key, list[Interval]] = defaultdict(list)
+        self._ends_s: list[list[float]] = []
+        self._iterations_s: list[float] = []
+
+
+def _use_tag(number: int) -> Tag:
+    return Tag(Channel.COPY_USE, number, 0)

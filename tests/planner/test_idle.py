@@ -1,0 +1,101 @@
+"""The spans in which copies may go, as predicted."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import NUM_LAYERS, shaped_plan
+from planaria.core.copies import IdleSpans
+from planaria.core.plan import Plan
+from planaria.estimator.time import Timeline, predicted_timeline
+from planaria.planner.copies import layer_copies
+from planaria.planner.idle import predicted_idle
+from planaria.planner.placement import paper_placement
+from planaria.planner.problem import Problem
+from planaria.schedule.action import SEND_FORWARD, Schedule
+from planaria.schedule.lower import lowered
+from strategies import layer_profile, model_profile
+
+BYTES = 1_000_000
+PROFILE = model_profile(
+    tuple(
+        layer_profile(f"layer {i}", 0.01, parameter_bytes=BYTES, output_bytes=BYTES)
+        for i in range(NUM_LAYERS)
+    )
+)
+
+
+def idle_of(plan: Plan) -> tuple[Problem, tuple[IdleSpans, ...]]:
+    problem = Problem(profile=PROFILE, devices_per_node=1, num_microbatches=8, failures_tolerated=0)
+    num_nodes = len(plan.nodes)
+    placement = paper_placement(num_nodes, min(2, num_nodes), "mixed")
+    copies = layer_copies(
+        plan, copies=2, placement=placement, layer_bytes=(BYTES,) * plan.num_layers
+    )
+    return problem, predicted_idle(problem, plan, copies)
+
+
+def test_a_stage_is_idle_but_for_what_it_sends_and_its_neighbour_gets() -> None:
+    """Two stages, two microbatches: whatever either sends takes both ways of the pair."""
+    plan = shaped_plan((2,), 2)
+    _, found = idle_of(plan)
+
+    assert [(one.source, one.target) for one in found] == [(0, 1), (1, 0)]
+    # 0 sends an output when a forward is done, which takes a millisecond at 1 GB/s.
+    spans = found[0].spans
+    assert [span.after for span in spans][:3] == [0, 1, 2]
+    assert [span.offset_s for span in spans][:3] == pytest.approx([0.0, 0.001, 0.001])
+
+
+shapes = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: sum(s) > 1)
+
+
+@given(shapes)
+def test_no_span_meets_what_its_source_sends_or_its_target_gets(shape: list[int]) -> None:
+    """Each lies where its source's own work says, and together they are all that is left."""
+    plan = shaped_plan(tuple(shape), 8)
+    problem, found = idle_of(plan)
+    schedule = lowered(plan, order=problem.reduction_order)
+    timeline = predicted_timeline(
+        schedule, PROFILE, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
+    )
+    for one in found:
+        ends_s = [s.end_s for s in timeline.spans if (s.rank, s.lane) == (one.source, "compute")]
+        starts_s = [0.0, *sorted(ends_s)]
+        busy = [
+            *_taken(schedule, timeline, one.source, is_out=True),
+            *_taken(schedule, timeline, one.target, is_out=False),
+        ]
+        idle = [(starts_s[s.after] + s.offset_s, s.lasts_s) for s in one.spans]
+        for start_s, lasts_s in idle:
+            for from_s, until_s in busy:
+                assert until_s <= start_s + 1e-9 or from_s >= start_s + lasts_s - 1e-9
+        covered_s = sum(lasts_s for _, lasts_s in idle) + _union_s(busy)
+        assert covered_s == pytest.approx(timeline.iteration_s)
+
+
+def _taken(
+    schedule: Schedule, timeline: Timeline, rank: int, *, is_out: bool
+) -> Iterator[tuple[float, float]]:
+    """When a rank's way out, or in, is taken."""
+    for source, lane, action, start_s, end_s in timeline.spans:
+        ends = {source}
+        if lane == "send":
+            step = 1 if action.kind is SEND_FORWARD else -1
+            target = schedule.routes[action.microbatch][action.hop + step].rank
+            ends = {source if is_out else target}
+        elif lane == "compute" or len(schedule.buckets[action.bucket].ranks) == 1:
+            continue
+        if rank in ends:
+            yield start_s, end_s
+
+
+def _union_s(spans: list[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    total_s = until_s = 0.0
+    for start_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
