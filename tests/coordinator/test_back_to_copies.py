@@ -151,7 +151,7 @@ def test_live_layers_come_before_copies() -> None:
 def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
     """Layer 4 is nowhere."""
     some = {layer: BOTH for layer in range(NUM_LAYERS) if layer != 4}
-    rules = rules_with(copies)
+    rules = replace(rules_with(copies), source="")
     events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
     events += [answers(1, 2, some if copies else {}), answers(3, 2, {})]
     state, commands = after(training(rules), events, rules)
@@ -159,6 +159,31 @@ def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
     (end,) = of_type(commands, End)
     assert (end.ending, state.phase) == (Ending.LOST, Phase.ENDED)
     assert "no live node holds layer" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("published", "copied", "source"),
+    [(-1, True, ""), (OLDER.age, True, ""), (NEWEST.age, False, "a save"), (-1, False, SOURCE)],
+)
+def test_all_go_back_to_the_newest_state_that_there_is(
+    published: int, copied: bool, source: str
+) -> None:
+    """In memory, in a save of this run, or in the one that it began with."""
+    rules = rules_with()
+    state = training(rules)
+    if published >= 0:
+        state = replace(state, published=published, source="a save")
+    labels = dict.fromkeys(range(NUM_LAYERS), (OLDER,)) if copied else {}
+    events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
+    events += [answers(1, 2, labels), answers(3, 2, {})]
+    state, commands = after(state, events, rules)
+
+    age = OLDER.age if copied else max(published, FIRST)
+    wanted = Origin(iteration=age, source=source, epoch=2, copied=OLDER if copied else None)
+    assert state.origin == wanted
+    (notice,) = of_type(commands, Decided)
+    assert (notice.source, notice.copied) == (source, OLDER.age if copied else -1)
+    assert notice.redone_samples >= (NEXT - age) * rules.job.training.global_batch_size
 
 
 def test_copies_of_a_history_that_was_given_up_do_not_count() -> None:

@@ -168,20 +168,28 @@ def test_before_the_first_iteration_every_rank_can_make_every_layer() -> None:
     assert (order.iteration, order.vector, order.source) == (FIRST, b"", SOURCE)
 
 
-def test_a_job_whose_workers_are_all_new_does_not_begin_again() -> None:
-    """Nobody has a vector, as before the first iteration; but iterations are committed.
+@pytest.mark.parametrize("source", ["", SOURCE])
+def test_a_job_whose_workers_are_all_new_does_not_begin_again(source: str) -> None:
+    """Nobody has a vector, as before the first iteration; but iterations are committed. It may go
+    back to a save and say so.
 
     Found by the simulation: the worker of the only node that was left crashed.
     """
-    rules = small_rules()
+    rules = replace(small_rules(), source=source)
     answers = [stopped(rank, 1) for rank in (0, 1, 2)]
     events: list[Event] = [gone(3), MembersRecorded(1), *answers]
 
     _, commands = after(training(rules), events, rules)
 
-    assert of_type(commands, RecordDecision) == []
+    told = of_type(commands, RecordDecision)
+    if source:
+        (record,) = told
+        assert record.outcome.origin == Origin(iteration=FIRST, source=SOURCE, epoch=1)
+        return
+    assert told == []
     (end,) = of_type(commands, End)
-    assert (end.ending, end.reason) == (Ending.LOST, "no live node holds layer 0")
+    assert end.ending == Ending.LOST
+    assert end.reason == "no live node holds layer 0, and no copy of it is left"
 
 
 def test_a_job_whose_last_save_is_on_disk_needs_no_workers_any_more() -> None:

@@ -1,5 +1,7 @@
 """Losses: who is left, what is written down before whom is told, and when the job has to end."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinated import (
@@ -219,10 +221,11 @@ def test_a_policy_is_told_of_lost_nodes_only() -> None:
 
 def test_the_job_ends_without_a_save_when_no_live_node_holds_a_layer() -> None:
     """Ranks 1 and 3 held the upper half; what is left is of no use alone."""
-    cluster = trained(FakeCluster(RULES, PLAN))
+    cluster = trained(FakeCluster(replace(RULES, source=""), PLAN))
     cluster.lose(1, 3)
 
-    assert cluster.commands[-1] == End(Ending.LOST, "no live node holds layer 5")
+    reason = "no live node holds layer 5, and no copy of it is left"
+    assert cluster.commands[-1] == End(Ending.LOST, reason)
     assert not of_type(cluster.commands, SaveLayers)
 
 

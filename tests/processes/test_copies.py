@@ -25,6 +25,8 @@ from planaria.errors import InsufficientError
 from planaria.library import Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
+from planaria.planner.copies import layer_copies
+from planaria.planner.placement import paper_placement
 from planaria.planning import given_profile, plan_job
 
 ITERATIONS = 10
@@ -234,6 +236,22 @@ def test_copies_that_have_rotted_are_not_used(server: ForkServer, run: Run) -> N
     events = recoveries(result)
     assert events[-1].source_tier == "memory"
     assert any("is not what was written there; it is not used" in note for note in flipper.notes)
+
+
+def test_a_whole_placement_group_is_lost(server: ForkServer, job: JobConfig) -> None:
+    """Those who hold a layer, and who keeps its copy: on from the newest save, which is said."""
+    checkpoint = replace(job.checkpoint, persist_every=2)
+    config = replace(job, checkpoint=checkpoint, cluster=replace(job.cluster, nodes=8))
+    planned = plan_job(config, Prepared(profile=given_profile(config)))
+    placement = paper_placement(8, 2, "mixed")
+    layer_bytes = (1,) * planned.plan.num_layers
+    (copy, *_) = layer_copies(planned.plan, copies=2, placement=placement, layer_bytes=layer_bytes)
+    lost = sorted({*planned.plan.holders(0), *copy.targets})
+    result = struck(config, server, f"kill:{','.join(map(str, lost))}@7.backward")
+
+    (event,) = recoveries(result)
+    assert event.source_tier == "disk"
+    assert digests(result) == calm_digests(server, ITERATIONS)
 
 
 def test_without_copies_of_a_layer_the_job_ends(

@@ -332,6 +332,11 @@ def who_never_comes_is_awaited(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def saves_are_of_no_use(patch: pytest.MonkeyPatch) -> None:
+    """The job ends where no live node holds some layer."""
+    patch.setattr("planaria.coordinator.recovery.back_point", lambda *_: None)
+
+
 def empty_places_are_visited(patch: pytest.MonkeyPatch) -> None:
     """Microbatches keep their routes, also through places of nodes that are gone."""
 

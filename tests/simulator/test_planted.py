@@ -35,6 +35,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.silent_members_are_left_out, change_struck, 0),
     (planted.a_new_coordinator_trusts_a_change, change_struck, 10),
     (planted.who_never_comes_is_awaited, held_back, 0),
+    (planted.saves_are_of_no_use, drawn_faults, 20),
 )
 
 

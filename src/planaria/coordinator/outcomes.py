@@ -98,17 +98,22 @@ def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label 
     return max(whole, key=lambda label: (label.age, label.epoch), default=None)
 
 
-def copy_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:
-    """The copies in memory that all could go back to; None if there are none of some layer, or it
-    is on record that they go on in this epoch."""
-    if state.outcome is not None and state.outcome.epoch == state.epoch:
+def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:
+    """The newest state that is there of all layers, in memory or on disk; None if there is none, or
+    it is on record that they go on in this epoch."""
+    if _is_recorded(state):
         return None
+    iteration, source = _newest_save(rules, state)
     label = newest_copies(rules, state)
-    if label is None:
+    if label is not None and (label.age >= iteration or not source):
+        iteration, source = label.age, ""
+    elif source:
+        label = None
+    else:
         return None
-    num_undone = max(0, outcome.iteration - label.age) + outcome.is_redo
+    num_undone = max(0, outcome.iteration - iteration) + outcome.is_redo
     redone = num_undone * rules.job.training.global_batch_size
-    return SavePoint(label.age, "", redone, label)
+    return SavePoint(iteration, source, redone, label)
 
 
 def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> SavePoint | None:
@@ -117,7 +122,7 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
     origin = state.origin
     iteration, source, copied = origin.iteration, origin.source, origin.copied
     if outcome.iteration > iteration:
-        if state.outcome is not None and state.outcome.epoch == state.epoch:
+        if _is_recorded(state):
             return None
         if copied is not None:  # By now nobody may have those copies any more.
             iteration, source, copied = rules.first_iteration, rules.source, None
@@ -126,6 +131,18 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
     num_undone = max(0, outcome.iteration - iteration)
     redone += num_undone * rules.job.training.global_batch_size
     return SavePoint(iteration, source, redone, copied)
+
+
+def _newest_save(rules: Rules, state: JobState) -> tuple[int, str]:
+    """The newest save on disk, "" if there is none."""
+    if state.published > rules.first_iteration:
+        return state.published, state.source
+    return rules.first_iteration, rules.source
+
+
+def _is_recorded(state: JobState) -> bool:
+    """Whether it is on record how all go on in this epoch."""
+    return state.outcome is not None and state.outcome.epoch == state.epoch
 
 
 def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:

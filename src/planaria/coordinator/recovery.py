@@ -24,7 +24,7 @@ from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.drift import policy_of
 from planaria.coordinator.history import with_failure
 from planaria.coordinator.outcomes import (
-    copy_point,
+    back_point,
     gone_back,
     held_layers,
     newest_copies,
@@ -153,13 +153,13 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     missing = cluster.lost_layers(rules.num_layers)
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
-    if missing and (point := copy_point(rules, state, outcome)):
+    is_saved = ends and state.published >= outcome.iteration
+    if missing and not is_saved and (point := back_point(rules, state, outcome)):
         state, outcome = gone_back(state, point)
         held, redone = held_layers(rules, state, outcome), point.redone_samples
         cluster, missing, ends = _cluster(rules, state, held, now_s), (), False
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
-    is_saved = ends and state.published >= outcome.iteration
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
     reason = shortage_text(rules, num_nodes)
@@ -173,7 +173,8 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
             return _resume(rules, state, outcome, event, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
     if missing:
-        return _end(state, f"no live node holds layer {missing[0]}{_after_crash(state)}")
+        text = f"no live node holds layer {missing[0]}, and no copy of it is left"
+        return _end(state, f"{text}{_after_crash(state)}")
     return _save(state, outcome, held, ending=Ending.LOST.value, reason=reason)
 
 
@@ -253,7 +254,7 @@ def _resume(
         transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
         redone_samples=best.redone_samples,
         joined=loss.joined,
-        source=order.source if best.goes_back else "",
+        source=order.source if state.origin.epoch == state.epoch else "",
         copied=order.copied.age if order.copied else -1,
         detected_s=now_s,
         time_to_failure_s=time_to_failure_s(rules, state, loss.lost_s),

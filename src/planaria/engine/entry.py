@@ -74,7 +74,7 @@ def loaded_layers(tier: DiskTier, source: str, layers: Sequence[int]) -> dict[in
     """
     if not source:
         return {}
-    manifest = next(v.manifest for v in tier.versions() if v.directory.name == source)
+    manifest = next((v.manifest for v in tier.versions() if v.directory.name == source), None)
     try:
         if manifest is None:
             raise CheckpointError(f"checkpoint {source} is not complete any more")

@@ -349,16 +349,17 @@ class Checkers:
             self._fail(f"{num_left} nodes are left, and the job ends: {ended.reason}")
 
     def _check_layer_lost(self, layer: int, ended: Ended) -> None:
-        """No member has it at the age at which all would go on, nor can get there."""
+        """No member has it at the age at which all would go on, nor will; and nothing is saved."""
         workers = [w for w in self._cluster.workers() if self._node(w) in ended.nodes]
         age = max((self._outcome, *(w.vector_iteration + 1 for w in workers)))
         for worker in workers:
-            held = worker.held.get(layer)
-            if held is None or held.age == NOT_YET:
+            if (held := worker.held.get(layer)) is None or held.age == NOT_YET:
                 continue
             is_complete = held.gradients_of == held.age == age - 1
             if held.age == age or is_complete:
                 self._fail(f"rank {worker.rank} has layer {layer}, and the job ends without it")
+        if self._published > 0:
+            self._fail(f"a save of iteration {self._published} is there, and the job ends")
 
     def _node(self, worker: SimulatedWorker) -> int:
         return worker.rank // self._job.scenario.devices_per_node
