@@ -9,6 +9,7 @@ from coordinated import NOW_S, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.overhead import (
+    FIRST_SHARE,
     NUM_NEWEST,
     prices_of,
     switch_s,
@@ -67,7 +68,7 @@ def test_what_the_first_recovery_costs_is_taken_from_the_start_and_then_measured
     once = recovered(begun, transfer_s=2.0, total_s=2.25)
 
     assert prices_of(RULES, unknown).regroup_s == RULES.prices.regroup_s
-    assert prices_of(RULES, begun).regroup_s == 0.4
+    assert prices_of(RULES, begun).regroup_s == FIRST_SHARE * 0.4
     assert prices_of(RULES, once).regroup_s == pytest.approx(0.25)
     assert prices_of(RULES, recovered(once, transfer_s=2.0, total_s=2.75)).regroup_s == (
         pytest.approx(0.5)

@@ -15,8 +15,8 @@ so that a few bytes, which take as long as a message, tell next to nothing.
 The overhead is all the rest, whatever moves: records on disk, the order's way, links made anew,
 ranks that get going. It depends on machines, nodes and model, so it is measured, in each recovery,
 as the time that there was less what the layers took. The price of the next is the median of the
-newest; before the first recovery it is what the links took when the job began, which were all new
-then.
+newest; before the first recovery it is two thirds of what the links took when the job began, which
+were all new then, where most of them stand in a recovery.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise; it
 is mostly links, too.
@@ -38,12 +38,13 @@ from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02
+FIRST_SHARE: Final = 2 / 3  # Measured on 32 nodes, see docs/LOG.md.
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
     """What recovery costs, as far as the job has told."""
     findings, factor = state.learning.findings, _transfer_factor(state)
-    regroup_s = findings.linked_s or rules.prices.regroup_s
+    regroup_s = FIRST_SHARE * findings.linked_s or rules.prices.regroup_s
     if findings.overheads_s:
         regroup_s = median(findings.overheads_s)
     links = {
