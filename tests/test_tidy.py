@@ -39,6 +39,7 @@ LEVELS = (
         "planning",
         "predictions",
         "reporting",
+        "resources",
         "events_command",
         "placement_command",
         "scripts",

@@ -43,7 +43,6 @@ from planaria.planner.plans import EveryPlan
 from planaria.planning import (
     Planned,
     cache_directory,
-    check_disk,
     fingerprint,
     fork_server,
     given_profile,
@@ -54,6 +53,7 @@ from planaria.planning import (
 )
 from planaria.predictions import predicted_peak_bytes
 from planaria.reporting import compared_iterations, report_of
+from planaria.resources import check_room
 from planaria.show.watcher import Progress, Watcher
 
 _WORKER = "planaria.engine.process:main"
@@ -234,9 +234,9 @@ class Job:
             running.wait_ready()
             display.doing("building the model and measuring its layers")
             prepared = prepare(config, running)
-            check_disk(config, prepared)
             display.doing("planning")
             planned = plan_job(config, prepared, plan=plan, every=every, manifest=manifest)
+            check_room(planned)
             display.planned(planned)
             recorder = Recorder(
                 start_s=start_s,

@@ -6,7 +6,6 @@ estimator predicts for it.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -331,29 +330,6 @@ def _most_nodes(problem: Problem) -> int:
         return 0
     # Of each node every device has a share of a layer, and no two nodes share one.
     return min(sum(counts) // per_node, len(counts) // -(-per_node // max(counts)))
-
-
-def check_disk(config: JobConfig, prepared: Prepared) -> None:
-    """Refuses a disk that cannot take one save; parameters and optimizer state are a layer's file.
-
-    Raises:
-        ConfigError: the free space is too small.
-    """
-    assert prepared.profile is not None
-    if config.model.kind == "paced":  # Its profile tells the bytes of another model.
-        return
-    directory = Path(config.checkpoint.directory)
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    needed_bytes = sum(
-        layer.parameter_bytes + layer.optimizer_bytes for layer in prepared.profile.layers
-    )
-    free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < needed_bytes:
-        raise ConfigError(
-            "checkpoint.directory",
-            config.checkpoint.directory,
-            f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there",
-        )
 
 
 def short_actions_text(planned: Planned) -> str:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -103,14 +103,16 @@ class Copier:
         self._changed = threading.Condition()  # Guards all that follows.
         self._label: Label | None = None
         self._uncopied: set[int] = set()
+        self._copied_s: dict[int, float] = {}  # When each layer was; all by the time of the work.
+        self._ended_s = 0.0
         self._num_running = 0
         self._has_failed = False
         self._is_told = False
         self._error: Exception | None = None
-        self._queues: list[SimpleQueue[tuple[Label, Mapping[int, State]] | None]] = []
+        self._queues: list[SimpleQueue[_Begun | None]] = []
         self._threads: list[threading.Thread] = []
         for name, function in (("copy", self._give), ("keep", self._keep)):
-            queue: SimpleQueue[tuple[Label, Mapping[int, State]] | None] = SimpleQueue()
+            queue: SimpleQueue[_Begun | None] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(queue, function), name=name)
             self._queues.append(queue)
             self._threads.append(thread)
@@ -132,8 +134,9 @@ class Copier:
             self._has_failed = False
             self._num_running = len(self._threads)
         self._arena.keep({self.kept, label} if self.kept else {label}, layers=self._all_kept)
+        begun = _Begun(label, states, self._links.timekeeper.now_s())
         for queue in self._queues:
-            queue.put((label, states))
+            queue.put(begun)
 
     def wait_copied(self, layer: int) -> None:
         """Blocks until the layer may change.
@@ -146,12 +149,14 @@ class Copier:
                 lambda: self._error or not self._num_running or layer not in self._uncopied
             )
             self._check()
+            self._links.timekeeper.reach(self._copied_s.get(layer, 0.0))
 
     def wait_ended(self) -> None:
         """Blocks until the version has ended for this rank; raises as `wait_copied` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._num_running)
             self._check()
+            self._links.timekeeper.reach(self._ended_s)
 
     @property
     def has_begun(self) -> bool:
@@ -191,12 +196,13 @@ class Copier:
 
     def _serve(
         self,
-        queue: SimpleQueue[tuple[Label, Mapping[int, State]] | None],
+        queue: SimpleQueue["_Begun | None"],
         function: Callable[[Label, Mapping[int, State]], None],
     ) -> None:
         while (version := queue.get()) is not None:
+            self._links.timekeeper.reach(version.begun_s)
             try:
-                function(*version)
+                function(version.label, version.states)
             except Exception as error:
                 with self._changed:
                     self._error = self._error or error
@@ -205,6 +211,7 @@ class Copier:
                     logger.exception("rank %s: a thread that copies died", self._links.rank)
                 return
             with self._changed:
+                self._ended_s = max(self._ended_s, self._links.timekeeper.now_s())
                 self._num_running -= 1
                 self._changed.notify_all()
 
@@ -227,9 +234,9 @@ class Copier:
                 versions[layer] = None
                 self._fail(str(error))
             with self._changed:
+                self._copied_s[layer] = self._links.timekeeper.now_s()
                 self._uncopied.discard(layer)
                 self._changed.notify_all()
-        self._links.timekeeper.catch_up()
         unacknowledged: dict[int, deque[_Piece]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             self._send(target, layer, label, versions[layer], unacknowledged[target])
@@ -372,3 +379,11 @@ class _Piece:
     version: Version
     index: int
     tries: int = 1
+
+
+class _Begun(NamedTuple):
+    """A version that begins, and when that was by the time of the work."""
+
+    label: Label
+    states: Mapping[int, State]
+    begun_s: float

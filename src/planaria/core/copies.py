@@ -52,3 +52,16 @@ class IdleSpans:
     source: int
     target: int
     spans: tuple[IdleSpan, ...]
+
+
+class CopiesDone(NamedTuple):
+    """How far a rank's copies were when it had applied an iteration.
+
+    Attributes:
+        age: of the newest version that is known to be complete, -1 if none is.
+        idle_s: of the spans in which copies might go; of these they took idle_used_s.
+    """
+
+    age: int = -1
+    idle_s: float = 0.0
+    idle_used_s: float = 0.0

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.core.copies import IdleSpans, Label, LayerCopy
+from planaria.core.copies import CopiesDone, IdleSpans, Label, LayerCopy
 from planaria.core.plan import Plan, Transfer
 
 # The iteration of a StartEpoch that begins when the ranks of the epoch before agree to.
@@ -115,13 +115,14 @@ class IterationDone(Message, frozen=True, kw_only=True):
         loss: of the global batch, the same on all ranks, as are the samples: they are in the
             commit vector.
         seconds: since this rank ended the iteration before.
-        stall_s: of those, spent in copying state for a save.
+        stall_s: of those, spent in copying state for a save, or in waiting for copies in memory.
         action_s: of those, spent in forwards ("F") and backwards ("B", or "BI" and "BW"); waits and
             reductions are left out.
         peak_bytes: most resident memory above that of the worker before it held a layer.
         ends: this iteration is the last one (the end, target_loss, or a request to stop).
         switches: it is the last one of this epoch; the rank goes on with the order that it has.
         received_bytes: of state that came in the iteration, for layers that the rank has silently.
+        copied: what it has meant for copies in memory.
     """
 
     rank: int
@@ -136,6 +137,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     ends: bool
     switches: bool = False
     received_bytes: int = 0
+    copied: CopiesDone = CopiesDone()
     action_s: dict[str, float] = {}
     spans: tuple[MeasuredSpan, ...] = ()
 

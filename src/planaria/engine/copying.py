@@ -8,6 +8,7 @@ iterations: then the commit waits for it.
 Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 5.
 """
 
+import time
 from collections.abc import Callable, Collection
 
 from planaria.checkpoint.arena import Arena
@@ -15,7 +16,7 @@ from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers
 from planaria.checkpoint.wire import State, sent_by, sent_to, state_of
 from planaria.core.commit import CommitVector
-from planaria.core.copies import Label
+from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
 from planaria.core.plan import Link, Plan
 from planaria.core.specs import NodeSpec
@@ -48,6 +49,7 @@ class Copying:
         self._copier: Copier | None = None
         self._turns: Interleaving | None = None
         self._first_age = 0  # Of the epoch's first version.
+        self._stall_s = 0.0
 
     # -- between epochs ---------------------------------------------------------------------------
 
@@ -151,14 +153,26 @@ class Copying:
         if self._copier is None:
             return 0, 0
         if self._job.every != "auto" and (iteration + 1) % self._job.every == 0:
-            self._copier.wait_ended()
+            self._wait(self._copier.wait_ended)
         has_ended = self._copier.has_ended
         return int(has_ended), int(has_ended and self._copier.has_failed)
 
     def wait_copied(self, layer: int) -> None:
         """Blocks until the layer may change; raises what ended the copying."""
         if self._copier is not None:
-            self._copier.wait_copied(layer)
+            copier = self._copier
+            self._wait(lambda: copier.wait_copied(layer))
+
+    def take_done(self) -> CopiesDone:
+        """What an iteration that is applied has meant for copies."""
+        idle_s, used_s = self._turns.take_idle_s() if self._turns else (0.0, 0.0)
+        age = self._kept.age if self._kept else -1
+        return CopiesDone(age=age, idle_s=idle_s, idle_used_s=used_s)
+
+    def take_stall_s(self) -> float:
+        """The seconds that training waited for copies since this was last asked."""
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return stall_s
 
     def applied(self, vector: CommitVector, plan: Plan, *, age: int, goes_on: bool) -> None:
         """All layers are of this age now; the commit before that told how far the copies were.
@@ -194,5 +208,10 @@ class Copying:
         layers = self._stage.layers
         self._copier.begin(age, {n: layers[n].state_views() for n in self._copier.own})
         if self._job.mode == "blocking":
-            self._copier.wait_ended()
-            self._links.timekeeper.catch_up()
+            self._wait(self._copier.wait_ended)
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """Waits, and notes for how long."""
+        begin_s = time.monotonic()
+        wait()
+        self._stall_s += time.monotonic() - begin_s

@@ -77,6 +77,7 @@ class Interleaving:
         self._done_s: list[float] = []  # When forwards and backwards were, behind the start.
         self._free_s = 0.0  # Until when chunks of this rank take its way.
         self._has_sent = False
+        self._used_s = 0.0
         self._must_end = False
         self._is_held = False
         self._is_closed = False
@@ -106,6 +107,14 @@ class Interleaving:
             self._done_s = [now_s]
             self._has_sent, self._must_end, self._is_held = False, must_end, False
             self._changed.notify_all()
+
+    def take_idle_s(self) -> tuple[float, float]:
+        """How long the spans of an iteration last, and how long chunks took since this was last
+        asked; to several targets, on average."""
+        with self._changed:
+            used_s, self._used_s = self._used_s, 0.0
+            idle_s = sum(span.lasts_s for spans in self._spans.values() for span in spans)
+            return idle_s / max(1, len(self._spans)), used_s
 
     def acted(self) -> None:
         """A forward or backward is done."""
@@ -160,6 +169,7 @@ class Interleaving:
                     continue
                 self._links.timekeeper.reach(moment_s)
                 self._free_s, self._has_sent = moment_s + lasts_s, True
+                self._used_s += lasts_s
                 return
 
     def _moment_s(self, target: int, now_s: float, lasts_s: float) -> float | None:

@@ -302,11 +302,10 @@ class Worker:
             switches = not ends and vector.switches(start.plan)
             goes_on = not ends and not switches
             self._copying.applied(vector, start.plan, age=iteration + 1, goes_on=goes_on)
-            every = self._job.checkpoint.persist_every
-            stall_s = 0.0
-            if ends or (every and (iteration + 1) % every == 0):
+            stall_s = self._copying.take_stall_s()
+            if ends or self._persists(iteration + 1):
                 executor.compare(iteration + 1)
-                stall_s = self._save(start, iteration + 1)
+                stall_s += self._save(start, iteration + 1)
             before_s, end_s = end_s, self._links.timekeeper.now_s()
             self._control.send(
                 IterationDone(
@@ -323,6 +322,7 @@ class Worker:
                     ends=ends,
                     switches=switches,
                     received_bytes=received_bytes,
+                    copied=self._copying.take_done(),
                     spans=spans if self._spec.trace else (),
                 )
             )
@@ -369,6 +369,11 @@ class Worker:
             if held.gradients_of == iteration:
                 self._copying.wait_copied(held.layer)
                 held.apply(iteration, learning_rate=rate, scale=scale)
+
+    def _persists(self, age: int) -> bool:
+        """Whether the state of this age is to be saved while training goes on."""
+        every = self._job.checkpoint.persist_every
+        return every > 0 and age % every == 0
 
     def _save(self, start: StartEpoch, age: int) -> float:
         """Saves what this rank owns; the seconds that training waited for it."""

@@ -18,6 +18,7 @@ from planaria.core.records import (
     Running,
     Starting,
 )
+from planaria.observe.copied import Copied
 from planaria.observe.ledger import Category, Ledger
 from planaria.observe.measured import Measured
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
@@ -49,6 +50,7 @@ class Recorder:
         iterations: committed ones, in order.
         spans: of each committed iteration, by rank; empty unless workers were told to trace.
         measured: what ranks took for their work.
+        copied: what copies in memory took.
     """
 
     def __init__(self, *, start_s: float, predicted_s: float, predicted_peak_bytes: int) -> None:
@@ -56,6 +58,7 @@ class Recorder:
         self.iterations: list[IterationRecord] = []
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
         self.measured = Measured()
+        self.copied = Copied()
         self._useful_s: list[float] = []  # Of each committed iteration.
         self._events: list[EventRecord] = []
         self._open: list[_Open] = []
@@ -106,6 +109,7 @@ class Recorder:
         self.iterations.append(record)
         self.spans.append({report.rank: report.spans for report in reports if report.spans})
         self.measured.committed(message.iteration, reports)
+        self.copied.committed(message.iteration, reports, message.now_s)
         stall_s = max((report.stall_s for report in reports), default=0.0)
         self._useful_s.append(max(0.0, record.seconds - stall_s))
         if not self._noticed():

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Protocol
 
 import msgspec
@@ -135,15 +136,20 @@ class Watcher:
             )
 
     def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
-        """The report's table: seconds from a commit to its complete save, and to read one."""
-        saves = self._checkpoint_s
+        """The report's table: seconds from a commit to its complete save, and to read one; where
+        there were copies in memory, of these, and how much of the idle network they used."""
+        saves, records = self._checkpoint_s, self._recorder.iterations
+        checkpoint_s = fmean(saves) if saves else 0.0
+        retrieval_s = self._began_s - self._starting_s if is_resumed else 0.0
+        period_s = every * fmean(record.seconds for record in records) if records else 0.0
+        wasted_s = checkpoint_s + period_s / 2.0 + retrieval_s if every else 0.0
+        back = [one.transfer_s for one in self._recorder.events() if one.source_tier == "memory"]
         return {
             "every": float(every),
-            "checkpoint_s": sum(saves) / len(saves) if saves else 0.0,
-            "retrieval_s": self._began_s - self._starting_s if is_resumed else 0.0,
-            "expected_wasted_s": 0.0,
-            "idle_used_s": 0.0,
-            "idle_left_s": 0.0,
+            "checkpoint_s": checkpoint_s,
+            "retrieval_s": retrieval_s,
+            "expected_wasted_s": wasted_s,
+            **self._recorder.copied.table(fmean(back) if back else 0.0),
         }
 
     def _starting(self, message: Starting) -> None:

@@ -1,0 +1,71 @@
+"""Whether this machine has disk and memory for a job, before any node starts."""
+
+import shutil
+from pathlib import Path
+
+import psutil
+
+from planaria.errors import ConfigError
+from planaria.planning import Planned
+
+
+def check_room(planned: Planned) -> None:
+    """Refuses what this machine has no room for; all nodes of a job are on it.
+
+    Raises:
+        ConfigError: the free disk or memory is too small.
+    """
+    if planned.config.model.kind == "paced":  # Its profile tells the bytes of another model.
+        return
+    _check_disk(planned)
+    check_memory(planned, free_bytes=psutil.virtual_memory().available)
+
+
+def _check_disk(planned: Planned) -> None:
+    """Refuses a disk that cannot take one save, which is parameters and optimizer state."""
+    config = planned.config
+    directory = Path(config.checkpoint.directory)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    needed_bytes = sum(
+        layer.parameter_bytes + layer.optimizer_bytes for layer in planned.problem.profile.layers
+    )
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            "checkpoint.directory",
+            config.checkpoint.directory,
+            f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there",
+        )
+
+
+def check_memory(planned: Planned, *, free_bytes: int) -> None:
+    """Refuses copies in memory for which there is no room.
+
+    Args:
+        free_bytes: of memory that the job may have.
+
+    Raises:
+        ConfigError: what they take, and what there is.
+    """
+    config = planned.config
+    needed_bytes = copies_bytes(planned)
+    if free_bytes < needed_bytes:
+        raise ConfigError(
+            "checkpoint.copies",
+            config.checkpoint.copies,
+            f"two versions of these copies take {needed_bytes:_} bytes of memory on all nodes "
+            f"together, and {free_bytes:_} are free on this machine, which they share",
+        )
+
+
+def copies_bytes(planned: Planned) -> int:
+    """The most that copies in memory take on all nodes together: two versions of what each rank
+    holds and of the further copies, and what is on its way to them."""
+    job, plan, profile = planned.config.checkpoint, planned.plan, planned.problem.profile
+    if not job.copies:
+        return 0
+    state_bytes = [layer.parameter_bytes + layer.optimizer_bytes for layer in profile.layers]
+    own_bytes = sum(state_bytes[n] for held in plan.held_by_rank.values() for n in held)
+    num_further = min(job.copies, len(plan.nodes)) - 1
+    buffers_bytes = num_further * len(plan.all_ranks) * job.buffer_bytes
+    return 2 * (own_bytes + num_further * sum(state_bytes)) + buffers_bytes

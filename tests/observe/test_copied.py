@@ -1,0 +1,58 @@
+"""What copies in memory took, as the report tells it."""
+
+import pytest
+
+from planaria.core.copies import CopiesDone
+from planaria.core.messages import IterationDone
+from planaria.observe.copied import Copied
+
+
+def done(
+    iteration: int, rank: int, age: int, *, idle_s: float = 0.0, used_s: float = 0.0
+) -> IterationDone:
+    return IterationDone(
+        rank=rank,
+        epoch=0,
+        iteration=iteration,
+        loss=1.0,
+        num_samples=1,
+        sample_digest="",
+        seconds=1.0,
+        stall_s=0.0,
+        peak_bytes=0,
+        ends=False,
+        copied=CopiesDone(age=age, idle_s=idle_s, idle_used_s=used_s),
+    )
+
+
+def test_a_failure_wastes_a_version_half_a_period_and_what_reading_takes() -> None:
+    """A version every two iterations of 3 s, each complete with the commit after it."""
+    copied = Copied()
+    for iteration in range(8):
+        age = iteration // 2 * 2 - (1 if iteration < 2 else 0)
+        reports = [done(iteration, rank, age) for rank in range(2)]
+        copied.committed(iteration, reports, 3.0 * iteration)
+
+    table = copied.table(0.5)
+    assert table["every"] == 2.0
+    assert table["checkpoint_s"] == pytest.approx(3.0)
+    assert table["retrieval_s"] == 0.5
+    assert table["expected_wasted_s"] == pytest.approx(3.0 + 6.0 / 2.0 + 0.5)
+
+
+def test_without_versions_there_is_nothing_to_tell() -> None:
+    """The version that a job begins with does not count, nor does one that is told again."""
+    copied = Copied()
+    for iteration in range(4):
+        copied.committed(iteration, [done(iteration, 0, 1)], float(iteration))
+
+    assert copied.table(0.0) == {"idle_used_s": 0.0, "idle_left_s": 0.0}
+
+
+def test_idle_time_is_told_by_iteration_and_rank() -> None:
+    """Of those who send copies; what took longer than the spans leaves nothing."""
+    copied = Copied()
+    copied.committed(0, [done(0, 0, -1), done(0, 1, -1, idle_s=2.0, used_s=0.5)], 1.0)
+    copied.committed(1, [done(1, 0, -1), done(1, 1, -1, idle_s=2.0, used_s=2.5)], 2.0)
+
+    assert copied.table(0.0) == {"idle_used_s": 1.5, "idle_left_s": 0.75}

@@ -1,0 +1,50 @@
+"""What a machine has no room for is refused before anything starts."""
+
+import pytest
+
+from command import PACED
+from planaria.config import load_job
+from planaria.core.specs import Prepared
+from planaria.errors import ConfigError
+from planaria.planning import Planned, plan_job
+from planaria.resources import check_memory, copies_bytes
+from strategies import equal_problem
+
+STATE = 6 * 12 * (1 << 20)  # Six layers of 4 MiB of parameters and twice that for the optimizer.
+
+
+def planned(copies: int, nodes: int = 4) -> Planned:
+    """A job of six equal layers, each node with room for two: two pipelines on four nodes."""
+    overrides = [
+        f"checkpoint.copies={copies}",
+        f"cluster.nodes={nodes}",
+        "checkpoint.buffer_bytes=1000",
+        "training.global_batch_size=16",
+        "training.microbatch_size=1",
+    ]
+    profile = equal_problem(device_memory_bytes=200 << 20).profile
+    return plan_job(
+        load_job(PACED.with_name("small.toml"), overrides=overrides), Prepared(profile=profile)
+    )
+
+
+def test_copies_take_twice_what_is_held_and_twice_the_state_for_each_further_one() -> None:
+    """A complete version and one on its way; and buffers."""
+    one, three = planned(1), planned(3)
+    num_held = sum(len(held) for held in one.plan.held_by_rank.values())
+
+    assert copies_bytes(planned(0)) == 0
+    assert copies_bytes(one) == 2 * num_held * STATE // 6
+    assert copies_bytes(three) == copies_bytes(one) + 4 * STATE + 2 * 4 * 1000
+    assert copies_bytes(planned(9)) == copies_bytes(planned(4))
+
+
+def test_a_machine_without_room_for_copies_refuses_them() -> None:
+    """With the figure."""
+    job = planned(2)
+    needed_bytes = copies_bytes(job)
+    check_memory(job, free_bytes=needed_bytes)
+
+    with pytest.raises(ConfigError, match=rf"{needed_bytes:_} bytes of memory") as caught:
+        check_memory(job, free_bytes=needed_bytes - 1)
+    assert caught.value.field == "checkpoint.copies"
