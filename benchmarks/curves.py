@@ -7,8 +7,9 @@ the same hashes in the end. In fast mode the mean loss of the last 100 iteration
 of that in peace; where runs differ, gradients were summed in another order.
 
 Printed is a line for each run, with how often which answer was taken. `--plot FILE` draws the
-curves. 3,500 iterations are what `make soak` runs. Exits 1 if a run differs by more, or does not
-survive; 2 if the picture is asked for and matplotlib is not installed.
+curves. 3,500 iterations are what `make soak` runs, an hour and more of two cores; `--results FILE`
+keeps each run as a line, so that another call goes on where one ended. Exits 1 if a run differs by
+more, or does not survive; 2 if the picture is asked for and matplotlib is not installed.
 
 Source: Odyssey, figure 13: the loss of GPT-3 over 3,500 iterations, with and without failures.
 """
@@ -24,7 +25,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
+
+import msgspec
 
 from planaria.config import load_job
 from planaria.core.inject import ITERATION_STEPS, parse_injection
@@ -41,6 +44,8 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "small.toml"
 NODES: Final = 4
 FIRST, EVERY = 30, 70  # Iterations: before the first kill, and between two of them.
 JOINS_AFTER: Final = 3
+# Of a device, by mode: for a neighbour's layers, too, and not for all layers.
+MEMORY_BYTES: Final = {True: 960_000, False: 800_000}
 LAST: Final = 100  # Iterations, of whose losses the mean is compared.
 DIFFERENCE_MAX: Final = 0.1
 SEED: Final = 13
@@ -67,7 +72,7 @@ class Curve:
     losses: tuple[float, ...]
     hashes: tuple[str, str]
     kills: tuple[int, int]
-    answers: Counter[str]
+    answers: dict[str, int]
     error: str
 
     @property
@@ -81,11 +86,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--plot", default="", help="an SVG file to draw the curves into")
+    parser.add_argument("--results", type=Path, help="what keeps the runs")
     arguments = parser.parse_args()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         print("matplotlib draws the curves: pip install 'planaria[plots]'")
         return 2
     curves: list[Curve] = []
+    known = _known(arguments.results, arguments.iterations)
     missed = 0
     header = f"{'mode':<14} {'policy':<14} {'kills':>6} {'loss':>7} {'from peace':>11}"
     print(f"{header}  answers", flush=True)
@@ -93,17 +100,33 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, closing(fork_server(example)) as server:
         for is_deterministic in MODES:
             job = _job(example, Path(directory), server, is_deterministic=is_deterministic)
-            calm = _curve(job, server, PEACE)
-            curves.append(calm)
-            missed += _told(calm, calm)
-            for policy in POLICIES:
-                struck = replace(job, resilience=replace(job.resilience, policy=policy))
-                curves.append(_curve(struck, server, policy))
-                missed += _told(curves[-1], calm)
+            calm: Curve | None = None
+            for name in (PEACE, *POLICIES):
+                curve = known.get((name, is_deterministic))
+                if curve is None:
+                    curve = _curve(job, server, name)
+                    _keep(curve, arguments.results)
+                calm = calm or curve
+                curves.append(curve)
+                missed += _told(curve, calm)
     if arguments.plot:
         _draw(curves, Path(arguments.plot))
     print(f"{missed} of {len(curves)} runs differ by more than they may, or ended early")
     return 1 if missed else 0
+
+
+def _known(path: Path | None, iterations: int) -> dict[tuple[str, bool], Curve]:
+    """The runs of so many iterations that an earlier call has kept."""
+    if path is None or not path.exists():
+        return {}
+    kept = [msgspec.json.decode(line, type=Curve) for line in path.read_bytes().splitlines()]
+    return {(c.name, c.is_deterministic): c for c in kept if len(c.losses) == iterations}
+
+
+def _keep(curve: Curve, path: Path | None) -> None:
+    if path is not None:
+        with path.open("ab") as lines:
+            lines.write(msgspec.json.encode(curve) + b"\n")
 
 
 def _job(
@@ -115,7 +138,13 @@ def _job(
         example,
         training=replace(example.training, deterministic=is_deterministic),
         checkpoint=replace(example.checkpoint, directory=str(directory / mode)),
-        cluster=replace(example.cluster, nodes=NODES, max_nodes=NODES + 1, rejoin_delay_s=0.0),
+        cluster=replace(
+            example.cluster,
+            nodes=NODES,
+            max_nodes=NODES + 1,
+            device_memory_bytes=MEMORY_BYTES[is_deterministic],
+            rejoin_delay_s=0.0,
+        ),
     )
     path = directory / f"{mode}.json"
     path.write_bytes(encode_profile(Job(job).profile(server=server)))
@@ -133,11 +162,14 @@ def specs(iterations: int, rng: Random) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _curve(job: JobConfig, server: ForkServer, name: PolicyName | str) -> Curve:
+def _curve(job: JobConfig, server: ForkServer, name: str) -> Curve:
     iterations, is_calm = job.training.iterations, name == PEACE
     faults = () if is_calm else specs(iterations, Random(SEED))
     directory = f"{job.checkpoint.directory}-{name.replace(' ', '-')}"
     job = replace(job, checkpoint=replace(job.checkpoint, directory=directory))
+    if not is_calm:
+        policy = cast(PolicyName, name)
+        job = replace(job, resilience=replace(job.resilience, policy=policy))
     result = Job(job).run(injections=[parse_injection(spec) for spec in faults], server=server)
     answered = [e for e in result.report.events if e.kind == "kill" and e.fired and e.answer]
     return Curve(
@@ -146,7 +178,7 @@ def _curve(job: JobConfig, server: ForkServer, name: PolicyName | str) -> Curve:
         losses=tuple(record.loss for record in result.report.iterations),
         hashes=(result.report.final.parameters_sha256, result.report.final.optimizer_sha256),
         kills=(len(answered), len(faults) // 2),
-        answers=Counter(event.answer for event in answered),
+        answers=dict(Counter(event.answer for event in answered)),
         error=_error(result, iterations),
     )
 
@@ -168,7 +200,9 @@ def _told(curve: Curve, calm: Curve) -> bool:
     far = f"{difference:+.4f}"
     if curve.is_deterministic:
         far = "no bit" if is_same else "bits"
-    answers = ", ".join(f"{count} {answer}" for answer, count in curve.answers.most_common())
+    answers = ", ".join(
+        f"{count} {answer}" for answer, count in Counter(curve.answers).most_common()
+    )
     print(
         f"{MODES[curve.is_deterministic]:<14} {curve.name:<14} "
         f"{curve.kills[0]:>3}/{curve.kills[1]:<2} {curve.last:>7.4f} {far:>11}  {answers}{verdict}",
