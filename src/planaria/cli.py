@@ -20,6 +20,7 @@ from rich.console import Console
 
 import planaria
 from planaria.chaos_command import chaos
+from planaria.checkpoint_command import checkpoint
 from planaria.command_line import JobFile, Settings, check_writable, exit_codes, write
 from planaria.config_checks import NODES_MAX
 from planaria.core.inject import check_injections, parse_injection
@@ -67,6 +68,7 @@ class Objective(StrEnum):
 app.command()(chaos)
 app.command()(events)
 app.command()(placement)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:

@@ -1,0 +1,147 @@
+"""The commands `planaria checkpoint`: what a job has saved, whether it is whole, what may go."""
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from planaria.checkpoint.tiers import DiskTier, Manifest, Version
+from planaria.command_line import exit_codes
+from planaria.errors import CheckpointError, ConfigError
+from planaria.show.words import bytes_text, counted
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="[DIRECTORY]", help="Where the job saves: checkpoint.directory.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_HERE: Final = Path("checkpoints")
+
+checkpoint = typer.Typer(no_args_is_help=True, help="Looks after what jobs have saved to disk.")
+
+
+@checkpoint.command()
+@exit_codes()
+def ls(directory: Directory = _HERE, as_json: AsJson = False) -> None:
+    """Lists versions, the newest first, and why one that is not complete is not."""
+    versions = _versions(directory)
+    if as_json:
+        told = [_facts(version) for version in versions]
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    table = Table("version", "iterations", "layers", "size", "written (UTC)", "", box=box.SIMPLE)
+    for version in versions:
+        manifest = version.manifest
+        row = ["", "", ""]
+        if manifest is not None:
+            row = [str(len(manifest.layers)), bytes_text(_num_bytes(manifest)), _written(version)]
+        state = "complete" if manifest is not None else f"not complete: {version.reason}"
+        table.add_row(version.directory.name, str(version.iteration), *row, state)
+    Console().print(table)
+
+
+@checkpoint.command()
+@exit_codes()
+def verify(
+    directory: Directory = _HERE,
+    version: Annotated[
+        str, typer.Option(metavar="ITERATION-EPOCH", help="This one only, not all.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Reads every byte of complete versions and compares its hash with that of what was written.
+
+    Exits with 1 if one of them is damaged.
+    """
+    found = [one for one in _versions(directory) if version in ("", one.directory.name)]
+    if not found:
+        raise ConfigError(
+            "--version", version, f"is not in {directory}; see planaria checkpoint ls"
+        )
+    tier = DiskTier(directory)
+    damage = {one.directory.name: _damage(tier, one) for one in found if one.manifest or version}
+    if as_json:
+        sys.stdout.write(json.dumps(damage, indent=2) + "\n")
+    else:
+        console = Console(soft_wrap=True, highlight=False)
+        for name, reasons in damage.items():
+            for line in reasons or ["whole"]:
+                console.print(f"{name}: {line}", markup=False)
+    if num_damaged := sum(map(bool, damage.values())):
+        text = f"{counted(num_damaged, 'version')} of {len(damage)} cannot be gone on from"
+        raise CheckpointError(text)
+
+
+@checkpoint.command()
+@exit_codes()
+def prune(
+    directory: Directory = _HERE,
+    keep: Annotated[int, typer.Option(min=1, help="Newest complete versions that stay.")] = 2,
+) -> None:
+    """Removes old versions, and what was never completed and is older than one that was."""
+    _versions(directory)
+    removed = DiskTier(directory).prune(keep)
+    console = Console(soft_wrap=True, highlight=False)
+    for path in removed:
+        console.print(f"removed {path}", markup=False)
+    if not removed:
+        console.print(
+            f"nothing to remove: {directory} has no more than it is to keep", markup=False
+        )
+
+
+def _versions(directory: Path) -> tuple[Version, ...]:
+    """Raises a ConfigError if there are none."""
+    try:
+        versions = DiskTier(directory).versions()
+    except OSError as error:
+        remedy = f"cannot be read: {error.strerror}"
+        raise ConfigError("DIRECTORY", str(directory), remedy) from error
+    if not versions:
+        remedy = "holds no version of a job; name its checkpoint.directory"
+        raise ConfigError("DIRECTORY", str(directory), remedy)
+    return versions
+
+
+def _damage(tier: DiskTier, version: Version) -> list[str]:
+    """What is wrong with each layer that cannot be read; of what is not complete, why."""
+    if version.manifest is None:
+        return [version.reason]
+    found = []
+    for entry in version.manifest.layers:
+        try:
+            tier.read_layer(version.manifest, entry.layer)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def _facts(version: Version) -> dict[str, Any]:
+    manifest = version.manifest
+    return {
+        "version": version.directory.name,
+        "iteration": version.iteration,
+        "epoch": version.epoch,
+        "is_complete": manifest is not None,
+        "reason": version.reason,
+        "num_layers": len(manifest.layers) if manifest else 0,
+        "num_bytes": _num_bytes(manifest) if manifest else 0,
+    }
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    return sum(entry.num_bytes for entry in manifest.layers)
+
+
+def _written(version: Version) -> str:
+    """When its manifest was; nothing if that has gone since."""
+    try:
+        written_s = (version.directory / "manifest.json").stat().st_mtime
+    except OSError:
+        return ""
+    return f"{datetime.fromtimestamp(written_s, tz=UTC):%Y-%m-%d %H:%M:%S}"

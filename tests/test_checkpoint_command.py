@@ -1,0 +1,107 @@
+"""`planaria checkpoint`: what is saved, whether it is whole, and what may go."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.cli import app
+
+LAYERS = 3
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Versions of 10, 20 and 30 iterations, and one of 5 that nobody completed."""
+    tier = DiskTier(tmp_path / "saves")
+    for iteration in (10, 20, 30):
+        files = tuple(
+            tier.write_layer(iteration, 1, layer, {"parameter/w": np.full(9, iteration + layer)})
+            for layer in range(LAYERS)
+        )
+        tier.publish(Manifest(iteration=iteration, epoch=1, job={}, layers=files))
+    tier.write_layer(5, 0, 0, {"parameter/w": np.zeros(9)})
+    return tier.directory
+
+
+def told(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_versions_are_listed_the_newest_first(directory: Path) -> None:
+    """With why one is not complete."""
+    lines = [line.split() for line in told("ls", str(directory)).splitlines()]
+    assert [line[0] for line in lines if line and "-" in line[0]][-4:] == [
+        "30-1",
+        "20-1",
+        "10-1",
+        "5-0",
+    ]
+
+    listed = json.loads(told("ls", str(directory), "--json"))
+    assert [(one["iteration"], one["is_complete"]) for one in listed] == [
+        (30, True),
+        (20, True),
+        (10, True),
+        (5, False),
+    ]
+    assert listed[0]["num_layers"] == LAYERS
+    assert listed[0]["num_bytes"] > LAYERS * 9 * 8
+    assert "no manifest" in listed[3]["reason"]
+
+
+def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
+    """In the version and the layer that it is in."""
+    assert json.loads(told("verify", str(directory), "--json")) == {
+        "30-1": [],
+        "20-1": [],
+        "10-1": [],
+    }
+    path = directory / "20-1" / "layer-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+
+    output = told("verify", str(directory), code=1)
+    assert "30-1: whole" in output
+    assert f"20-1: {path} is not what was written" in output.replace("\n", "")
+    assert "1 version of 3 cannot be gone on from" in output
+    assert told("verify", str(directory), "--version", "30-1").strip() == "30-1: whole"
+
+
+def test_a_version_that_is_asked_for_and_not_complete_is_damaged(directory: Path) -> None:
+    """Nobody could go on from it."""
+    output = told("verify", str(directory), "--version", "5-0", code=1)
+    assert "5-0: no manifest" in output
+
+
+def test_old_versions_are_removed(directory: Path) -> None:
+    """And those that were never completed; then there is nothing more to do."""
+    output = told("prune", str(directory), "--keep", "1")
+    assert output.count("removed /") == 3
+    assert [one.directory.name for one in DiskTier(directory).versions()] == ["30-1"]
+    assert "no more than it is to keep" in told("prune", str(directory), "--keep", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("ls", "nowhere"), "holds no version of a job"),
+        (("verify", "nowhere"), "holds no version of a job"),
+        (("prune", "nowhere"), "holds no version of a job"),
+    ],
+)
+def test_a_directory_without_versions_is_named(words: tuple[str, ...], message: str) -> None:
+    """It may be that of another job."""
+    assert message in told(*words, code=2)
+
+
+def test_a_version_that_is_not_there_is_named(directory: Path) -> None:
+    """With where to look."""
+    output = told("verify", str(directory), "--version", "7-7", code=2)
+    assert "see planaria checkpoint ls" in output
