@@ -4,9 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from jobs import NUM_LAYERS, template
+from jobs import NUM_LAYERS, shaped_plan, template
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
+    Command,
+    DecisionRecorded,
+    JobState,
     Notify,
+    Phase,
     Rules,
     Tell,
 )
@@ -189,3 +195,30 @@ def of_type(commands: Sequence[object], kind: type[Kind]) -> list[Kind]:
     """The commands of a kind, or what is told or notified of that kind."""
     inner = [c.message if isinstance(c, Tell | Notify) else c for c in commands]
     return [one for one in (*inner,) if isinstance(one, kind)]
+
+
+# -- what follows from it -------------------------------------------------------------------------
+
+HALVES = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
+LOWER, UPPER = range(5), range(5, 10)
+NEXT = FIRST + 2  # The next to be committed where tests with this plan begin.
+
+
+def after(state: JobState, events: Iterable[Event], rules: Rules) -> tuple[JobState, list[Command]]:
+    """All commands that the events bring about."""
+    commands: list[Command] = []
+    for event in events:
+        state, more = step(rules, state, event, NOW_S)
+        commands += more
+    return state, commands
+
+
+def training_halves(rules: Rules) -> JobState:
+    """All four ranks of that plan have committed two iterations."""
+    state, _ = first_step(rules, HALVES, term=0, predicted_s=1.0)
+    events: list[Event] = [DecisionRecorded(0), *map(worker, HALVES.ranks)]
+    events += [ready(rank, 0) for rank in HALVES.ranks]
+    events += [done(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in HALVES.ranks]
+    state, _ = after(state, events, rules)
+    assert (state.phase, state.next_iteration) == (Phase.TRAINING, NEXT)
+    return state

@@ -9,10 +9,14 @@ from msgspec import structs
 
 from coordinated import (
     FIRST,
-    NOW_S,
+    HALVES,
+    LOWER,
+    NEXT,
     NUM_MICROBATCHES,
     SOURCE,
+    UPPER,
     Survivors,
+    after,
     done,
     exited,
     gone,
@@ -20,13 +24,13 @@ from coordinated import (
     ready,
     small_rules,
     stopped,
+    training_halves,
     worker,
 )
-from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import Event, step
+from jobs import NUM_LAYERS
+from planaria.coordinator.coordinator import Event
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
-    Command,
     DecisionRecorded,
     End,
     Ending,
@@ -42,9 +46,6 @@ from planaria.core.copies import Label
 from planaria.core.messages import Abort, CopiesFailed, CopySpoilt, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Decided, Decision, Origin, Outcome, Warned
 
-PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
-LOWER, UPPER = range(5), range(5, 10)
-NEXT = FIRST + 2  # The next to be committed, where a test begins.
 NEWEST, OLDER = Label(-1, 0, NEXT), Label(-1, 0, NEXT - 1)
 BOTH = (OLDER, NEWEST)
 
@@ -54,26 +55,6 @@ def rules_with(copies: int = 2, policy: Survivors | None = None, **keys: Any) ->
     rules = small_rules(policy=policy, **keys)
     checkpoint = replace(rules.job.checkpoint, copies=copies)
     return replace(rules, job=replace(rules.job, checkpoint=checkpoint))
-
-
-def after(state: JobState, events: Iterable[Event], rules: Rules) -> tuple[JobState, list[Command]]:
-    """All commands that the events bring about."""
-    commands: list[Command] = []
-    for event in events:
-        state, more = step(rules, state, event, NOW_S)
-        commands += more
-    return state, commands
-
-
-def training(rules: Rules) -> JobState:
-    """All four ranks have committed two iterations."""
-    state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
-    events: list[Event] = [DecisionRecorded(0), *map(worker, PLAN.ranks)]
-    events += [ready(rank, 0) for rank in PLAN.ranks]
-    events += [done(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in PLAN.ranks]
-    state, _ = after(state, events, rules)
-    assert (state.phase, state.next_iteration) == (Phase.TRAINING, NEXT)
-    return state
 
 
 def answers(
@@ -95,7 +76,7 @@ def decided(
 ) -> tuple[JobState, Outcome, Decision]:
     """Nodes 0 and 2, the holders of the lower half, are lost at once."""
     events: list[Event] = [gone(0), gone(2), MembersRecorded(1), MembersRecorded(2), *told]
-    state, commands = after(state or training(rules), events, rules)
+    state, commands = after(state or training_halves(rules), events, rules)
     (record,) = of_type(commands, RecordDecision)
     return state, record.outcome, record.decision
 
@@ -137,7 +118,7 @@ def test_live_layers_come_before_copies() -> None:
     told = [answers(1, 1, copies_of(BOTH)), answers(3, 1, {})]
     told.append(stopped(2, 1, layers=LOWER, age=NEXT, last=NEXT - 1))
     events: list[Event] = [gone(0), MembersRecorded(1), *told]
-    _, commands = after(training(rules), events, rules)
+    _, commands = after(training_halves(rules), events, rules)
 
     (record,) = of_type(commands, RecordDecision)
     assert record.outcome.origin.epoch == -1
@@ -154,7 +135,7 @@ def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
     rules = replace(rules_with(copies), source="")
     events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
     events += [answers(1, 2, some if copies else {}), answers(3, 2, {})]
-    state, commands = after(training(rules), events, rules)
+    state, commands = after(training_halves(rules), events, rules)
 
     (end,) = of_type(commands, End)
     assert (end.ending, state.phase) == (Ending.LOST, Phase.ENDED)
@@ -170,7 +151,7 @@ def test_all_go_back_to_the_newest_state_that_there_is(
 ) -> None:
     """In memory, in a save of this run, or in the one that it began with."""
     rules = rules_with()
-    state = training(rules)
+    state = training_halves(rules)
     if published >= 0:
         state = replace(state, published=published, source="a save")
     labels = dict.fromkeys(range(NUM_LAYERS), (OLDER,)) if copied else {}
@@ -245,7 +226,7 @@ def test_a_spoilt_copy_is_answered_by_all_anew() -> None:
 def test_a_spoilt_copy_of_an_older_epoch_is_old_news() -> None:
     """It has been answered."""
     rules = rules_with()
-    state = training(rules)
+    state = training_halves(rules)
     _, commands = after(state, [CopySpoilt(rank=1, epoch=-1, reason="old")], rules)
 
     assert not commands
@@ -255,7 +236,7 @@ def test_copies_that_fail_are_told_and_training_goes_on() -> None:
     """As on a node without memory for them."""
     rules = rules_with()
     failed = CopiesFailed(rank=1, epoch=0, reason="no memory")
-    state, commands = after(training(rules), [failed], rules)
+    state, commands = after(training_halves(rules), [failed], rules)
 
     (warning,) = of_type(commands, Warned)
     assert "no memory" in warning.text
@@ -266,7 +247,7 @@ def test_the_first_order_tells_who_keeps_what() -> None:
     """And none does where the job has no copies."""
     for copies, targets in ((0, set()), (1, {0}), (2, {1})):
         rules = rules_with(copies)
-        state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
+        state, _ = first_step(rules, HALVES, term=0, predicted_s=1.0)
         assert state.decision is not None
         order = state.decision.order
         assert isinstance(order, StartEpoch)
@@ -279,7 +260,7 @@ def test_the_launcher_is_told_where_the_layers_came_from() -> None:
     copies = copies_of(BOTH)
     events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
     events += [answers(1, 2, copies), answers(3, 2, copies)]
-    _, commands = after(training(rules), events, rules)
+    _, commands = after(training_halves(rules), events, rules)
 
     (notice,) = of_type(commands, Decided)
     assert (notice.copied, notice.source) == (NEXT, "")
@@ -291,11 +272,11 @@ def test_copies_newer_than_all_that_was_reported_are_gone_forward_to() -> None:
     after it proves that it is committed, and its report is not lost."""
     rules = rules_with()
     newer = dict.fromkeys(range(NUM_LAYERS), (NEWEST, Label(-1, 0, NEXT + 1)))
-    events: list[Event] = [done(0, NEXT, epoch=0), *(exited(rank) for rank in PLAN.ranks)]
+    events: list[Event] = [done(0, NEXT, epoch=0), *(exited(rank) for rank in HALVES.ranks)]
     events += [MembersRecorded(epoch) for epoch in range(1, 5)]
-    events += [worker(rank, pid=90 + rank) for rank in PLAN.ranks]
-    events += [structs.replace(stopped(rank, 4), copies=newer) for rank in PLAN.ranks]
-    state, commands = after(training(rules), [*events, DecisionRecorded(4)], rules)
+    events += [worker(rank, pid=90 + rank) for rank in HALVES.ranks]
+    events += [structs.replace(stopped(rank, 4), copies=newer) for rank in HALVES.ranks]
+    state, commands = after(training_halves(rules), [*events, DecisionRecorded(4)], rules)
 
     (record,) = of_type(commands, RecordDecision)
     assert record.outcome.iteration == NEXT + 1

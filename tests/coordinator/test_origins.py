@@ -12,6 +12,7 @@ from coordinated import (
     NUM_MICROBATCHES,
     SOURCE,
     Survivors,
+    after,
     done,
     gone,
     of_type,
@@ -23,7 +24,7 @@ from coordinated import (
     worker,
 )
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.coordinator import Event
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
@@ -66,14 +67,6 @@ class GoesBack(Survivors):
         assert event.saved is not None
         redone = event.saved.redone_samples
         return tuple(replace(one, goes_back=True, redone_samples=redone) for one in found)
-
-
-def after(state: JobState, events: Iterable[Event], rules: Rules) -> tuple[JobState, list[Command]]:
-    commands: list[Command] = []
-    for event in events:
-        state, more = step(rules, state, event, NOW_S)
-        commands += more
-    return state, commands
 
 
 def training(rules: Rules, *, is_saved: bool = True) -> JobState:

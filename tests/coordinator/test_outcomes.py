@@ -9,10 +9,15 @@ from msgspec import structs
 from coordinated import (
     END,
     FIRST,
+    HALVES,
     LEASE_S,
+    LOWER,
+    NEXT,
     NOW_S,
     SOURCE,
+    UPPER,
     Survivors,
+    after,
     done,
     gone,
     of_type,
@@ -20,19 +25,17 @@ from coordinated import (
     saved,
     small_rules,
     stopped,
+    training_halves,
     vector,
     worker,
 )
 from fake_cluster import FakeCluster
-from jobs import NUM_LAYERS, shaped_plan
+from jobs import NUM_LAYERS
 from planaria.coordinator.coordinator import Event, step
-from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
-    Command,
     DecisionRecorded,
     End,
     Ending,
-    JobState,
     MembersRecorded,
     Phase,
     Published,
@@ -45,29 +48,7 @@ from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stop
 from planaria.core.plan import Transfer
 from planaria.core.records import Committed, Decided, Origin, Outcome, Warned
 
-PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
-LOWER, UPPER = range(5), range(5, 10)
 HELD = {0: LOWER, 1: UPPER, 2: LOWER, 3: UPPER}
-NEXT = FIRST + 2  # The next to be committed, where a test begins.
-
-
-def after(state: JobState, events: Iterable[Event], rules: Rules) -> tuple[JobState, list[Command]]:
-    commands: list[Command] = []
-    for event in events:
-        state, more = step(rules, state, event, NOW_S)
-        commands += more
-    return state, commands
-
-
-def training(rules: Rules) -> JobState:
-    """All four ranks have committed two iterations."""
-    state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
-    events: list[Event] = [DecisionRecorded(0), *map(worker, PLAN.ranks)]
-    events += [ready(rank, 0) for rank in PLAN.ranks]
-    events += [done(rank, i, epoch=0) for i in range(FIRST, NEXT) for rank in PLAN.ranks]
-    state, _ = after(state, events, rules)
-    assert (state.phase, state.next_iteration) == (Phase.TRAINING, NEXT)
-    return state
 
 
 def holds(rank: int, *, age: int, complete: bool = False, last: int) -> Stopped:
@@ -98,7 +79,7 @@ def outcome_of(answers: Iterable[Stopped], rules: Rules | None = None) -> Outcom
     """What the survivors of a loss of node 3 agree on."""
     rules = rules or small_rules()
     events: list[Event] = [gone(3), MembersRecorded(1), *answers]
-    _, commands = after(training(rules), events, rules)
+    _, commands = after(training_halves(rules), events, rules)
     (record,) = of_type(commands, RecordDecision)
     assert record.outcome.epoch == 1
     return record.outcome
@@ -158,7 +139,7 @@ def test_a_layer_is_held_only_where_it_has_or_will_have_the_age() -> None:
 def test_before_the_first_iteration_every_rank_can_make_every_layer() -> None:
     """From the seed or the checkpoint that the run goes on from."""
     policy = Survivors()
-    cluster = FakeCluster(small_rules(policy=policy), PLAN)
+    cluster = FakeCluster(small_rules(policy=policy), HALVES)
     cluster.begin()
     cluster.lose(1, 3)
 
@@ -179,7 +160,7 @@ def test_a_job_whose_workers_are_all_new_does_not_begin_again(source: str) -> No
     answers = [stopped(rank, 1) for rank in (0, 1, 2)]
     events: list[Event] = [gone(3), MembersRecorded(1), *answers]
 
-    _, commands = after(training(rules), events, rules)
+    _, commands = after(training_halves(rules), events, rules)
 
     told = of_type(commands, RecordDecision)
     if source:
@@ -195,7 +176,7 @@ def test_a_job_whose_workers_are_all_new_does_not_begin_again(source: str) -> No
 def test_a_job_whose_last_save_is_on_disk_needs_no_workers_any_more() -> None:
     """All of them crashed between the last save and its manifest."""
     rules = small_rules()
-    state = replace(training(rules), next_iteration=END, ends=True)
+    state = replace(training_halves(rules), next_iteration=END, ends=True)
     answers = [stopped(rank, 1) for rank in (0, 1, 2)]
     events: list[Event] = [gone(3), Published(END, 0), MembersRecorded(1), *answers]
 
@@ -206,7 +187,7 @@ def test_a_job_whose_last_save_is_on_disk_needs_no_workers_any_more() -> None:
 
 def test_later_epochs_start_from_nothing_on_disk() -> None:
     """The layers are in the ranks, and newer than what the run began with."""
-    cluster = FakeCluster(small_rules(), PLAN)
+    cluster = FakeCluster(small_rules(), HALVES)
     cluster.begin()
     cluster.train(FIRST)
     cluster.lose(3)
@@ -222,7 +203,7 @@ def test_an_outcome_on_record_is_inherited_over_epochs() -> None:
     answers = (applied(0), waits(1), waits(2))
     events: list[Event] = [gone(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
     events += [gone(0), PeerUnreachable(rank=1, epoch=2, peer=2, reason="closed")]
-    state, _ = after(training(rules), events, rules)
+    state, _ = after(training_halves(rules), events, rules)
     state, _ = step(rules, state, Tick(), NOW_S + 2 * LEASE_S)
     assert (state.epoch, state.nodes) == (3, (1, 2))
     later = [structs.replace(answer, epoch=3) for answer in (waits(1), waits(2))]
@@ -245,7 +226,7 @@ def test_iterations_of_the_epoch_before_are_told_once_the_next_begins() -> None:
         *answers,
         DecisionRecorded(1),
     ]
-    state, commands = after(training(rules), events, rules)
+    state, commands = after(training_halves(rules), events, rules)
 
     (committed,) = of_type(commands, Committed)
     assert (committed.iteration, committed.loss, committed.ends) == (NEXT, float(NEXT), False)
@@ -263,7 +244,7 @@ def test_reports_that_come_after_a_loss_was_noticed_still_count() -> None:
     reports: list[Event] = [done(rank, NEXT, epoch=0) for rank in (0, 1, 2)]
     answers = [holds(rank, age=NEXT + 2, last=NEXT + 1) for rank in (0, 1, 2)]
     events: list[Event] = [gone(3), *reports, MembersRecorded(1), *answers, DecisionRecorded(1)]
-    _, commands = after(training(rules), events, rules)
+    _, commands = after(training_halves(rules), events, rules)
 
     assert [c.iteration for c in of_type(commands, Committed)] == [NEXT, NEXT + 1]
     assert not of_type(commands, Warned)
@@ -276,7 +257,7 @@ def test_a_report_of_what_is_done_again_counts_for_nothing() -> None:
     answers = (waits(0), waits(1), waits(2))
     events: list[Event] = [done(3, NEXT, epoch=0), gone(3), MembersRecorded(1), *answers]
     events += [DecisionRecorded(1), *(ready(rank, 1) for rank in (0, 1, 2))]
-    state, _ = after(training(rules), events, rules)
+    state, _ = after(training_halves(rules), events, rules)
     assert state.phase is Phase.TRAINING
     again: list[Event] = [done(rank, NEXT, epoch=1) for rank in (0, 1, 2)]
     state, early = after(state, again[:2], rules)
@@ -292,7 +273,7 @@ def test_an_iteration_of_which_nobody_can_tell_is_warned_of() -> None:
     rules = small_rules()
     answers = [holds(rank, age=NEXT + 2, last=NEXT + 1) for rank in (0, 1, 2)]
     events: list[Event] = [gone(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
-    state, commands = after(training(rules), events, rules)
+    state, commands = after(training_halves(rules), events, rules)
 
     (warned,) = of_type(commands, Warned)
     assert f"iteration {NEXT} is committed" in warned.text
@@ -315,7 +296,7 @@ def test_an_outcome_that_is_the_last_iteration_is_saved_and_ends_the_job(stop_vo
     answers = last_answers(stop_votes)
     number = answers[0].vector_iteration + 1
     events: list[Event] = [gone(3), MembersRecorded(1), *answers, DecisionRecorded(1)]
-    state, commands = after(training(rules), events, rules)
+    state, commands = after(training_halves(rules), events, rules)
 
     assert state.phase is Phase.SAVING
     (order,) = of_type(commands, SaveLayers)
@@ -336,9 +317,11 @@ def test_a_job_whose_last_save_is_on_disk_has_finished(lost: tuple[int, ...]) ->
     ]
     events += [saved(rank, END, epoch=0, layers=HELD[rank]) for rank in (0, 1)]
     events += [*map(gone, lost), Published(END, 0), MembersRecorded(len(lost))]
-    left = [rank for rank in PLAN.ranks if rank not in lost]
+    left = [rank for rank in HALVES.ranks if rank not in lost]
     answers = [stopped(rank, len(lost), layers=HELD[rank], age=END, last=END - 1) for rank in left]
-    _, commands = after(training(rules), [*events, *answers, DecisionRecorded(len(lost))], rules)
+    _, commands = after(
+        training_halves(rules), [*events, *answers, DecisionRecorded(len(lost))], rules
+    )
 
     assert [order.layers for order in of_type(commands, SaveLayers)] in ([{}], [])
     assert commands[-1] == End(Ending.FINISHED)
@@ -349,7 +332,7 @@ def test_an_epoch_begins_only_once_those_who_send_layers_have_addresses() -> Non
     moves = ((Transfer(layer=0, source=2, target=1, num_bytes=8),),)
     rules = small_rules(n0=1, policy=Survivors(num_idle=1, rounds=moves))
     events: list[Event] = [*(waits(rank) for rank in (0, 1, 2)), DecisionRecorded(1)]
-    state, _ = after(training(rules), [gone(3), MembersRecorded(1)], rules)
+    state, _ = after(training_halves(rules), [gone(3), MembersRecorded(1)], rules)
     state = replace(state, workers=Growing({rank: worker(rank) for rank in (0, 1)}))
     state, early = after(state, events, rules)
     state, commands = after(state, [worker(2)], rules)
@@ -362,7 +345,7 @@ def test_an_epoch_begins_only_once_those_who_send_layers_have_addresses() -> Non
 def test_a_link_that_stays_broken_between_live_nodes_costs_the_one_most_cannot_reach() -> None:
     """It is tried again twice, from a new epoch each time; for ever would be no answer."""
     rules = small_rules(n0=1)
-    state, _ = after(training(rules), [], rules)
+    state, _ = after(training_halves(rules), [], rules)
     for epoch in range(1, 4):
         rank_3 = [
             PeerUnreachable(rank=rank, epoch=epoch - 1, peer=3, reason="nothing came")
