@@ -101,6 +101,13 @@ def test_a_directory_without_versions_is_named(words: tuple[str, ...], message: 
     assert message in told(*words, code=2)
 
 
+def test_a_directory_of_jobs_names_those_that_have_versions(directory: Path) -> None:
+    """Jobs of several examples save side by side."""
+    (directory.parent / "empty").mkdir()
+    output = told("ls", str(directory.parent), code=2)
+    assert f"{directory} does" in output.replace("\n", "")
+
+
 def test_a_version_that_is_not_there_is_named(directory: Path) -> None:
     """With where to look."""
     output = told("verify", str(directory), "--version", "7-7", code=2)

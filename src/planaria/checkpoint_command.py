@@ -104,8 +104,15 @@ def _versions(directory: Path) -> tuple[Version, ...]:
         raise ConfigError("DIRECTORY", str(directory), remedy) from error
     if not versions:
         remedy = "holds no version of a job; name its checkpoint.directory"
+        if below := [str(one) for one in _directories(directory) if DiskTier(one).versions()]:
+            remedy = f"holds no version of a job itself; {', '.join(below)} does"
         raise ConfigError("DIRECTORY", str(directory), remedy)
     return versions
+
+
+def _directories(directory: Path) -> list[Path]:
+    """Those in a directory; of one that is not there none."""
+    return sorted(one for one in directory.glob("*") if one.is_dir())
 
 
 def _damage(tier: DiskTier, version: Version) -> list[str]:
