@@ -231,7 +231,7 @@ def test_a_job_all_of_whose_workers_die_does_not_begin_again(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """Their nodes live, but what they had trained is gone."""
-    with pytest.raises(InsufficientError, match=r"holds layer 0: .* was killed by signal 9"):
+    with pytest.raises(InsufficientError, match=r"holds layer 0, .* was killed by signal 9"):
         dying_job("killed", tmp_path).train(server=server)
 
 
