@@ -180,6 +180,17 @@ def test_a_version_waits_for_the_next_iteration(
     assert chunk.result(TIMEOUT_S) == pytest.approx(start_s + 1.05)
 
 
+def test_what_all_wait_for_goes_at_once(turns: Interleaving, wires: Wires, sender: Sender) -> None:
+    """Even if its spans are behind work that is never done."""
+    begin(turns, wires, must_end=True)
+    chunks = [sender.chunk(1000) for _ in range(2)]
+    turns.rush()
+
+    assert all(chunk.result(TIMEOUT_S) for chunk in chunks)
+    turns.hold()
+    assert not sender.chunk().done()
+
+
 def test_who_waits_is_freed_at_the_end(turns: Interleaving, sender: Sender) -> None:
     """No iteration begins any more."""
     chunk = sender.chunk()

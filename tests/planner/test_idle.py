@@ -1,6 +1,7 @@
 """The spans in which copies may go, as predicted."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from planaria.planner.copies import layer_copies
 from planaria.planner.idle import predicted_idle
 from planaria.planner.placement import paper_placement
 from planaria.planner.problem import Problem
+from planaria.planner.shadows import shadowed
 from planaria.schedule.action import SEND_FORWARD, Schedule
 from planaria.schedule.lower import lowered
 from strategies import layer_profile, model_profile
@@ -47,6 +49,25 @@ def test_a_stage_is_idle_but_for_what_it_sends_and_its_neighbour_gets() -> None:
     spans = found[0].spans
     assert [span.after for span in spans][:3] == [0, 1, 2]
     assert [span.offset_s for span in spans][:3] == pytest.approx([0.0, 0.001, 0.001])
+
+
+def test_who_holds_layers_silently_takes_part_in_nothing() -> None:
+    """Layers that come while training goes on are not computed with yet."""
+    plan = shaped_plan((2, 2), 4)
+    found = idle_of(replace(plan, silent={0: (NUM_LAYERS - 1,), 9: (0, 1)}))[1]
+
+    assert [one for one in found if 9 not in (one.source, one.target)]
+
+
+def test_shadows_are_no_work_that_spans_are_known_by() -> None:
+    """The ranks count forwards and backwards; a span behind what they never do would never come."""
+    plan = shadowed(shaped_plan((4,), 4))
+    _, found = idle_of(plan)
+
+    assert any(one.source in plan.shadows for one in found)
+    for one in found:
+        passes = sum(hop.rank == one.source for route in plan.routes for hop in route)
+        assert max(span.after for span in one.spans) <= 2 * passes
 
 
 shapes = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda s: sum(s) > 1)

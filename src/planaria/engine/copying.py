@@ -153,6 +153,8 @@ class Copying:
         if self._copier is None:
             return 0, 0
         if self._job.every != "auto" and (iteration + 1) % self._job.every == 0:
+            if self._turns is not None:
+                self._turns.rush()
             self._wait(self._copier.wait_ended)
         has_ended = self._copier.has_ended
         return int(has_ended), int(has_ended and self._copier.has_failed)

@@ -80,6 +80,7 @@ class Interleaving:
         self._used_s = 0.0
         self._must_end = False
         self._is_held = False
+        self._is_rushed = False
         self._is_closed = False
         node = links.rank // devices_per_node
         links.traffic.listen(
@@ -125,7 +126,13 @@ class Interleaving:
     def hold(self) -> None:
         """A version begins, which goes from the next iteration on."""
         with self._changed:
-            self._is_held = True
+            self._is_held, self._is_rushed = True, False
+
+    def rush(self) -> None:
+        """What is left of the version goes at once: all wait for it."""
+        with self._changed:
+            self._is_rushed = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Frees who waits."""
@@ -176,6 +183,8 @@ class Interleaving:
         """When a chunk may go, as far as is known; None: not before something is done."""
         if self._is_held:
             return None
+        if self._is_rushed:
+            return now_s
         spans = self._spans.get(target, ())
         for index, span in enumerate(spans):
             if span.after >= len(self._done_s):

@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.planner.interleave import Interval, anchored, idle_spans
 from planaria.planner.problem import Problem
-from planaria.schedule.action import SEND_BACKWARD, SEND_FORWARD, Schedule
+from planaria.schedule.action import SEND_BACKWARD, SEND_FORWARD, SHADOW, Schedule
 from planaria.schedule.lower import lowered
 
 
@@ -21,6 +22,9 @@ def predicted_idle(
     Differs: known before the first iteration of a plan; and the receiver's way in counts.
     """
     profile = problem.profile
+    plan = replace(
+        plan, silent={}
+    )  # Who is silent waits for nothing that copies could be late for.
     schedule = lowered(plan, tied=profile.tied, order=problem.reduction_order)
     timeline = predicted_timeline(
         schedule, profile, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
@@ -51,7 +55,8 @@ def _taken(
 
     for rank, lane, action, start_s, end_s in timeline.spans:
         if lane == "compute":
-            ends_s[rank].append(end_s)
+            if action.kind is not SHADOW:
+                ends_s[rank].append(end_s)
         elif lane == "send" and action.kind in (SEND_FORWARD, SEND_BACKWARD):
             onward = 1 if action.kind is SEND_FORWARD else -1
             target = schedule.routes[action.microbatch][action.hop + onward].rank

@@ -153,9 +153,8 @@ class Pacer:
         self._out: list[Lane[int, Leaving]] = [Lane(out.reserve) for out, _ in clocks]
         self._into: list[Lane[Connection, Received]] = [Lane(into.reserve) for _, into in clocks]
         self._arriving: list[tuple[float, int, Connection, Received]] = []  # A heap, by time.
-        self._taken_s: defaultdict[int | Connection, float] = defaultdict(
-            float
-        )  # By messages not yet whole, by flow.
+        # What slices of a message that is not whole yet took, by its flow.
+        self._taken_s: defaultdict[int | Connection, float] = defaultdict(float)
         self._order = count()
         self._changed = threading.Condition(ends.lock)
         self._wakes_s = -math.inf
