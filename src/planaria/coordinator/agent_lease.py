@@ -3,12 +3,15 @@
 The lease is renewed by heartbeats that the coordinator answers, from the moment at which each was
 sent. While it has run out nothing is written to disk; when it has been out for as long again, and
 heartbeats go out unanswered, the node ends itself: others have taken its place. Time in which the
-agent itself was stopped proves nothing against anybody.
+agent itself was stopped proves nothing against anybody, nor does time that the machine's host gave
+to other machines while an action was under way: a processor that is taken away takes along whoever
+computes on it, but not the agent.
 
 Source: DESIGN 5 (epochs fence; stalled workers).
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 
 TICKS_PER_LEASE = 6  # Of an agent, and of the coordinator.
 
@@ -62,3 +65,26 @@ def is_given_up(lease: AgentLease, now_s: float) -> bool:
 def watches_workers(lease: AgentLease, now_s: float) -> bool:
     """Whether what workers did, or did not, in the last lease can be held against them."""
     return now_s - lease.awake_since_s > lease.lease_s
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A worker's action, as its agent first saw it.
+
+    Attributes:
+        deadline_s: when it is late; infinite while the worker waits for others.
+        stolen_s: what the host had taken from the busiest processor by then, ever.
+    """
+
+    deadline_s: float = inf
+    stolen_s: float = 0.0
+
+
+def watched(before: Watched, deadline_s: float, stolen_s: float) -> Watched:
+    """The action after another look."""
+    return before if before.deadline_s == deadline_s else Watched(deadline_s, stolen_s)
+
+
+def is_late(action: Watched, now_s: float, stolen_s: float) -> bool:
+    """Whether an action takes too long, without what the host has taken since it was first seen."""
+    return now_s - (stolen_s - action.stolen_s) > action.deadline_s

@@ -33,11 +33,14 @@ from planaria.checkpoint.arena import arena_fd
 from planaria.coordinator.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
+    Watched,
     first_lease,
     is_given_up,
+    is_late,
     renewed,
     ticked,
     unconnected,
+    watched,
     watches_workers,
 )
 from planaria.coordinator.agent_state import AgentState, heard, said
@@ -54,6 +57,7 @@ from planaria.core.messages import (
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
 from planaria.nodes.forkserver import close_others, die_with_parent
+from planaria.nodes.stolen import Stolen
 from planaria.transport.frames import (
     FrameDecoder,
     Role,
@@ -123,6 +127,7 @@ class _Worker:
     def fork(self) -> None:
         """Forks a worker, with a pulse and a socket of its own."""
         self.is_stalled = False
+        self.action = Watched()
         self.writer: asyncio.StreamWriter | None = None
         self._untold: list[bytes] = []  # Orders that came before the new one could be written to.
         self.pulse = Pulse()
@@ -174,6 +179,7 @@ class _Agent:
         self._to_coordinator: asyncio.StreamWriter | None = None
         self._lease_s = spec.job.cluster.lease_s
         self._lease = first_lease(self._lease_s, time.monotonic())
+        self._stolen = Stolen(TICKS_PER_LEASE)
         self._is_shut_down = False
 
     async def run(self) -> None:
@@ -259,6 +265,7 @@ class _Agent:
             now_s = time.monotonic()
             self._lease = ticked(self._lease, now_s)
             self._beat()
+            self._stolen.look()
             if watches_workers(self._lease, now_s):
                 for worker in self._workers:
                     self._check_pulse(worker, now_s)
@@ -281,7 +288,10 @@ class _Agent:
         """Kills a worker that stands still; it is replaced like any other that ended."""
         if worker.is_stalled:
             return
-        if worker.pulse.silent_s(now_s) > self._lease_s or worker.pulse.is_late(now_s):
+        stolen_s, pulse = self._stolen.total_s, worker.pulse
+        worker.action = watched(worker.action, pulse.deadline_s, stolen_s)
+        silent_s = pulse.silent_s(now_s) - self._stolen.recent_s
+        if silent_s > self._lease_s or is_late(worker.action, now_s, stolen_s):
             worker.is_stalled = True
             # Heartbeats wait meanwhile.
             worker.write_stacks(timeout_s=self._lease_s / 3)

@@ -75,9 +75,10 @@ class Pulse:
         """For how long the control thread has not run; negative while its first beat has time."""
         return now_s - self._read(_BEAT)
 
-    def is_late(self, now_s: float) -> bool:
-        """Whether the action under way takes too long."""
-        return now_s > self._read(_DEADLINE)
+    @property
+    def deadline_s(self) -> float:
+        """When the action under way takes too long; infinite while it waits for others."""
+        return self._read(_DEADLINE)
 
     def read_stack(self) -> str:
         """The stacks that the worker has written so far."""
