@@ -44,6 +44,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "small.toml"
 NODES: Final = 4
 FIRST, EVERY = 30, 70  # Iterations: before the first kill, and between two of them.
 JOINS_AFTER: Final = 3
+SAVE_EVERY: Final = 35  # Where a policy goes back to the newest save.
 # Of a device, by mode: for a neighbour's layers, too, and not for all layers.
 MEMORY_BYTES: Final = {True: 960_000, False: 800_000}
 LAST: Final = 100  # Iterations, of whose losses the mean is compared.
@@ -137,7 +138,9 @@ def _job(
     job = replace(
         example,
         training=replace(example.training, deterministic=is_deterministic),
-        checkpoint=replace(example.checkpoint, directory=str(directory / mode)),
+        checkpoint=replace(
+            example.checkpoint, directory=str(directory / mode), persist_every=SAVE_EVERY
+        ),
         cluster=replace(
             example.cluster,
             nodes=NODES,

@@ -9,7 +9,7 @@ import fake_cluster
 from coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import template
-from planaria.coordinator.drift import DRIFT_MIN, policy_of
+from planaria.coordinator.drift import BESIDE_MIN, DRIFT_MIN, policy_of
 from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
 from planaria.core.records import Decided, ProfileCorrected
 from planaria.planner.plans import EveryPlan, bind, every_plan
@@ -187,3 +187,39 @@ def test_a_new_coordinator_prices_as_the_one_before_did() -> None:
     assert isinstance(learning.policy, Unequal)
     profile = learning.policy.alike.every.problem.profile
     assert profile.layers[0].forward_s[1] == pytest.approx(2.0 * LAYER_S / 3)
+
+
+def test_what_there_is_beside_layers_is_predicted_once_it_was_measured() -> None:
+    """Optimizer and sums take 0.2 s, while the layers' seconds vary by more than that; and later
+    all candidates have them."""
+    cluster = training()
+    predicted_s = cluster.state.decision.predicted_s if cluster.state.decision else 0.0
+    for ratio in (1.0, 1.3, 0.8, 1.04, 0.9, 1.2, 1.0, 1.02):
+        for node in cluster.nodes.values():
+            node.seconds = ratio * predicted_s + 0.2
+        train(cluster, 1, true=dict.fromkeys(range(NUM_LAYERS), ratio))
+    notice = of_type(cluster.commands, ProfileCorrected)[-1]
+
+    assert cluster.state.learning.findings.beside_s == pytest.approx(0.2)
+    assert notice.predicted_s == pytest.approx(predicted_s + 0.2, rel=DRIFT_MIN)
+    cluster.lose(3)
+    (decided,) = of_type(cluster.commands, Decided)
+    calm = training()
+    train(calm, WINDOW + 1, true={})
+    calm.lose(3)
+    (without,) = of_type(calm.commands, Decided)
+    assert decided.predicted_s == pytest.approx(without.predicted_s + 0.2, rel=DRIFT_MIN)
+    cluster.restart()
+    assert cluster.state.learning.findings.beside_s == pytest.approx(0.2)
+
+
+def test_a_little_beside_layers_is_not_followed() -> None:
+    """Every notice would be a new prediction of each iteration."""
+    cluster = training()
+    assert cluster.state.decision is not None
+    for node in cluster.nodes.values():
+        node.seconds = (1.0 + 0.8 * BESIDE_MIN) * cluster.state.decision.predicted_s
+    train(cluster, 3 * WINDOW, true={})
+
+    assert not of_type(cluster.commands, ProfileCorrected)
+    assert policy_of(cluster.rules, cluster.state) is cluster.rules.policy

@@ -8,12 +8,16 @@ multiplied by them (estimator/drift.py), and from then on policies propose and p
 corrected profile: iterations, and so the microbatches of each pipeline. The cuts of templates,
 which were made at the start, stay. Results do not depend on any of this.
 
+What an iteration takes beside forwards and backwards, in optimizer, sums and commit, is in no
+profile. It is what is left of its seconds when predicted ones, times the median ratio of its ranks,
+are taken off; the median of WINDOW iterations is added to what policies predict.
+
 The noise of a rank's seconds is some percent, and what is predicted comes true within 3% where the
 profile is right (benchmarks/prediction.py), so less than DRIFT_MIN is not followed.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median, median_low
 from typing import Final
 
@@ -22,19 +26,44 @@ import msgspec
 from planaria.coordinator.learning import Learning
 from planaria.coordinator.slowness import BACK_FACTOR, COMPUTING_S_MIN, WINDOW, work_s_by_rank
 from planaria.coordinator.state import JobState, Notify, Rules, Step
+from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.plan import Plan, Transition
 from planaria.core.records import Findings, ProfileCorrected
 from planaria.estimator.drift import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.reroutes import simulated_s
-from planaria.policies.policy import Policy
+from planaria.policies.policy import Policy, Prices
 
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
+BESIDE_MIN: Final = 0.02  # Of an iteration.
 
 
 def policy_of(rules: Rules, state: JobState) -> Policy:
-    """The policy, which prices by what is known of the layers."""
-    return state.learning.policy or rules.policy
+    """The policy, which prices by what is known of the layers and of what there is beside them."""
+    policy, beside_s = state.learning.policy or rules.policy, state.learning.findings.beside_s
+    return _Beside(policy, beside_s) if beside_s else policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """A policy whose iterations take so many seconds longer than it knows."""
+
+    policy: Policy
+    beside_s: float
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        proposed = self.policy.propose(plan, cluster, event, prices)
+        return tuple(map(self._longer, proposed))
+
+    def _longer(self, transition: Transition) -> Transition:
+        return replace(
+            transition,
+            iteration_s=transition.iteration_s + self.beside_s,
+            then=self._longer(transition.then) if transition.then else None,
+        )
 
 
 def restored_learning(rules: Rules, findings: Findings) -> Learning:
@@ -60,19 +89,37 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     # As in slowness.py the first iteration tells nothing: its caches are cold. And a node's factor
     # that is new was still in the ratios of its ranks, which would count it twice.
     if state.next_iteration <= outcome.iteration or state.speeds != before.speeds:
-        return replace(state, learning=replace(learning, ratios={})), ()
-    ratios = {
-        rank: (*learning.ratios.get(rank, ()), ratio)[-WINDOW:]
-        for rank, ratio in _ratios(rules, state).items()
-    }
-    state = replace(state, learning=replace(learning, ratios=ratios))
+        return replace(state, learning=replace(learning, ratios={}, rests=(), plan_s=0.0)), ()
+    found = _ratios(rules, state)
+    ratios = {rank: (*learning.ratios.get(rank, ()), r)[-WINDOW:] for rank, r in found.items()}
+    rests = (*learning.rests, _rest_s(state, found))[-WINDOW:] if found else ()
+    state = replace(state, learning=replace(learning, ratios=ratios, rests=rests))
     if not ratios or min(map(len, ratios.values())) < WINDOW:
         return state, ()
     medians = {rank: median(window) for rank, window in ratios.items()}
-    found = layer_ratios(state.plan, medians, excluded=_seeming_slow(state))
-    if all(1.0 - DRIFT_MIN < ratio < 1.0 + DRIFT_MIN for ratio in found.values()):
+    unclear = _seeming_slow(state)
+    layers = layer_ratios(state.plan, medians, excluded=unclear)
+    if all(1.0 - DRIFT_MIN < ratio < 1.0 + DRIFT_MIN for ratio in layers.values()):
+        layers = {}
+    beside_s = max(0.0, median(rests))
+    if unclear or abs(beside_s - learning.findings.beside_s) <= BESIDE_MIN * _plan_s(state):
+        beside_s = learning.findings.beside_s
+    if not layers and beside_s == learning.findings.beside_s:
         return state, ()
-    return _with_ratios(rules, state, found)
+    return _with_findings(rules, state, layers, beside_s)
+
+
+def _plan_s(state: JobState) -> float:
+    """What is predicted for an iteration without what there is beside the layers."""
+    assert state.decision is not None
+    return state.learning.plan_s or state.decision.predicted_s - state.learning.findings.beside_s
+
+
+def _rest_s(state: JobState, ratios: Mapping[int, float]) -> float:
+    """Of this iteration what no forward or backward explains."""
+    reports = state.reports_of(state.next_iteration)
+    seconds = median(reports[rank].seconds - reports[rank].stall_s for rank in ratios)
+    return seconds - _plan_s(state) * median(ratios.values())
 
 
 def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
@@ -102,24 +149,40 @@ def _seeming_slow(state: JobState) -> set[int]:
     return set(state.ranks_of(unclear))
 
 
-def _with_ratios(rules: Rules, state: JobState, ratios: dict[int, float]) -> Step:
-    """The state in which each layer takes so many times what was predicted before."""
+def _with_findings(
+    rules: Rules, state: JobState, ratios: Mapping[int, float], beside_s: float
+) -> Step:
+    """The state in which each layer takes so many times what was predicted before.
+
+    Args:
+        ratios: by layer; none: as it was.
+        beside_s: of an iteration, beside the layers.
+    """
     before = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
     factors = tuple(factor * ratios.get(layer, 1.0) for layer, factor in enumerate(before))
-    findings = msgspec.structs.replace(state.learning.findings, layer_factors=factors)
-    assert rules.every is not None
-    every = corrected_plans(rules.every, factors)
-    learning = replace(state.learning, findings=findings, policy=_policy(rules, every), ratios={})
+    findings = state.learning.findings
+    learning = replace(state.learning, plan_s=_plan_s(state))
+    if ratios:
+        assert rules.every is not None
+        every = corrected_plans(rules.every, factors)
+        findings = msgspec.structs.replace(findings, layer_factors=factors)
+        learning = replace(
+            learning,
+            policy=_policy(rules, every),
+            ratios={},
+            plan_s=simulated_s(every.problem, state.plan),
+        )
+    findings = msgspec.structs.replace(findings, beside_s=beside_s)
     far = tuple(layer for layer, factor in enumerate(factors) if _is_far(factor))
     is_new = any(not _is_far(before[layer]) for layer in far)
     notice = ProfileCorrected(
         epoch=state.epoch,
         iteration=state.next_iteration + 1,
         layer_factors=factors,
-        predicted_s=simulated_s(every.problem, state.plan),
+        predicted_s=learning.plan_s + beside_s,
         warning=_warning(factors) if is_new else "",
     )
-    return replace(state, learning=learning), (Notify(notice),)
+    return replace(state, learning=replace(learning, findings=findings)), (Notify(notice),)
 
 
 def _is_far(factor: float) -> bool:

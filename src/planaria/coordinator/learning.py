@@ -20,6 +20,9 @@ class Learning:
         policy: proposes and prices by these findings; None as long as they change no price.
         ratios: by rank, of its newest iterations in this epoch: seconds that it computed over those
             that are predicted now; see drift.py.
+        rests: of its newest iterations in this epoch, what no forward or backward explains.
+        plan_s: predicted for an iteration of the epoch's plan, without what there is beside the
+            layers; 0: as the decision has it.
         decided_s: when the answer to the newest loss was chosen, 0 if there was none or it is
             over; see overhead.py.
         transfer_s: that its layers were to take by the profile's links.
@@ -28,5 +31,7 @@ class Learning:
     findings: Findings = field(default_factory=Findings)
     policy: Policy | None = None
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    rests: tuple[float, ...] = ()
+    plan_s: float = 0.0
     decided_s: float = 0.0
     transfer_s: float = 0.0

@@ -48,6 +48,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
             coordinator/drift.py.
+        beside_s: that an iteration takes beside the forwards and backwards of layers.
         linked_s: that links took when the job began, 0 if that is not known.
         overheads_s: of the newest recoveries, what they took beside moving layers, the newest last.
             See coordinator/overhead.py.
@@ -57,6 +58,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     layer_factors: tuple[float, ...] = ()
+    beside_s: float = 0.0
     linked_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()
