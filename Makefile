@@ -66,7 +66,8 @@ chaos: $(READY)
 		tests/processes/test_cut.py tests/processes/test_changes.py tests/processes/test_flip.py \
 		tests/processes/test_slow.py tests/processes/test_around.py \
 		tests/processes/test_choosing.py tests/processes/test_paced_links.py \
-		tests/processes/test_copies.py \
+		tests/processes/test_copies.py tests/engine/test_copies_under_any_plan.py \
+		tests/processes/test_object_store.py tests/processes/test_memory_checkpointer.py \
 		tests/processes/test_absorbing.py tests/processes/test_morphing.py \
 		tests/processes/test_prediction.py
 	mkdir -p reports
@@ -105,5 +106,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(INSTALL) $(TORCH)
 	@$(INSTALL) hatchling
-	@$(INSTALL) --no-build-isolation --editable '.[hf,plots,dev]'
+	@$(INSTALL) --no-build-isolation --editable '.[hf,plots,store,dev]'
 	@touch $@

@@ -63,6 +63,7 @@ class FakeNode:
     is_alive: bool = True
     is_disk_full: bool = False
     computing_s: float = 0.0
+    seconds: float = 0.1
 
     def take(self, message: ToNode) -> list[Word]:
         """What the node says to a message."""
@@ -109,7 +110,7 @@ class FakeNode:
         self.age = iteration + 1
         is_last = iteration + 1 == END
         word = done(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
-        word = msgspec.structs.replace(word, action_s={"F": self.computing_s})
+        word = msgspec.structs.replace(word, action_s={"F": self.computing_s}, seconds=self.seconds)
         words = self.say(msgspec.structs.replace(word, switches=switches and not is_last))
         if switches and not is_last:
             assert self.next_order is not None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.tiers import Manifest, tier_of
 from planaria.cli import app
 
 LAYERS = 3
@@ -16,7 +16,7 @@ LAYERS = 3
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Versions of 10, 20 and 30 iterations, and one of 5 that nobody completed."""
-    tier = DiskTier(tmp_path / "saves")
+    tier = tier_of(str(tmp_path / "saves"))
     for iteration in (10, 20, 30):
         files = tuple(
             tier.write_layer(iteration, 1, layer, {"parameter/w": np.full(9, iteration + layer)})
@@ -24,7 +24,7 @@ def directory(tmp_path: Path) -> Path:
         )
         tier.publish(Manifest(iteration=iteration, epoch=1, job={}, layers=files))
     tier.write_layer(5, 0, 0, {"parameter/w": np.zeros(9)})
-    return tier.directory
+    return tmp_path / "saves"
 
 
 def told(*words: str, code: int = 0) -> str:
@@ -84,7 +84,7 @@ def test_old_versions_are_removed(directory: Path) -> None:
     """And those that were never completed; then there is nothing more to do."""
     output = told("prune", str(directory), "--keep", "1")
     assert output.count("removed /") == 3
-    assert [one.directory.name for one in DiskTier(directory).versions()] == ["30-1"]
+    assert [one.name for one in tier_of(str(directory)).versions()] == ["30-1"]
     assert "no more than it is to keep" in told("prune", str(directory), "--keep", "1")
 
 

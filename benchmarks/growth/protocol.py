@@ -31,7 +31,7 @@ from growth.costs import Costs
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import opened_logbook
-from planaria.coordinator.state import Discard, Publish, Rules
+from planaria.coordinator.state import Discard, Publish, Rules, SetAside
 from planaria.core.messages import (
     Abort,
     EpochReady,
@@ -93,7 +93,7 @@ class _Hands:
     def notify(self, message: ToLauncher) -> None:
         pass
 
-    def keep(self, command: Publish | Discard) -> None:
+    def keep(self, command: Publish | Discard | SetAside) -> None:
         pass
 
     def reached(self, place: str, iteration: int) -> None:

@@ -11,23 +11,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from planaria.checkpoint.tiers import DiskTier, Manifest, Version
+from planaria.checkpoint.outgoing import exported, save_as
+from planaria.checkpoint.tiers import Manifest, Tier, Version, tier_of
 from planaria.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.show.words import bytes_text, counted
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="[DIRECTORY]", help="Where the job saves: checkpoint.directory.")
+Place = Annotated[
+    str, typer.Argument(metavar="[DIRECTORY]", help="Where the job saves: checkpoint.directory.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_HERE: Final = Path("checkpoints")
+WhichVersion = Annotated[
+    str, typer.Option("--version", metavar="ITERATION-EPOCH", help="This one only, not all.")
+]
+_HERE: Final = "checkpoints"
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Looks after what jobs have saved to disk.")
 
 
 @checkpoint.command()
 @exit_codes()
-def ls(directory: Directory = _HERE, as_json: AsJson = False) -> None:
+def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
     """Lists versions, the newest first, and why one that is not complete is not."""
     versions = _versions(directory)
     if as_json:
@@ -41,30 +45,28 @@ def ls(directory: Directory = _HERE, as_json: AsJson = False) -> None:
         if manifest is not None:
             row = [str(len(manifest.layers)), bytes_text(_num_bytes(manifest)), _written(version)]
         state = "complete" if manifest is not None else f"not complete: {version.reason}"
-        table.add_row(version.directory.name, str(version.iteration), *row, state)
+        table.add_row(version.name, str(version.iteration), *row, state)
     Console().print(table)
 
 
 @checkpoint.command()
 @exit_codes()
 def verify(
-    directory: Directory = _HERE,
-    version: Annotated[
-        str, typer.Option(metavar="ITERATION-EPOCH", help="This one only, not all.")
-    ] = "",
+    directory: Place = _HERE,
+    version: WhichVersion = "",
     as_json: AsJson = False,
 ) -> None:
     """Reads every byte of complete versions and compares its hash with that of what was written.
 
     Exits with 1 if one of them is damaged.
     """
-    found = [one for one in _versions(directory) if version in ("", one.directory.name)]
+    found = [one for one in _versions(directory) if version in ("", one.name)]
     if not found:
         raise ConfigError(
             "--version", version, f"is not in {directory}; see planaria checkpoint ls"
         )
-    tier = DiskTier(directory)
-    damage = {one.directory.name: _damage(tier, one) for one in found if one.manifest or version}
+    tier = tier_of(str(directory))
+    damage = {one.name: _damage(tier, one) for one in found if one.manifest or version}
     if as_json:
         sys.stdout.write(json.dumps(damage, indent=2) + "\n")
     else:
@@ -80,42 +82,82 @@ def verify(
 @checkpoint.command()
 @exit_codes()
 def prune(
-    directory: Directory = _HERE,
+    directory: Place = _HERE,
     keep: Annotated[int, typer.Option(min=1, help="Newest complete versions that stay.")] = 2,
 ) -> None:
     """Removes old versions, and what was never completed and is older than one that was."""
     _versions(directory)
-    removed = DiskTier(directory).prune(keep)
+    tier = tier_of(directory)
+    removed = tier.prune(keep)
     console = Console(soft_wrap=True, highlight=False)
-    for path in removed:
-        console.print(f"removed {path}", markup=False)
+    for name in removed:
+        console.print(f"removed {tier.storage.where(name)}", markup=False)
     if not removed:
         console.print(
             f"nothing to remove: {directory} has no more than it is to keep", markup=False
         )
 
 
-def _versions(directory: Path) -> tuple[Version, ...]:
+@checkpoint.command()
+@exit_codes()
+def save(
+    name: Annotated[str, typer.Option(help="What the newest version is to be kept as.")],
+    directory: Place = _HERE,
+) -> None:
+    """Keeps the newest complete version under a name; nothing ever removes it.
+
+    It is a directory of its own, from which a job goes on as from any other:
+    --set checkpoint.directory=DIRECTORY/NAME --resume.
+    """
+    _versions(directory)
+    Console(soft_wrap=True, highlight=False).print(save_as(directory, name), markup=False)
+
+
+@checkpoint.command()
+@exit_codes()
+def export(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIRECTORY", help="Where it is written.")
+    ],
+    directory: Place = _HERE,
+    version: Annotated[
+        str, typer.Option(metavar="ITERATION-EPOCH", help="This one, not the newest.")
+    ] = "",
+) -> None:
+    """Writes the parameters of a version as safetensors, with config.json where the model has one.
+
+    The directory is one that from_pretrained of Hugging Face transformers reads.
+    """
+    found = [one for one in _versions(directory) if version in ("", one.name) and one.manifest]
+    if not found or found[0].manifest is None:
+        raise ConfigError(
+            "--version", version, f"is not complete in {directory}; see planaria checkpoint ls"
+        )
+    console = Console(soft_wrap=True, highlight=False)
+    for name in exported(tier_of(directory), found[0].manifest, output):
+        console.print(str(output / name), markup=False)
+
+
+def _versions(directory: str) -> tuple[Version, ...]:
     """Raises a ConfigError if there are none."""
     try:
-        versions = DiskTier(directory).versions()
-    except OSError as error:
-        remedy = f"cannot be read: {error.strerror}"
-        raise ConfigError("DIRECTORY", str(directory), remedy) from error
+        versions = tier_of(directory).versions()
+    except CheckpointError as error:
+        raise ConfigError("DIRECTORY", directory, str(error)) from error
     if not versions:
         remedy = "holds no version of a job; name its checkpoint.directory"
-        if below := [str(one) for one in _directories(directory) if DiskTier(one).versions()]:
+        if below := [one for one in _below(directory) if tier_of(one).versions()]:
             remedy = f"holds no version of a job itself; {', '.join(below)} does"
-        raise ConfigError("DIRECTORY", str(directory), remedy)
+        raise ConfigError("DIRECTORY", directory, remedy)
     return versions
 
 
-def _directories(directory: Path) -> list[Path]:
-    """Those in a directory; of one that is not there none."""
-    return sorted(one for one in directory.glob("*") if one.is_dir())
+def _below(directory: str) -> list[str]:
+    """Directories in a directory; of one that is not there, and of a store, none."""
+    return sorted(str(one) for one in Path(directory).glob("*") if one.is_dir())
 
 
-def _damage(tier: DiskTier, version: Version) -> list[str]:
+def _damage(tier: Tier, version: Version) -> list[str]:
     """What is wrong with each layer that cannot be read; of what is not complete, why."""
     if version.manifest is None:
         return [version.reason]
@@ -131,7 +173,7 @@ def _damage(tier: DiskTier, version: Version) -> list[str]:
 def _facts(version: Version) -> dict[str, Any]:
     manifest = version.manifest
     return {
-        "version": version.directory.name,
+        "version": version.name,
         "iteration": version.iteration,
         "epoch": version.epoch,
         "is_complete": manifest is not None,
@@ -146,9 +188,4 @@ def _num_bytes(manifest: Manifest) -> int:
 
 
 def _written(version: Version) -> str:
-    """When its manifest was; nothing if that has gone since."""
-    try:
-        written_s = (version.directory / "manifest.json").stat().st_mtime
-    except OSError:
-        return ""
-    return f"{datetime.fromtimestamp(written_s, tz=UTC):%Y-%m-%d %H:%M:%S}"
+    return f"{datetime.fromtimestamp(version.modified_s, tz=UTC):%Y-%m-%d %H:%M:%S}"

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from pydantic import TypeAdapter, ValidationError
 
+from planaria.checkpoint.storage import absolute
 from planaria.config_checks import check_job
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
@@ -82,7 +83,7 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
     tables = _anchored(data, directory=directory)
     job = _record(JobConfig, tables, prefix="")
     check_job(job)
-    output = str(Path(job.checkpoint.directory).absolute())
+    output = absolute(job.checkpoint.directory)
     return replace(job, checkpoint=replace(job.checkpoint, directory=output))
 
 

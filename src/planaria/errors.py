@@ -7,6 +7,7 @@ PlanariaError
 |-- ScheduleError        a schedule breaks a rule
 |   `-- DeadlockError    a schedule cannot finish
 |-- CheckpointError      a checkpoint cannot be written or read
+|   `-- SpoiltError      a version on disk is not what was saved
 |-- AuthenticationError  the other end of a connection does not know the job's token
 |-- PeerLostError        a link to another rank is gone
 |-- AbortedError         an operation was freed because its epoch is over
@@ -74,6 +75,18 @@ class DeadlockError(ScheduleError):
 
 class CheckpointError(PlanariaError):
     """When a checkpoint cannot be written whole, or fails its checks when it is read."""
+
+
+class SpoiltError(CheckpointError):
+    """When a layer of a complete version of the disk tier cannot be read as it was saved.
+
+    Attributes:
+        source: the name of the version.
+    """
+
+    def __init__(self, source: str, reason: str) -> None:
+        super().__init__(reason)
+        self.source = source
 
 
 class AuthenticationError(PlanariaError):

@@ -17,10 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.outgoing import save_as
+from planaria.checkpoint.storage import absolute
+from planaria.checkpoint.tiers import Manifest, Tier, tier_of
 from planaria.config import load_job
 from planaria.config_checks import check_job
 from planaria.coordinator.state import Ending
+from planaria.core.copies import version_name
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, Plan
@@ -49,6 +52,7 @@ from planaria.planning import (
     mistake_error,
     plan_job,
     prepare,
+    skipped_texts,
     starting_point,
 )
 from planaria.predictions import predicted_peak_bytes
@@ -125,7 +129,7 @@ class Job:
 
     def __init__(self, config: JobConfig, *, search_path: Sequence[str] = ()) -> None:
         check_job(config)
-        directory = str(Path(config.checkpoint.directory).absolute())
+        directory = absolute(config.checkpoint.directory)
         self.config = replace(config, checkpoint=replace(config.checkpoint, directory=directory))
         self._search_path = tuple(search_path)
 
@@ -158,6 +162,18 @@ class Job:
             profile = prepare(self.config, running).profile
         assert profile is not None
         return profile
+
+    def save(self, name: str) -> str:
+        """Keeps the newest version that the job has saved under a name; where that is.
+
+        Nothing ever removes it. It is a directory of its own: a job whose checkpoint.directory it
+        is goes on from it with `resume`. The job may be running meanwhile.
+
+        Raises:
+            ConfigError: the name will not do or is taken, or nothing was saved yet.
+            CheckpointError: the version is damaged, or the storage refuses.
+        """
+        return save_as(self.config.checkpoint.directory, name)
 
     def train(
         self,
@@ -224,8 +240,8 @@ class Job:
         """
         start_s = time.monotonic()
         config, display = self.config, display or Silent()
-        tier = DiskTier(Path(config.checkpoint.directory))
-        manifest = starting_point(config, tier, resume=resume)
+        tier = tier_of(config.checkpoint.directory)
+        manifest = _starting_point(config, tier, display, resume=resume)
         given = given_profile(config)
         if given is not None:  # What it can tell, it tells before torch is imported.
             plan_job(config, Prepared(profile=given), plan=plan)
@@ -277,6 +293,16 @@ class Job:
             own.close()
 
 
+def _starting_point(
+    config: JobConfig, tier: Tier, display: Display, *, resume: bool
+) -> Manifest | None:
+    """The checkpoint to go on from; says which newer ones are skipped."""
+    manifest = starting_point(config, tier, resume=resume)
+    for text in skipped_texts(tier, manifest) if manifest else ():
+        display.note(text)
+    return manifest
+
+
 def _launcher(
     planned: Planned,
     server: ForkServer,
@@ -305,15 +331,15 @@ def _launcher(
         templates=dict(every.templates),
         plans=dict(every.plans),
         first_iteration=manifest.iteration if manifest else 0,
-        source=f"{manifest.iteration}-{manifest.epoch}" if manifest and has_state else "",
-        fingerprint=fingerprint(config),
+        source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
+        fingerprint=fingerprint(config) | {"config": planned.prepared.config},
         directory="",
         token=b"",
     )
     return Launcher(spec, leader, server=server, observer=watcher, injections=injections)
 
 
-def _failure(ended: Ended, tier: DiskTier) -> PlanariaError | None:
+def _failure(ended: Ended, tier: Tier) -> PlanariaError | None:
     match Ending(ended.ending):
         case Ending.FAILED:
             assert ended.failure is not None

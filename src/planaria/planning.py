@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.storage import Directory
+from planaria.checkpoint.tiers import Manifest, Tier
 from planaria.config_checks import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile
 from planaria.core.specs import Prepared, PrepareRequest
-from planaria.errors import ConfigError, InsufficientError, TrainingError
+from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.estimator.time import Timeline
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan
@@ -93,7 +94,7 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
     }
 
 
-def starting_point(config: JobConfig, tier: DiskTier, *, resume: bool) -> Manifest | None:
+def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest | None:
     """The checkpoint to go on from, None for a fresh start; a minute's work is not lost later.
 
     Raises:
@@ -103,10 +104,10 @@ def starting_point(config: JobConfig, tier: DiskTier, *, resume: bool) -> Manife
     directory = config.checkpoint.directory
     try:
         versions = tier.versions()
-    except OSError as error:
-        remedy = f"cannot be read: {error.strerror}"
-        raise ConfigError("checkpoint.directory", directory, remedy) from error
-    _check_writable(directory)
+    except CheckpointError as error:
+        raise ConfigError("checkpoint.directory", directory, str(error)) from error
+    if isinstance(tier.storage, Directory):
+        _check_writable(directory)
     manifest = next((v.manifest for v in versions if v.manifest is not None), None)
     if not resume:
         if manifest is not None:
@@ -118,11 +119,22 @@ def starting_point(config: JobConfig, tier: DiskTier, *, resume: bool) -> Manife
             )
         return None
     if manifest is None:
-        why = f" ({versions[0].directory.name}: {versions[0].reason})" if versions else ""
+        why = f" ({versions[0].name}: {versions[0].reason})" if versions else ""
         remedy = f"it holds no complete checkpoint to resume from{why}; leave --resume out"
         raise ConfigError("checkpoint.directory", directory, remedy)
     _check_same_job(config, manifest)
     return manifest
+
+
+def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
+    """Which versions are newer than the checkpoint to go on from, and why they cannot be used."""
+    newest = (manifest.iteration, manifest.epoch)
+    return tuple(
+        f"{tier.storage.where(version.name)} is not complete, and not used ({version.reason}): "
+        f"going on from {tier.where(*newest)}"
+        for version in tier.versions()
+        if (version.iteration, version.epoch) > newest
+    )
 
 
 def _check_writable(directory: str) -> None:

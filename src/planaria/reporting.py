@@ -10,7 +10,7 @@ from dataclasses import asdict
 import msgspec
 
 from planaria.checkpoint.digest import digests
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended
 from planaria.estimator.drift import Compared
@@ -32,7 +32,7 @@ from planaria.show.watcher import Watcher
 
 
 def report_of(
-    planned: Planned, tier: DiskTier, recorder: Recorder, watcher: Watcher, ended: Ended
+    planned: Planned, tier: Tier, recorder: Recorder, watcher: Watcher, ended: Ended
 ) -> Report:
     """The report of a run that has ended."""
     config = planned.config
@@ -140,7 +140,7 @@ def _measured_timeline(
 
 
 def _final(
-    planned: Planned, tier: DiskTier, records: Sequence[IterationRecord], ended: Ended
+    planned: Planned, tier: Tier, records: Sequence[IterationRecord], ended: Ended
 ) -> FinalRecord:
     """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
     manifest = tier.newest()
@@ -156,9 +156,7 @@ def _final(
         optimizer_sha256=optimizer,
         nodes=ended.nodes,
         epoch=ended.epoch,
-        checkpoint=str(tier.directory / f"{manifest.iteration}-{manifest.epoch}")
-        if manifest
-        else "",
+        checkpoint=tier.where(manifest.iteration, manifest.epoch) if manifest else "",
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 
+from planaria.checkpoint.storage import is_url
 from planaria.errors import ConfigError
 from planaria.planning import Planned
 
@@ -24,6 +25,8 @@ def check_room(planned: Planned) -> None:
 def _check_disk(planned: Planned) -> None:
     """Refuses a disk that cannot take one save, which is parameters and optimizer state."""
     config = planned.config
+    if is_url(config.checkpoint.directory):  # Nobody knows how much a store takes.
+        return
     directory = Path(config.checkpoint.directory)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     needed_bytes = sum(

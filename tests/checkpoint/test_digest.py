@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from planaria.checkpoint.digest import digests
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.tiers import Manifest, tier_of
 
 Tensors = dict[str, np.ndarray]
 
@@ -33,7 +33,7 @@ def layers() -> list[Tensors]:
 
 def digests_of(directory: Path, tensors: list[Tensors], **manifest: int) -> tuple[str, str]:
     """The digests of a checkpoint with these layers."""
-    tier = DiskTier(directory)
+    tier = tier_of(str(directory))
     where = {"iteration": 1, "epoch": 0} | manifest
     files = tuple(
         tier.write_layer(where["iteration"], where["epoch"], layer, tensors[layer])
@@ -100,7 +100,7 @@ def test_the_digests_do_not_depend_on_when_and_how_it_was_saved(tmp_path: Path) 
 def test_a_layer_without_parameters_adds_nothing(tmp_path: Path) -> None:
     """An activation of the user's may be a layer of its own."""
     first, last = layers()
-    tier = DiskTier(tmp_path / "b")
+    tier = tier_of(str(tmp_path / "b"))
     files = tuple(
         tier.write_layer(1, 0, layer, tensors) for layer, tensors in enumerate((first, {}, last))
     )

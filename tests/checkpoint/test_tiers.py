@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from planaria.checkpoint.tiers import BFLOAT16, DiskTier, Manifest
+from planaria.checkpoint.tiers import BFLOAT16, Manifest, Tier, tier_of
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError
 
@@ -29,7 +29,7 @@ def layer_tensors(layer: int) -> dict[str, np.ndarray]:
     }
 
 
-def saved(tier: DiskTier, iteration: int, epoch: int = 0, num_layers: int = 2) -> Manifest:
+def saved(tier: Tier, iteration: int, epoch: int = 0, num_layers: int = 2) -> Manifest:
     """A published version."""
     layers = tuple(
         tier.write_layer(iteration, epoch, layer, layer_tensors(layer))
@@ -48,16 +48,15 @@ def assert_same(expected: Mapping[str, np.ndarray], actual: Mapping[str, np.ndar
         assert array.tobytes() == actual[name].tobytes()
 
 
-def layer_path(tier: DiskTier, manifest: Manifest, layer: int) -> Path:
-    directory = tier.directory / f"{manifest.iteration}-{manifest.epoch}"
-    return directory / manifest.layers[layer].file
+def layer_path(tier: Tier, manifest: Manifest, layer: int) -> Path:
+    return Path(tier.where(manifest.iteration, manifest.epoch)) / manifest.layers[layer].file
 
 
 def test_a_published_version_reads_back_the_same(tmp_path: Path) -> None:
     """Another process, here another tier object, finds and reads it."""
-    manifest = saved(DiskTier(tmp_path / "a" / "b"), iteration=12, epoch=3)
+    manifest = saved(tier_of(str(tmp_path / "a" / "b")), iteration=12, epoch=3)
 
-    tier = DiskTier(tmp_path / "a" / "b")
+    tier = tier_of(str(tmp_path / "a" / "b"))
     assert manifest == tier.newest()
     for layer in range(2):
         assert_same(layer_tensors(layer), tier.read_layer(manifest, layer))
@@ -73,7 +72,7 @@ def test_any_tensors_read_back_the_same(
     tensors: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Scalars, empty tensors, every element type, a layer without parameters; and writable."""
-    tier = DiskTier(tmp_path_factory.mktemp("tier"))
+    tier = tier_of(str(tmp_path_factory.mktemp("tier")))
     file = tier.write_layer(1, 0, 0, tensors)
 
     read = tier.read_layer(Manifest(iteration=1, epoch=0, job={}, layers=(file,)), 0)
@@ -84,7 +83,7 @@ def test_any_tensors_read_back_the_same(
 
 def test_bfloat16_and_strided_arrays_keep_their_bits(tmp_path: Path) -> None:
     """Numpy knows no bfloat16: its bits travel, and the file says BF16 to other readers."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     bits = np.array([[0x3F80, 0xFFC1], [0x0001, 0x8000]], dtype=np.uint16)
     transposed = np.arange(6, dtype=np.float32).reshape(2, 3).T
     big_endian = np.arange(3, dtype=">f4")
@@ -103,17 +102,18 @@ def test_bfloat16_and_strided_arrays_keep_their_bits(tmp_path: Path) -> None:
 
 def test_layer_files_are_plain_safetensors(tmp_path: Path) -> None:
     """Any reader of the format opens a checkpoint of planaria."""
-    manifest = saved(DiskTier(tmp_path), iteration=1)
+    manifest = saved(tier_of(str(tmp_path)), iteration=1)
 
     assert_same(
-        layer_tensors(1), safetensors.numpy.load_file(layer_path(DiskTier(tmp_path), manifest, 1))
+        layer_tensors(1),
+        safetensors.numpy.load_file(layer_path(tier_of(str(tmp_path)), manifest, 1)),
     )
 
 
 @pytest.mark.parametrize("position", [0, 8, 200, -1])
 def test_a_flipped_bit_is_refused_by_file_name(tmp_path: Path, position: int) -> None:
     """In the length, the header or the data: no wrong number reaches a model."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     manifest = saved(tier, iteration=5)
     path = layer_path(tier, manifest, 1)
     content = bytearray(path.read_bytes())
@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_refused_by_file_name(tmp_path: Path, position: int) ->
 
 def test_a_truncated_file_makes_its_version_incomplete(tmp_path: Path) -> None:
     """The version before it is the newest again, and reading the cut file is refused."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     older, newer = saved(tier, iteration=5), saved(tier, iteration=6)
     path = layer_path(tier, newer, 0)
     path.write_bytes(path.read_bytes()[:-1])
@@ -140,7 +140,7 @@ def test_a_truncated_file_makes_its_version_incomplete(tmp_path: Path) -> None:
 
 def test_a_missing_layer_file_makes_its_version_incomplete(tmp_path: Path) -> None:
     """As when a copy of the directory was interrupted."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     older, newer = saved(tier, iteration=5), saved(tier, iteration=6)
     layer_path(tier, newer, 1).unlink()
 
@@ -154,7 +154,7 @@ def test_a_missing_layer_file_makes_its_version_incomplete(tmp_path: Path) -> No
 
 def test_an_unpublished_version_is_not_seen(tmp_path: Path) -> None:
     """A job killed half way through a save resumes from the save before."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     older = saved(tier, iteration=5)
     tier.write_layer(6, 0, 0, layer_tensors(0))
 
@@ -182,7 +182,7 @@ def test_a_bad_manifest_is_skipped_and_explained(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:
     """Cut short, of another format, of another version or pointing elsewhere; never deleted."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     older = saved(tier, iteration=5)
     (tmp_path / "6-0").mkdir()
     (tmp_path / "6-0" / "manifest.json").write_bytes(content.replace(b"OUTSIDE", OUTSIDE))
@@ -190,13 +190,13 @@ def test_a_bad_manifest_is_skipped_and_explained(
     assert older == tier.newest()
     assert reason in tier.versions()[0].reason
     saved(tier, iteration=7)
-    assert tier.prune(1) == (tmp_path / "5-0",)
+    assert tier.prune(1) == ("5-0",)
     assert (tmp_path / "6-0").exists()
 
 
 def test_newest_orders_by_number_not_by_text(tmp_path: Path) -> None:
     """10 is after 9, and a later epoch wins where the iteration is the same."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     for iteration, epoch in [(9, 8), (10, 2), (10, 11), (2, 30)]:
         saved(tier, iteration, epoch)
     (tmp_path / "notes").mkdir()
@@ -208,7 +208,7 @@ def test_newest_orders_by_number_not_by_text(tmp_path: Path) -> None:
 
 def test_an_empty_tier_has_no_versions(tmp_path: Path) -> None:
     """A first start looks before anything was written, and leaves no trace."""
-    tier = DiskTier(tmp_path / "none")
+    tier = tier_of(str(tmp_path / "none"))
 
     assert tier.newest() is None
     assert tier.versions() == ()
@@ -218,7 +218,7 @@ def test_an_empty_tier_has_no_versions(tmp_path: Path) -> None:
 
 def test_iteration_0_may_have_no_layers(tmp_path: Path) -> None:
     """It means: start from the seed. Of any later iteration it would be a lost model."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     start = Manifest(iteration=0, epoch=0, job=JOB, layers=())
     tier.publish(start)
 
@@ -229,7 +229,7 @@ def test_iteration_0_may_have_no_layers(tmp_path: Path) -> None:
 
 def test_publishing_twice_is_refused(tmp_path: Path) -> None:
     """Two savers that both think they lead: the first one's manifest stands, and its files."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     manifest = saved(tier, iteration=5)
     other = Manifest(iteration=5, epoch=0, job={"model": "other"}, layers=manifest.layers)
 
@@ -246,7 +246,7 @@ def test_publishing_twice_is_refused(tmp_path: Path) -> None:
 
 def test_publishing_without_a_layer_is_refused(tmp_path: Path) -> None:
     """The manifest is a promise that every file is there."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     written = tier.write_layer(5, 0, 0, layer_tensors(0))
     lost = LayerFile(1, "layer-00001.safetensors", 10, "")
 
@@ -261,7 +261,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, failing: str
 ) -> None:
     """The error names the file and the way out, the layer's last whole file stays, later works."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     older = saved(tier, iteration=5)
     first = tier.write_layer(6, 0, 0, layer_tensors(0))
 
@@ -319,12 +319,12 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
 
     with pytest.raises(CheckpointError, match=r"cannot write .*set checkpoint\.directory"):
-        DiskTier(tmp_path / "file").write_layer(1, 0, 0, layer_tensors(0))
+        tier_of(str(tmp_path / "file")).write_layer(1, 0, 0, layer_tensors(0))
 
 
 def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
     """Abandoned directories go only where a newer complete version shows that they are."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     for iteration in (1, 3, 5, 7):
         saved(tier, iteration)
     for unfinished in (2, 6, 8):
@@ -332,19 +332,19 @@ def test_prune_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> Non
 
     removed = tier.prune(2)
 
-    assert [path.name for path in removed] == ["1-0", "2-0", "3-0", "6-0"]
+    assert list(removed) == ["1-0", "2-0", "3-0", "6-0"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["5-0", "7-0", "8-0"]
     assert tier.prune(2) == ()
 
 
 def test_prune_0_keeps_every_complete_version(tmp_path: Path) -> None:
     """checkpoint.keep = 0 means all."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     saved(tier, 1)
     tier.write_layer(2, 0, 0, layer_tensors(0))
     saved(tier, 3)
 
-    assert tier.prune(0) == (tmp_path / "2-0",)
+    assert tier.prune(0) == ("2-0",)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1-0", "3-0"]
 
 
@@ -352,25 +352,29 @@ def test_prune_cut_short_leaves_no_version_that_looks_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest goes first: a kill right after it leaves an incomplete version."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     saved(tier, 1)
     newest = saved(tier, 2)
 
-    def killed(_path: Path) -> None:
-        raise KeyboardInterrupt
+    unlink = Path.unlink
+
+    def killed(path: Path, *, missing_ok: bool) -> None:
+        if path.name != "manifest.json":
+            raise KeyboardInterrupt
+        unlink(path, missing_ok=missing_ok)
 
     with monkeypatch.context() as patched:
-        patched.setattr("shutil.rmtree", killed)
+        patched.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
             tier.prune(1)
 
     assert [v.manifest for v in tier.versions()] == [newest, None]
-    assert tier.prune(1) == (tmp_path / "1-0",)
+    assert tier.prune(1) == ("1-0",)
 
 
 def test_discard_removes_an_unfinished_version(tmp_path: Path) -> None:
     """A save that a failure overtook is thrown away; twice is once."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     tier.write_layer(6, 1, 0, layer_tensors(0))
 
     tier.discard(6, 1)

@@ -144,7 +144,12 @@ def test_without_copies_of_all_layers_the_job_ends(copies: int) -> None:
 
 @pytest.mark.parametrize(
     ("published", "copied", "source"),
-    [(-1, True, ""), (OLDER.age, True, ""), (NEWEST.age, False, "a save"), (-1, False, SOURCE)],
+    [
+        (-1, True, ""),
+        (OLDER.age, True, ""),
+        (NEWEST.age, False, f"{NEWEST.age}-0"),
+        (-1, False, SOURCE),
+    ],
 )
 def test_all_go_back_to_the_newest_state_that_there_is(
     published: int, copied: bool, source: str
@@ -153,7 +158,7 @@ def test_all_go_back_to_the_newest_state_that_there_is(
     rules = rules_with()
     state = training_halves(rules)
     if published >= 0:
-        state = replace(state, published=published, source="a save")
+        state = replace(state, versions=((published, 0),))
     labels = dict.fromkeys(range(NUM_LAYERS), (OLDER,)) if copied else {}
     events: list[Event] = [gone(0), gone(2), MembersRecorded(2)]
     events += [answers(1, 2, labels), answers(3, 2, {})]

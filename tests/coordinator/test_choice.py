@@ -163,7 +163,7 @@ def test_what_is_not_saved_is_what_was_trained_and_what_will_be_but_not_beyond_a
     checkpoint = replace(rules.job.checkpoint, persist_every=5)
     saving = replace(rules, job=replace(rules.job, checkpoint=checkpoint))
     often = outlook(saving, state, found, NOW_S)
-    published = outlook(rules, replace(state, published=FIRST + 1), found, NOW_S)
+    published = outlook(rules, replace(state, versions=((FIRST + 1, 0),)), found, NOW_S)
 
     assert never.failures_per_s == pytest.approx(0.01)
     assert never.unsaved_samples == pytest.approx(101 * NUM_MICROBATCHES)
@@ -180,6 +180,6 @@ def test_a_save_may_be_published_before_its_iteration_counts() -> None:
         PLAN, survivors(PLAN, (3,), epoch=1), NodesLost((3,), 0), rules.prices
     )
 
-    ahead = outlook(rules, replace(state, published=state.next_iteration + 1), found, NOW_S)
+    ahead = outlook(rules, replace(state, versions=((state.next_iteration + 1, 0),)), found, NOW_S)
 
     assert ahead.unsaved_samples == 0.0

@@ -12,7 +12,7 @@ from planaria.coordinator.coordinator import Event
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import opened_logbook
-from planaria.coordinator.state import Discard, Publish
+from planaria.coordinator.state import Saving
 from planaria.coordinator.store import Change, StoreState
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher
@@ -48,7 +48,7 @@ class FakeHands:
     def notify(self, message: ToLauncher) -> None:
         pass
 
-    def keep(self, command: Publish | Discard) -> None:
+    def keep(self, command: Saving) -> None:
         pass
 
     def reached(self, place: str, iteration: int) -> None:

@@ -25,11 +25,13 @@ from coordinated import (
 )
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.coordinator import Event
+from planaria.coordinator.saves import newest_save, published, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
     DecisionRecorded,
     End,
+    Ending,
     JobState,
     MembersRecorded,
     Phase,
@@ -38,9 +40,10 @@ from planaria.coordinator.state import (
     RecordDecision,
     RecordMembers,
     Rules,
+    SetAside,
 )
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
-from planaria.core.messages import Abort, StartEpoch, Stopped
+from planaria.core.messages import Abort, CopySpoilt, StartEpoch, Stopped
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Committed, Decided, Origin, Progress
 from planaria.policies.policy import Prices
@@ -226,3 +229,47 @@ def test_a_layer_without_a_live_holder_sends_all_back(times: int) -> None:
 
     assert not of_type(commands, End)
     assert state.origin == SAVED
+
+
+def unread(source: str, *, older: tuple[int, ...] = ()) -> tuple[JobState, list[Command]]:
+    """A run that begins with a save that rank 2 cannot read, and all have answered."""
+    rules = small_rules(policy=GoesBack(times=0))
+    state, _ = first_step(rules, PLAN, term=0, predicted_s=1.0)
+    events: list[Event] = [Published(iteration, 0) for iteration in older]
+    events += [DecisionRecorded(0), *map(worker, PLAN.ranks)]
+    events.append(CopySpoilt(rank=2, epoch=0, reason="layer 4: a bit is wrong", source=source))
+    events.append(MembersRecorded(1))
+    events += [
+        Stopped(rank=rank, epoch=1, ages={}, complete=(), vector_iteration=-1, vector=b"")
+        for rank in PLAN.ranks
+    ]
+    return after(state, events, rules)
+
+
+def test_a_save_that_cannot_be_read_is_set_aside_and_an_older_one_used() -> None:
+    """Though it is older than what this run began with."""
+    state, commands = unread(SOURCE, older=(FIRST - 2, FIRST - 1))
+
+    assert SetAside(SOURCE) in commands
+    assert state.origin == Origin(iteration=FIRST - 1, source=f"{FIRST - 1}-0", epoch=1)
+    (record,) = of_type(commands, RecordDecision)
+    assert record.decision.order.iteration == state.next_iteration == FIRST - 1
+
+
+def test_nobody_makes_a_model_anew_where_no_save_can_be_read() -> None:
+    """Layers from the seed, at the iteration of a save, would be the wrong model."""
+    state, commands = unread(SOURCE)
+
+    (end,) = of_type(commands, End)
+    assert (end.ending, state.phase) == (Ending.LOST, Phase.ENDED)
+    assert "layer 4: a bit is wrong" in end.reason
+
+
+def test_a_damaged_save_of_this_run_is_followed_by_the_one_before() -> None:
+    """Whoever is told of it again changes nothing."""
+    state, _ = after(training(small_rules()), [Published(FIRST + 2, 0)], small_rules())
+    for _ in range(2):
+        state = without_spoilt(state, f"{FIRST + 2}-0")
+    state = published(state, Published(FIRST + 2, 0))
+
+    assert newest_save(small_rules(), state) == (FIRST + 1, f"{FIRST + 1}-0")

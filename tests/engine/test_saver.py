@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.tiers import Manifest, Tier, tier_of
 from planaria.core.job import TrainingConfig
 from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
 from planaria.engine.saver import Saver
@@ -39,23 +39,23 @@ class _SlowDisk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.may_write = threading.Event()
         self.iterations: list[int] = []
-        write: Write = DiskTier.write_layer
+        write: Write = Tier.write_layer
 
         def wait_and_write(
-            tier: DiskTier, iteration: int, *rest: Any, may_write: Callable[[], bool]
+            tier: Tier, iteration: int, *rest: Any, may_write: Callable[[], bool]
         ) -> LayerFile:
             assert self.may_write.wait(20.0)
             self.iterations.append(iteration)
             return write(tier, iteration, *rest, may_write=may_write)
 
-        patch.setattr(DiskTier, "write_layer", wait_and_write)
+        patch.setattr(Tier, "write_layer", wait_and_write)
 
 
 def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training goes on while the disk is slow; what it changes then is not in the save."""
-    disk, tier = _SlowDisk(monkeypatch), DiskTier(tmp_path)
+    disk, tier = _SlowDisk(monkeypatch), tier_of(str(tmp_path))
     sent: list[Message] = []
     saver = Saver(tier, rank=4, send=sent.append, may_write=always)
     held = layers(0, 1)
@@ -88,7 +88,7 @@ def test_the_next_save_waits_for_the_one_before(
     """At most one copy of the state is in memory, however slow the disk."""
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    saver = Saver(DiskTier(tmp_path), rank=0, send=sent.append, may_write=always)
+    saver = Saver(tier_of(str(tmp_path)), rank=0, send=sent.append, may_write=always)
     saver.save(layers(0), iteration=1, epoch=0)
     second = threading.Thread(
         target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
@@ -109,10 +109,10 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
 ) -> None:
     """No exception, no word of success; the next save is tried as if nothing had been."""
     sent: list[Message] = []
-    write: Write = DiskTier.write_layer
+    write: Write = Tier.write_layer
 
     def refuse(
-        tier: DiskTier,
+        tier: Tier,
         iteration: int,
         epoch: int,
         layer: int,
@@ -124,8 +124,8 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
             raise CheckpointError("no space left")
         return write(tier, iteration, epoch, layer, tensors, may_write=may_write)
 
-    monkeypatch.setattr(DiskTier, "write_layer", refuse)
-    saver = Saver(DiskTier(tmp_path), rank=3, send=sent.append, may_write=always)
+    monkeypatch.setattr(Tier, "write_layer", refuse)
+    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always)
     saver.save(layers(0, 1), iteration=4, epoch=1)
     saver.wait_written()
     saver.save(layers(0), iteration=5, epoch=1)
@@ -143,7 +143,7 @@ def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
     sent: list[Message] = []
     is_member = threading.Event()
     is_member.set()
-    saver = Saver(DiskTier(tmp_path), rank=2, send=sent.append, may_write=is_member.is_set)
+    saver = Saver(tier_of(str(tmp_path)), rank=2, send=sent.append, may_write=is_member.is_set)
     saver.save(layers(0, 1), iteration=4, epoch=1)
     is_member.clear()
     disk.may_write.set()
@@ -162,7 +162,7 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
     def broken(message: Message) -> None:
         raise RuntimeError(f"cannot send {type(message).__name__}")
 
-    saver = Saver(DiskTier(tmp_path), rank=0, send=broken, may_write=always)
+    saver = Saver(tier_of(str(tmp_path)), rank=0, send=broken, may_write=always)
     saver.save(layers(0), iteration=1, epoch=0)
 
     with pytest.raises(RuntimeError, match="cannot send LayersSaved"):
@@ -171,6 +171,6 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
 
 def test_nothing_is_waited_for_where_nothing_was_saved(tmp_path: Path) -> None:
     """The end of a run that another rank saves."""
-    Saver(DiskTier(tmp_path), rank=0, send=lambda _: None, may_write=always).wait_written()
+    Saver(tier_of(str(tmp_path)), rank=0, send=lambda _: None, may_write=always).wait_written()
 
     assert not any(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import Tier, tier_of
 from planaria.coordinator.state import Discard, Publish, Published
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
@@ -17,7 +17,7 @@ class _Told:
     """A publisher, and what it says to whom."""
 
     def __init__(self, directory: Path, *, keep: int = 1) -> None:
-        self.tier = DiskTier(directory)
+        self.tier = tier_of(str(directory))
         self.events: list[Published | SaveFailed] = []
         self.notices: list[ToLauncher] = []
         self.publisher = Publisher(
@@ -65,7 +65,7 @@ def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
 ) -> None:
     """Every layer is on disk then, and still nothing that a reader would look at."""
     told = _Told(tmp_path)
-    monkeypatch.setattr(DiskTier, "publish", refuse)
+    monkeypatch.setattr(Tier, "publish", refuse)
     told.publish(1)
     (failed,) = told.events
     told.publisher.discard(Discard(1, 0, "the disk refuses"))
@@ -81,7 +81,7 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_spoil_the_new_one(
 ) -> None:
     """The save is good; that the disk fills up is a thing to say."""
     told = _Told(tmp_path)
-    monkeypatch.setattr(DiskTier, "prune", refuse)
+    monkeypatch.setattr(Tier, "prune", refuse)
     told.publish(1)
 
     assert told.events == [Published(1, 0)]
@@ -101,3 +101,31 @@ def test_a_job_that_saved_nothing_leaves_its_start_behind(tmp_path: Path) -> Non
     newest = told.tier.newest()
     assert newest is not None
     assert newest.iteration == 5
+
+
+def test_a_damaged_save_is_out_of_use_but_stays(tmp_path: Path) -> None:
+    """Else it would be kept as the newest, and the good one that follows be removed."""
+    told = _Told(tmp_path)
+    told.publish(4)
+    told.publisher.set_aside("4-0")
+    told.publish(3)
+    told.publisher.set_aside("4-0")
+
+    newest = told.tier.newest()
+    assert newest is not None
+    assert newest.iteration == 3
+    assert (tmp_path / "4-0" / "damaged.json").exists()
+    texts = [notice.text for notice in told.notices if isinstance(notice, Warned)]
+    assert texts == [f"{tmp_path / '4-0'} is damaged, and not used any more"] * 2
+
+
+def test_all_saves_are_told_but_the_one_that_a_run_began_with(tmp_path: Path) -> None:
+    """Older ones are of use where that one is damaged; one without layers is not."""
+    told = _Told(tmp_path, keep=0)
+    told.publisher.publish_start(0)
+    for iteration in (1, 2, 3):
+        told.publish(iteration)
+    del told.events[:]
+    told.publisher.tell_saves(source="2-0")
+
+    assert told.events == [Published(3, 0), Published(1, 0)]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from command import PACED, Command, listening_ports, running, train_arguments, wait_for
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
 from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
@@ -51,7 +51,7 @@ def assert_nothing_is_left(command: Command, ports: set[int]) -> None:
 
 
 def newest_iteration(directory: Path) -> int:
-    manifest = DiskTier(directory / "checkpoints").newest()
+    manifest = tier_of(str(directory / "checkpoints")).newest()
     assert manifest is not None
     return manifest.iteration
 

@@ -7,11 +7,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from jobs import digests, tiny_job, train_shape
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.outgoing import exported
+from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
+from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 
 
@@ -41,7 +43,7 @@ def test_optimizers(optimizer: dict[str, Any], server: ForkServer, tmp_path: Pat
     one, other = _both(job, server, tmp_path)
 
     assert one == other
-    tier = DiskTier(tmp_path / "other")
+    tier = tier_of(str(tmp_path / "other"))
     manifest = tier.newest()
     assert manifest is not None
     names = {name.rpartition("/")[2] for name in tier.read_layer(manifest, 4)}
@@ -114,3 +116,36 @@ def test_a_text_file_with_a_tokenizer_of_its_own(
     one, other = _both(replace(tiny_job(family, tmp_path), data=data), server, tmp_path)
 
     assert one == other
+
+
+def test_an_export_is_a_model_of_transformers(server: ForkServer, tmp_path: Path) -> None:
+    """from_pretrained builds it, with the parameters that were saved."""
+    job = tiny_job("gpt2", tmp_path)
+    train_shape(job, (2,), server)
+    tier = tier_of(job.checkpoint.directory)
+    manifest = tier.newest()
+    assert manifest is not None
+    exported(tier, manifest, tmp_path / "exported")
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    state = model.state_dict()
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    for entry in manifest.layers:
+        for name, array in tier.read_layer(manifest, entry.layer).items():
+            kind, _, rest = name.partition("/")
+            if kind == "parameter":
+                assert torch.equal(state[rest], torch.from_numpy(array)), rest
+
+
+def test_a_job_keeps_its_newest_save_under_a_name(server: ForkServer, tmp_path: Path) -> None:
+    """And goes on from it to the bits that it would have had."""
+    job = tiny_job("sequential", tmp_path, iterations=4)
+    job = replace(job, checkpoint=replace(job.checkpoint, persist_every=2))
+    whole = train_shape(job, (2,), server)
+    first = tiny_job("sequential", tmp_path / "first", iterations=2)
+    train_shape(first, (1,), server)
+    place = Job(first).save("half")
+
+    again = replace(job, checkpoint=replace(job.checkpoint, directory=str(Path(place).parent)))
+    result = train_shape(again, (3,), server, resume=True)
+    assert digests(whole) == digests(result)

@@ -12,7 +12,7 @@ import pytest
 
 from chaos import chaos_job, struck
 from command import wait_for
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.errors import CheckpointError
 from planaria.library import Silent
 from planaria.nodes.forkserver import ForkServer
@@ -101,7 +101,7 @@ def test_a_node_that_hung_while_it_saved_writes_nothing_more(
 
 def test_a_save_under_way_is_not_finished_without_a_lease(tmp_path: Path) -> None:
     """Asked before each step, so that whoever was stopped in the middle stops there."""
-    tier = DiskTier(tmp_path)
+    tier = tier_of(str(tmp_path))
     state = {"parameter/w": np.zeros(4, np.float32)}
     calls = iter([True, False])
     lapsed_s = time.monotonic() - 1.0

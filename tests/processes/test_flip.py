@@ -8,7 +8,7 @@ import pytest
 
 from chaos import ITERATIONS, chaos_job, check_survived, long_but_the_first, recoveries, struck
 from jobs import digests, shaped_plan, tiny_job, train_shape
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.errors import InsufficientError
 from planaria.library import Job, TrainingResult
@@ -140,7 +140,7 @@ def test_two_holders_that_differ_end_the_job_and_it_goes_on_from_its_save(
     assert "the newest checkpoint is of iteration 3, go on from it with --resume" in str(
         result.error
     )
-    newest = DiskTier(Path(config.checkpoint.directory)).newest()
+    newest = tier_of(config.checkpoint.directory).newest()
     assert newest is not None
     assert newest.iteration == 3
     resumed = struck(config, server, sizes=(2, 2), resume=True)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from jobs import tiny_job
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError
 from planaria.library import Job, Silent
@@ -46,12 +46,10 @@ def saving_job(directory: Path, *, iterations: int = 4) -> JobConfig:
 
 def leftovers(directory: Path) -> list[Path]:
     """What no complete version accounts for."""
-    tier = DiskTier(directory / "checkpoints")
-    whole = {v.directory for v in tier.versions() if v.manifest is not None}
-    entries = tier.directory.glob("*")
-    return [entry for entry in entries if entry not in whole] + [
-        *tier.directory.glob("*/*.partial")
-    ]
+    saves = directory / "checkpoints"
+    whole = {v.name for v in tier_of(str(saves)).versions() if v.manifest is not None}
+    entries = saves.glob("*")
+    return [entry for entry in entries if entry.name not in whole] + [*saves.glob("*/*.partial")]
 
 
 def test_a_read_only_disk_is_refused(disk: Callable[[str], Path]) -> None:
@@ -121,7 +119,7 @@ def test_a_last_save_that_fails_is_an_error_and_older_ones_stay(
     assert len(result.report.iterations) >= 11  # The last one's commit may not be told any more.
     assert result.report.final.parameters_sha256 == ""
     assert result.report.events[-1].kind == "unsaved"
-    newest = DiskTier(directory / "checkpoints").newest()
+    newest = tier_of(str(directory / "checkpoints")).newest()
     assert newest is not None
     assert 0 < newest.iteration < 12
     assert result.report.final.checkpoint.endswith(f"{newest.iteration}-0")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from jobs import CONFIGS, shaped_plan, tiny_job
 from oracle import Microbatch, train
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, microbatch_samples
 from planaria.engine.data import Dataset, microbatch
@@ -142,7 +142,7 @@ def test_training_agrees_with_plain_torch(family: str, server: ForkServer, tmp_p
 
     losses = [record.loss for record in report.iterations]
     assert list(expected.losses) == pytest.approx(losses, rel=1e-5)
-    tier = DiskTier(Path(job.checkpoint.directory))
+    tier = tier_of(job.checkpoint.directory)
     manifest = tier.newest()
     assert manifest is not None
     compared = set()

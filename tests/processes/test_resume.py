@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jobs import digests, tiny_job, train_shape
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
-from planaria.errors import CheckpointError, ConfigError
-from planaria.library import Job, TrainingResult
+from planaria.errors import ConfigError, InsufficientError
+from planaria.library import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 NUM_ITERATIONS = 6
@@ -69,7 +69,7 @@ def test_every_layer_changes_in_every_iteration(
     saved: tuple[JobConfig, TrainingResult],
 ) -> None:
     """A layer whose gradient were lost would keep its file's hash."""
-    tier = DiskTier(Path(saved[0].checkpoint.directory))
+    tier = tier_of(saved[0].checkpoint.directory)
     manifests = [version.manifest for version in reversed(tier.versions())]
 
     assert len(manifests) == NUM_ITERATIONS
@@ -84,7 +84,7 @@ def test_tied_embeddings_stay_equal_where_both_live(
     saved: tuple[JobConfig, TrainingResult],
 ) -> None:
     """Embedding and head are saved by different nodes, each with its own copy."""
-    tier = DiskTier(Path(saved[0].checkpoint.directory))
+    tier = tier_of(saved[0].checkpoint.directory)
     manifest = tier.newest()
     assert manifest is not None
     first, last = tier.read_layer(manifest, 0), tier.read_layer(manifest, 9)
@@ -95,18 +95,61 @@ def test_tied_embeddings_stay_equal_where_both_live(
         assert (one == last[f"optimizer/lm_head.weight/{name}"]).all()
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(
+class _Notes(Silent):
+    """Keeps what the user is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def _damaged(job: JobConfig, version: str, layer: int, damage: str) -> Path:
+    path = Path(job.checkpoint.directory) / version / f"layer-{layer:05d}.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[-1] ^= 1
+    path.write_bytes(content[:-8] if damage == "truncate" else content)
+    if damage == "manifest":
+        (path.parent / "manifest.json").unlink()
+    return path
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "manifest"])
+def test_a_damaged_checkpoint_is_named_and_an_older_one_used(
+    damage: str, saved: tuple[JobConfig, TrainingResult], server: ForkServer, tmp_path: Path
+) -> None:
+    """A flipped bit shows when nodes read; then the next one turns out to be no better."""
+    job, uninterrupted = _copy(saved[0], "1-0", tmp_path), saved[1]
+    for version in ("2-0", "3-0"):
+        _copy(saved[0], version, tmp_path)
+    paths = [_damaged(job, "3-0", 4, damage), _damaged(job, "2-0", 0, damage)]
+    told = _Notes()
+
+    result = train_shape(job, (2, 2), server, resume=True, display=told)
+
+    assert digests(uninterrupted) == digests(result)
+    assert [r.iteration for r in result.report.iterations] == list(range(1, NUM_ITERATIONS))
+    named = [any(path.parent.name in note for note in told.notes) for path in paths]
+    assert all(named), told.notes
+    tier = tier_of(job.checkpoint.directory)
+    newest = tier.newest()
+    assert newest is not None
+    assert newest.iteration == NUM_ITERATIONS
+
+
+def test_a_damaged_checkpoint_alone_ends_the_job_by_name(
     saved: tuple[JobConfig, TrainingResult], server: ForkServer, tmp_path: Path
 ) -> None:
-    """One flipped bit in one layer's file: nothing is trained on it."""
+    """One flipped bit in one layer's file: nothing is trained on it, and it stays on disk."""
     job = _copy(saved[0], "3-0", tmp_path)
-    path = Path(job.checkpoint.directory) / "3-0" / "layer-00004.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    path = _damaged(job, "3-0", 4, "flip")
 
-    with pytest.raises(CheckpointError, match=r"layer-00004\.safetensors"):
+    with pytest.raises(InsufficientError, match=r"layer-00004\.safetensors"):
         train_shape(job, (2,), server, resume=True)
+    assert path.exists()
+    assert tier_of(job.checkpoint.directory).versions()[0].reason.endswith("set aside")
 
 
 def test_a_checkpoint_of_another_job_is_refused(

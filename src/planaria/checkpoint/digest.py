@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.tiers import Manifest, Tier
 
 
 def digests(
-    tier: DiskTier, manifest: Manifest, *, parameters: Sequence[Sequence[str]]
+    tier: Tier, manifest: Manifest, *, parameters: Sequence[Sequence[str]]
 ) -> tuple[str, str]:
     """(parameters_sha256, optimizer_sha256) of a checkpoint.
 

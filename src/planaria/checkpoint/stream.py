@@ -113,7 +113,9 @@ class Copier:
         self._threads: list[threading.Thread] = []
         for name, function in (("copy", self._give), ("keep", self._keep)):
             queue: SimpleQueue[_Begun | None] = SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(queue, function), name=name)
+            thread = threading.Thread(
+                target=self._serve, args=(queue, function), name=name, daemon=True
+            )
             self._queues.append(queue)
             self._threads.append(thread)
             thread.start()

@@ -1,28 +1,23 @@
-"""The disk tier: whole versions of a job's state as safetensors files and one manifest.
+"""The lasting tier, on disk or in an object store: whole versions of a job's state as safetensors
+files and one manifest.
 
     {directory}/{iteration}-{epoch}/layer-00003.safetensors     "parameter/{name}",
                                                                 "optimizer/{name}/{state}"
     {directory}/{iteration}-{epoch}/manifest.json               created last, and once
 
-A version exists when its manifest does. Layers are written by whoever holds them, each under a
-temporary name, synced and renamed; then one process publishes the manifest by a hard link, which
-fails if there is one already. A crash at any instant therefore leaves a version that is complete
-or one that no reader looks at. Every file is hashed from the bytes in memory before it is
-written, and checked against that hash when it is read.
+A version exists when its manifest does. Layers are written by whoever holds them, each there whole
+or not at all; then one process publishes the manifest, which fails if there is one already
+(storage.py: by a hard link on disk, by a condition of the request in a store). A crash at any
+instant therefore leaves a version that is complete or one that no reader looks at. Every file is
+hashed from the bytes in memory before it is written, and checked against that hash when it is read.
 
 Differs: a layer is laid out in memory before it is written, so writing costs its bytes once more;
 in return the hash is of what was meant, not of what the disk made of it.
 """
 
-import errno
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +25,8 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
+from planaria.checkpoint.storage import Entry, Storage, check_member, storage_of
+from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError
 
@@ -53,6 +50,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
 }
 _MANIFEST = "manifest.json"
+_SET_ASIDE = "damaged.json"
+_UNPUBLISHED = "no manifest: never published"
 _VERSION_NAME = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 
 
@@ -76,20 +75,47 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A directory of the tier: complete with its manifest, or without one and why."""
+    """A version of the tier: complete with its manifest, or without one and why.
+
+    Attributes:
+        num_bytes: of all that is there.
+        modified_s: when the last of it was written, since 1970.
+    """
 
     iteration: int
     epoch: int
-    directory: Path
     manifest: Manifest | None
     reason: str
+    num_bytes: int = 0
+    modified_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return version_name(self.iteration, self.epoch)
+
+
+def tier_of(place: str) -> "Tier":
+    """The tier at a directory or the URL of an object store.
+
+    Raises:
+        ConfigError: nothing can be kept there.
+    """
+    return Tier(storage_of(place))
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTier:
-    """Versions of one job's state below `directory`, which is made when first written to."""
+class Tier:
+    """Versions of one job's state. All methods raise a CheckpointError where the storage refuses.
 
-    directory: Path
+    The state is not written, and not read, by more than one job at a time.
+    """
+
+    storage: Storage
+
+    def where(self, iteration: int, epoch: int) -> str:
+        """The place of a version, for people."""
+        return self.storage.where(version_name(iteration, epoch))
 
     def write_layer(
         self,
@@ -100,60 +126,49 @@ class DiskTier:
         *,
         may_write: Callable[[], bool] = lambda: True,
     ) -> LayerFile:
-        """Writes and syncs one layer of an unpublished version; again replaces it.
+        """Writes one layer of an unpublished version; again replaces it.
 
         Args:
             may_write: whether the writer still belongs to the job; asked before each step.
 
         Raises:
-            CheckpointError: the version is published already, the disk refused, or the writer may
-                not write any more; nothing half-written is left then.
+            CheckpointError: the version is published already, or the writer may not write any more;
+                nothing half-written is left then.
         """
-        directory = self._version_directory(iteration, epoch)
-        path = directory / _layer_file_name(layer)
-        if (directory / _MANIFEST).exists():
-            raise CheckpointError(f"cannot write {path}: its version is published and final")
-        content = _serialized(tensors)
-        _check_member(path, may_write)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            _write_whole(path, content, may_write=may_write)
-        except OSError as error:
-            raise _write_error(path, error) from error
-        return LayerFile(layer, path.name, len(content), xxhash.xxh3_128_hexdigest(content))
+        version, file = version_name(iteration, epoch), _layer_file_name(layer)
+        name = f"{version}/{file}"
+        if f"{version}/{_MANIFEST}" in self.storage.entries(version):
+            where = self.storage.where(name)
+            raise CheckpointError(f"cannot write {where}: its version is published and final")
+        content = serialized(tensors)
+        check_member(self.storage.where(name), may_write)
+        self.storage.write(name, content, may_write=may_write)
+        return LayerFile(layer, file, len(content), xxhash.xxh3_128_hexdigest(content))
 
-    def publish(self, manifest: Manifest) -> Path:
-        """Makes a version exist, once all its layers are written; returns its directory.
+    def publish(self, manifest: Manifest) -> None:
+        """Makes a version exist, once all its layers are written.
 
         Raises:
-            CheckpointError: it is published already, a layer is missing, or the disk refused.
+            CheckpointError: it is published already, or a layer is missing.
         """
         assert manifest.layers or manifest.iteration == 0
-        directory = self._version_directory(manifest.iteration, manifest.epoch)
-        path = directory / _MANIFEST
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            reason = _missing_files(directory, manifest)
-            if reason:
-                raise CheckpointError(f"cannot publish {path}: {reason}; write that layer again")
-            _create_once(path, msgspec.json.format(msgspec.json.encode(manifest)))
-            _sync_directory(self.directory)
-        except FileExistsError as error:
-            raise CheckpointError(f"{path} exists: this version is published already") from error
-        except OSError as error:
-            raise _write_error(path, error) from error
-        return directory
+        version = version_name(manifest.iteration, manifest.epoch)
+        name = f"{version}/{_MANIFEST}"
+        where = self.storage.where(name)
+        if reason := _missing_files(self.storage.entries(version), version, manifest):
+            raise CheckpointError(f"cannot publish {where}: {reason}; write that layer again")
+        content = msgspec.json.format(msgspec.json.encode(manifest))
+        if not self.storage.create(name, content):
+            raise CheckpointError(f"{where} exists: this version is published already")
 
     def versions(self) -> tuple[Version, ...]:
-        """Every version directory, newest first by (iteration, epoch), complete or not."""
-        if not self.directory.is_dir():
-            return ()
-        numbers = [
-            (int(match[1]), int(match[2]))
-            for entry in self.directory.iterdir()
-            if (match := _VERSION_NAME.fullmatch(entry.name))
-        ]
-        return tuple(self._version(*number) for number in sorted(numbers, reverse=True))
+        """Every version that anything is there of, newest first by (iteration, epoch)."""
+        entries = self.storage.entries("")
+        there: dict[tuple[int, int], dict[str, Entry]] = {}
+        for name, entry in entries.items():
+            if match := _VERSION_NAME.fullmatch(name.partition("/")[0]):
+                there.setdefault((int(match[1]), int(match[2])), {})[name] = entry
+        return tuple(self._version(*n, there[n]) for n in sorted(there, reverse=True))
 
     def newest(self) -> Manifest | None:
         """The newest complete version; its hashes are checked when its layers are read."""
@@ -166,32 +181,27 @@ class DiskTier:
             CheckpointError: the file is gone, cut short or changed, or the layer is not in it.
         """
         entry = next((entry for entry in manifest.layers if entry.layer == layer), None)
-        directory = self._version_directory(manifest.iteration, manifest.epoch)
+        version = version_name(manifest.iteration, manifest.epoch)
         if entry is None:
-            raise CheckpointError(f"{directory / _MANIFEST} has no layer {layer}")
-        path = directory / entry.file
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+            where = self.storage.where(f"{version}/{_MANIFEST}")
+            raise CheckpointError(f"{where} has no layer {layer}")
+        name = f"{version}/{entry.file}"
+        where, content = self.storage.where(name), self.storage.read(name)
         if len(content) != entry.num_bytes:
             raise CheckpointError(
-                f"{path} has {len(content)} bytes instead of {entry.num_bytes}: it was cut or "
+                f"{where} has {len(content)} bytes instead of {entry.num_bytes}: it was cut or "
                 "replaced; use an older version"
             )
         if xxhash.xxh3_128_hexdigest(content) != entry.xxh3_128:
-            raise CheckpointError(f"{path} is not what was written to it; use an older version")
-        return _deserialized(path, content)
+            raise CheckpointError(f"{where} is not what was written to it; use an older version")
+        return _deserialized(where, content)
 
-    def prune(self, keep: int) -> tuple[Path, ...]:
-        """Removes what is no longer needed and returns those directories, oldest first.
+    def prune(self, keep: int) -> tuple[str, ...]:
+        """Removes what is no longer needed and returns the names of those versions, oldest first.
 
-        That is the complete versions beyond the `keep` newest (0: none of them), and the
-        directories without a manifest that are older than the newest complete version: nobody
-        finishes them any more. One whose manifest cannot be read stays, for a person to look at.
-
-        Raises:
-            CheckpointError: the disk refused.
+        That is the complete versions beyond the `keep` newest (0: none of them), and those without
+        a manifest that are older than the newest complete version: nobody finishes them any more.
+        One that was set aside, or whose manifest cannot be read, stays for a person to look at.
         """
         assert keep >= 0
         versions = self.versions()
@@ -202,66 +212,91 @@ class DiskTier:
         abandoned = {
             index
             for index, version in enumerate(versions)
-            if index > complete[0] and not (version.directory / _MANIFEST).exists()
+            if index > complete[0] and version.reason == _UNPUBLISHED
         }
-        doomed = [versions[index].directory for index in sorted(surplus | abandoned, reverse=True)]
-        for directory in doomed:
-            _remove_version(directory)
+        doomed = [versions[index].name for index in sorted(surplus | abandoned, reverse=True)]
+        for name in doomed:
+            self._remove(name)
         return tuple(doomed)
 
     def discard(self, iteration: int, epoch: int) -> None:
         """Removes an unpublished version, if it is there.
 
         Raises:
-            CheckpointError: it is published, or the disk refused.
+            CheckpointError: it is published.
         """
-        directory = self._version_directory(iteration, epoch)
-        if (directory / _MANIFEST).exists():
-            raise CheckpointError(f"cannot discard {directory}: it is published; prune removes it")
-        if directory.exists():
-            _remove_version(directory)
+        version = version_name(iteration, epoch)
+        if f"{version}/{_MANIFEST}" in self.storage.entries(version):
+            where = self.storage.where(version)
+            raise CheckpointError(f"cannot discard {where}: it is published; prune removes it")
+        self._remove(version)
 
-    def _version_directory(self, iteration: int, epoch: int) -> Path:
-        assert iteration >= 0
-        assert epoch >= 0
-        return self.directory / f"{iteration}-{epoch}"
+    def set_aside(self, version: str) -> None:
+        """Has a damaged version count no more; all of it stays, its manifest by another name."""
+        name = f"{version}/{_MANIFEST}"
+        if name in self.storage.entries(version):
+            self.storage.create(f"{version}/{_SET_ASIDE}", self.storage.read(name))
+            self.storage.remove([name])
 
-    def _version(self, iteration: int, epoch: int) -> Version:
-        directory = self._version_directory(iteration, epoch)
+    def _remove(self, version: str) -> None:
+        """Its manifest first: what a crash leaves is not complete any more."""
+        names = sorted(self.storage.entries(version), key=_is_layer)
+        if names:
+            self.storage.remove(names)
+
+    def _version(self, iteration: int, epoch: int, entries: Mapping[str, Entry]) -> Version:
+        version = version_name(iteration, epoch)
+        manifest, reason = self._manifest(version, entries)
+        return Version(
+            iteration,
+            epoch,
+            None if reason else manifest,
+            reason,
+            num_bytes=sum(entry.num_bytes for entry in entries.values()),
+            modified_s=max(entry.modified_s for entry in entries.values()),
+        )
+
+    def _manifest(self, version: str, entries: Mapping[str, Entry]) -> tuple[Manifest | None, str]:
+        """What it says, and why it cannot be used."""
+        if f"{version}/{_MANIFEST}" not in entries:
+            is_aside = f"{version}/{_SET_ASIDE}" in entries
+            return None, "it was damaged, and set aside" if is_aside else _UNPUBLISHED
         try:
-            manifest = msgspec.json.decode((directory / _MANIFEST).read_bytes(), type=Manifest)
-            reason = _unusable(directory, manifest)
-        except FileNotFoundError:
-            return Version(iteration, epoch, directory, None, "no manifest: never published")
-        except OSError as error:
-            return Version(iteration, epoch, directory, None, f"cannot read it: {error.strerror}")
+            content = self.storage.read(f"{version}/{_MANIFEST}")
+            manifest = msgspec.json.decode(content, type=Manifest)
+        except CheckpointError as error:
+            return None, str(error)
         except msgspec.DecodeError as error:
-            return Version(iteration, epoch, directory, None, f"bad manifest: {error}")
-        return Version(iteration, epoch, directory, None if reason else manifest, reason)
+            return None, f"bad manifest: {error}"
+        return manifest, _unusable(version, entries, manifest)
 
 
-def _unusable(directory: Path, manifest: Manifest) -> str:
+def _is_layer(name: str) -> bool:
+    return not name.endswith(f"/{_MANIFEST}")
+
+
+def _unusable(version: str, entries: Mapping[str, Entry], manifest: Manifest) -> str:
     """Why a decoded manifest cannot be used; empty if it can."""
     if manifest.version != 1:
         return f"its format is version {manifest.version}, this planaria reads version 1"
-    if f"{manifest.iteration}-{manifest.epoch}" != directory.name:
+    if version_name(manifest.iteration, manifest.epoch) != version:
         return f"its manifest is of {manifest.iteration}-{manifest.epoch}"
     if not manifest.layers and manifest.iteration > 0:
         return "its manifest lists no layers"
-    return _missing_files(directory, manifest)
+    return _missing_files(entries, version, manifest)
 
 
-def _missing_files(directory: Path, manifest: Manifest) -> str:
+def _missing_files(entries: Mapping[str, Entry], version: str, manifest: Manifest) -> str:
     """Which layer's file is not there as listed; empty if all are."""
-    for entry in manifest.layers:
-        # A name of any other form could lead out of the directory.
-        if entry.file != _layer_file_name(entry.layer):
-            return f"layer {entry.layer} has the file name {entry.file!r}"
-        path = directory / entry.file
-        if not path.is_file():
-            return f"{entry.file} is missing"
-        if path.stat().st_size != entry.num_bytes:
-            return f"{entry.file} has {path.stat().st_size} bytes instead of {entry.num_bytes}"
+    for layer in manifest.layers:
+        # A name of any other form could lead out of the version.
+        if layer.file != _layer_file_name(layer.layer):
+            return f"layer {layer.layer} has the file name {layer.file!r}"
+        entry = entries.get(f"{version}/{layer.file}")
+        if entry is None:
+            return f"{layer.file} is missing"
+        if entry.num_bytes != layer.num_bytes:
+            return f"{layer.file} has {entry.num_bytes} bytes instead of {layer.num_bytes}"
     return ""
 
 
@@ -269,7 +304,10 @@ def _layer_file_name(layer: int) -> str:
     return f"layer-{layer:05d}.safetensors"
 
 
-def _serialized(tensors: Mapping[str, np.ndarray]) -> bytes:
+def serialized(
+    tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """A safetensors file."""
     arrays = {name: _plain(array) for name, array in tensors.items()}
     specs = {
         name: TensorSpec(
@@ -280,7 +318,7 @@ def _serialized(tensors: Mapping[str, np.ndarray]) -> bytes:
         )
         for name, array in arrays.items()
     }
-    return serialize(specs)
+    return serialize(specs, dict(metadata) if metadata else None)
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
@@ -289,7 +327,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
 
 
-def _deserialized(path: Path, content: bytes) -> dict[str, np.ndarray]:
+def _deserialized(where: str, content: bytes) -> dict[str, np.ndarray]:
     try:
         # The stubs of safetensors leave this one function untyped.
         tensors = deserialize(content)  # type: ignore[no-untyped-call]
@@ -298,78 +336,4 @@ def _deserialized(path: Path, content: bytes) -> dict[str, np.ndarray]:
             for name, tensor in tensors
         }
     except (SafetensorError, KeyError) as error:
-        raise CheckpointError(f"{path} is no safetensors file of planaria: {error}") from error
-
-
-def _check_member(path: Path, may_write: Callable[[], bool]) -> None:
-    if not may_write():
-        raise CheckpointError(f"{path} is not written: the node's lease has run out")
-
-
-def _write_whole(path: Path, content: bytes, *, may_write: Callable[[], bool]) -> None:
-    """Puts content at path, on the disk, or leaves path as it was."""
-    partial = _partial(path)
-    try:
-        _write_synced(partial, content)
-        _check_member(path, may_write)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-
-
-def _create_once(path: Path, content: bytes) -> None:
-    """Puts content at path, on the disk; FileExistsError if there is anything."""
-    partial = _partial(path)
-    try:
-        _write_synced(partial, content)
-        os.link(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync_directory(path.parent)
-
-
-def _partial(path: Path) -> Path:
-    """A name beside path that no other writer has; process ids repeat on a shared disk."""
-    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    """A new name is durable only when the directory that holds it is synced."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_version(directory: Path) -> None:
-    """Removes a version, its manifest first: what a crash leaves is not complete any more."""
-    try:
-        with suppress(FileNotFoundError):
-            (directory / _MANIFEST).unlink()
-            _sync_directory(directory)
-        shutil.rmtree(directory)
-    except OSError as error:
-        raise CheckpointError(f"cannot remove {directory}: {error.strerror}") from error
-
-
-def _write_error(path: Path, error: OSError) -> CheckpointError:
-    remedies = {
-        errno.ENOSPC: "free space there, or set checkpoint.directory to a larger disk",
-        errno.EDQUOT: "free some of the quota, or set checkpoint.directory to another disk",
-        errno.EACCES: "make it writable, or set checkpoint.directory to a place that is",
-        errno.EROFS: "it is read-only: set checkpoint.directory to a place that is not",
-        errno.EPERM: "set checkpoint.directory to a file system with hard links",
-    }
-    remedy = remedies.get(error.errno or 0, "set checkpoint.directory to a healthy disk")
-    return CheckpointError(
-        f"cannot write {path}: {error.strerror}; {remedy} (older versions are intact)"
-    )
+        raise CheckpointError(f"{where} is no safetensors file of planaria: {error}") from error

@@ -10,7 +10,18 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.state import End, Ending, JobState, Notify, Phase, Rules, Step
+from planaria.coordinator.saves import without_spoilt
+from planaria.coordinator.state import (
+    Command,
+    End,
+    Ending,
+    JobState,
+    Notify,
+    Phase,
+    Rules,
+    SetAside,
+    Step,
+)
 from planaria.core.growing import Growing
 from planaria.core.messages import CopySpoilt, WorkerExited, WorkerFailed
 from planaria.core.records import Warned
@@ -34,11 +45,13 @@ def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
-    """A copy in memory is of no use: once more, without it."""
+    """A copy in memory, or a save, is of no use: once more, without it."""
     node = event.rank // state.devices_per_node
-    warning = Warned(text=f"node {node}: {event.reason}; it is not used")
+    first: Command = Notify(Warned(text=f"node {node}: {event.reason}; it is not used"))
+    if event.source:
+        state, first = without_spoilt(state, event.source), SetAside(event.source)
     state, commands = lost(rules, state, "copy", (), reason=event.reason, now_s=now_s, node=node)
-    return state, (Notify(warning), *commands)
+    return state, (first, *commands)
 
 
 def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:

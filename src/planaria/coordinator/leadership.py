@@ -31,6 +31,8 @@ from planaria.coordinator.state import (
     RecordDecision,
     RecordMembers,
     Rules,
+    Saving,
+    SetAside,
     Tell,
 )
 from planaria.core.messages import (
@@ -70,7 +72,7 @@ class Hands(Protocol):
     def notify(self, message: ToLauncher) -> None:
         """Tells the launcher."""
 
-    def keep(self, command: Publish | Discard) -> None:
+    def keep(self, command: Saving) -> None:
         """Carries out what concerns saves on disk."""
 
     def reached(self, place: str, iteration: int) -> None:
@@ -223,7 +225,7 @@ class Leadership(Generic[Agent]):
                             stop_reason=self.state.stop_reason,
                             since=message.since,
                         )
-                case Publish() | Discard():
+                case Publish() | Discard() | SetAside():
                     self._hands.keep(command)
                 case End():
                     self.ended = _ended(self.state, command)

@@ -12,6 +12,7 @@ Source: DESIGN 4.5 and 5; Varuna (EuroSys '22) for going back.
 from dataclasses import replace
 from math import inf
 
+from planaria.coordinator.saves import newest_save
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.cluster import SavePoint
 from planaria.core.copies import Label
@@ -52,7 +53,7 @@ def outcome_of(state: JobState) -> Outcome:
 def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, frozenset[int]]:
     """For every rank the layers that it has, or will have, at the age at which all go on."""
     origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
-    if not is_begun and not origin.copied:
+    if not is_begun and not origin.copied and origin.source not in state.spoilt:
         # Nothing has been trained since: whoever needs a layer makes or loads it, as at the start.
         return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
     told = {rank: state.answers[rank] for rank in state.ranks}
@@ -103,7 +104,7 @@ def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | N
     it is on record that they go on in this epoch."""
     if _is_recorded(state):
         return None
-    iteration, source = _newest_save(rules, state)
+    iteration, source = newest_save(rules, state) or (-1, "")
     label = newest_copies(rules, state)
     if label is not None and (label.age >= iteration or not source):
         iteration, source = label.age, ""
@@ -117,27 +118,22 @@ def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | N
 
 
 def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> SavePoint | None:
-    """What all could go back to, or have just gone back to; None where it is on record that they
-    go on in this epoch."""
+    """What all could go back to, or have just gone back to; None where there is nothing, or it is
+    on record that they go on in this epoch."""
     origin = state.origin
     iteration, source, copied = origin.iteration, origin.source, origin.copied
-    if outcome.iteration > iteration:
-        if _is_recorded(state):
-            return None
-        if copied is not None:  # By now nobody may have those copies any more.
-            iteration, source, copied = rules.first_iteration, rules.source, None
-        if state.published > iteration:
-            iteration, source = state.published, state.source
+    saved, is_begun = newest_save(rules, state), outcome.iteration > iteration
+    if is_begun and _is_recorded(state):
+        return None
+    # By now nobody may have the copies any more from which they went on.
+    is_gone = source in state.spoilt or (is_begun and copied is not None)
+    if saved is None and is_gone:
+        return None
+    if saved is not None and (is_gone or (is_begun and saved[0] > iteration)):
+        (iteration, source), copied = saved, None
     num_undone = max(0, outcome.iteration - iteration)
     redone += num_undone * rules.job.training.global_batch_size
     return SavePoint(iteration, source, redone, copied)
-
-
-def _newest_save(rules: Rules, state: JobState) -> tuple[int, str]:
-    """The newest save on disk, "" if there is none."""
-    if state.published > rules.first_iteration:
-        return state.published, state.source
-    return rules.first_iteration, rules.source
 
 
 def _is_recorded(state: JobState) -> bool:

@@ -360,7 +360,7 @@ def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
 def _after_crash(state: JobState) -> str:
     """What took a layer whose nodes live."""
     assert state.loss is not None
-    return f": {state.loss.reason}" if state.loss.kind == "crash" else ""
+    return f": {state.loss.reason}" if state.loss.kind in ("crash", "copy") else ""
 
 
 def shortage_text(rules: Rules, num_left: int) -> str:

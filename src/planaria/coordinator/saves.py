@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from planaria.coordinator.state import Discard, JobState, Publish, Published, Step
+from planaria.coordinator.state import (
+    Discard,
+    JobState,
+    Publish,
+    Published,
+    Rules,
+    Step,
+)
+from planaria.core.copies import version_name
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
 
 
@@ -25,9 +33,25 @@ def layers_saved(state: JobState, event: LayersSaved) -> Step:
 def published(state: JobState, event: Published) -> JobState:
     """A save is there, of this coordinator's time or of before."""
     state = _told(state)
-    if event.iteration <= state.published:
+    if event.source in state.spoilt:
         return state
-    return replace(state, published=event.iteration, source=event.source)
+    versions = {*state.versions, (event.iteration, event.epoch)}
+    return replace(state, versions=tuple(sorted(versions, reverse=True)))
+
+
+def without_spoilt(state: JobState, source: str) -> JobState:
+    """A version that is not what was saved: nobody goes back to it any more."""
+    versions = tuple(one for one in state.versions if version_name(*one) != source)
+    return replace(state, versions=versions, spoilt=state.spoilt | {source})
+
+
+def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
+    """Iterations and version of the newest sound save on disk, (0, "") for the job's start; None if
+    this run began with a save, and none is sound."""
+    is_spoilt = rules.source in state.spoilt
+    if state.versions and (is_spoilt or state.published > rules.first_iteration):
+        return state.published, version_name(*state.versions[0])
+    return None if is_spoilt else (rules.first_iteration, rules.source)
 
 
 def save_failed(state: JobState, event: SaveFailed) -> Step:

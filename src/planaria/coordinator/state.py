@@ -8,6 +8,7 @@ from planaria.coordinator.learning import Learning
 from planaria.coordinator.switching import Change, Switch
 from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.commit import VectorLayout
+from planaria.core.copies import version_name
 from planaria.core.growing import Growing, is_among
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
@@ -146,6 +147,13 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
+class SetAside:
+    """Take a version of the disk tier out of use, which is not what was saved."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The job is over: tell the launcher, then have every member leave.
 
@@ -157,7 +165,8 @@ class End:
     failure: WorkerFailed | None = None
 
 
-Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Publish | Discard | End
+Saving = Publish | Discard | SetAside
+Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Saving | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +199,8 @@ class Published:
 
     @property
     def source(self) -> str:
-        """The name of its version of the disk tier."""
-        return f"{self.iteration}-{self.epoch}"
+        """Its version of the disk tier."""
+        return version_name(self.iteration, self.epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +241,9 @@ class JobState:
         next_iteration: the first that is not committed.
         reports: of iterations not yet committed, by iteration, then rank.
         saves: files so far by (iteration, epoch), then layer, of saves not yet published.
-        published: iterations in the newest save of this run that is published, -1 for none.
-        source: its version of the disk tier.
+        versions: (iteration, epoch) of published saves beside the one that this run began with, the
+            newest first.
+        spoilt: versions of the disk tier that turned out not to be what was saved.
         num_publishing: saves that are being published.
         origin: on which the iterations that count are built.
         unsaved: why saves of this run failed, by (iteration, epoch).
@@ -277,8 +287,8 @@ class JobState:
     corrupted: Growing[int, Corrupted] = field(default_factory=Growing)
     reports: Mapping[int, Growing[int, IterationDone]] = field(default_factory=dict)
     saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
-    published: int = -1
-    source: str = ""
+    versions: tuple[tuple[int, int], ...] = ()
+    spoilt: frozenset[str] = frozenset()
     num_publishing: int = 0
     origin: Origin = field(default_factory=Origin)
     unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
@@ -308,6 +318,11 @@ class JobState:
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
     broken_links: int = 0
+
+    @property
+    def published(self) -> int:
+        """Iterations in the newest published save, -1 for none."""
+        return self.versions[0][0] if self.versions else -1
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Copies of layers in memory: which states they are of, who keeps them, and when they travel."""
+"""Copies of layers: which states they are of, who keeps those in memory, and when they travel."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +19,13 @@ class Label(NamedTuple):
     since: int
     epoch: int
     age: int
+
+
+def version_name(iteration: int, epoch: int) -> str:
+    """Of the save, on disk or in an object store, that was made after so many iterations."""
+    assert iteration >= 0
+    assert epoch >= 0
+    return f"{iteration}-{epoch}"
 
 
 @dataclass(frozen=True, slots=True)

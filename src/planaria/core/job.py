@@ -130,8 +130,11 @@ class ResilienceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    directory: str = _key("checkpoints", "where the disk tier writes")
-    persist_every: int = _key(0, "iterations between saves to disk; 0: at the end and on Ctrl-C")
+    directory: str = _key(
+        "checkpoints",
+        "where saves are written: a directory, or the URL of an object store (s3://, gs://, az://)",
+    )
+    persist_every: int = _key(0, "iterations between saves; 0: at the end and on Ctrl-C")
     keep: int = _key(2, "newest saves kept; 0: all")
     copies: int = _key(
         0,

@@ -180,11 +180,16 @@ class SaveFailed(Message, frozen=True, kw_only=True):
 
 
 class CopySpoilt(Message, frozen=True, kw_only=True):
-    """A rank has left the epoch, for a copy in memory is not what was written, and is dropped."""
+    """A rank has left the epoch, for state that it was to read is not what was written.
+
+    Attributes:
+        source: the version of the disk tier; "" for a copy in memory, which is dropped.
+    """
 
     rank: int
     epoch: int
     reason: str
+    source: str = ""
 
 
 class CopiesFailed(Message, frozen=True, kw_only=True):

@@ -3,6 +3,8 @@
 Payloads of the fork server: they travel in memory, never in argv, for they hold the job's token.
 """
 
+from typing import Any
+
 import msgspec
 
 from planaria.core.inject import Place
@@ -66,6 +68,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         parameters: for each layer its parameters' names, without later uses of tied ones.
+        config: of the model, as other tools read it from config.json; empty if it has none.
         mistake: (field, value, remedy) of a ConfigError; the rest is empty then.
         traceback: of what the user's code raised; the rest is empty then.
     """
@@ -76,5 +79,6 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     objective: str = ""
     parameters: tuple[tuple[str, ...], ...] = ()
     num_parameters: int = 0
+    config: dict[str, Any] = {}
     mistake: tuple[str, str, str] | None = None
     traceback: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.engine.apply import (
     exchange_layers,
@@ -19,7 +19,7 @@ from planaria.engine.apply import (
 )
 from planaria.engine.copying import Copying
 from planaria.engine.stage import Stage, State
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, SpoiltError
 from planaria.transport.links import Links
 
 
@@ -27,7 +27,7 @@ def exchanged(
     start: StartEpoch,
     links: Links,
     stage: Stage,
-    tier: DiskTier,
+    tier: Tier,
     copying: Copying,
     *,
     timeout_s: float,
@@ -37,8 +37,7 @@ def exchanged(
 
     Raises:
         PeerLostError, AbortedError: a peer is gone.
-        CheckpointError: a copy in memory is not what was written.
-        ConfigError: the disk tier cannot be read.
+        CheckpointError: a copy in memory, or a version on disk, is not what was written.
     """
     rounds, plan, rank = start.rounds, start.plan, links.rank
     takes_part = rank in plan.all_ranks
@@ -66,18 +65,20 @@ def exchanged(
     return start, 0
 
 
-def loaded_layers(tier: DiskTier, source: str, layers: Sequence[int]) -> dict[int, State]:
+def loaded_layers(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, State]:
     """The states of layers in a version of the disk tier; none if that is "".
 
     Raises:
-        ConfigError: it cannot be read.
+        SpoiltError: it cannot be read.
     """
     if not source:
         return {}
-    manifest = next((v.manifest for v in tier.versions() if v.directory.name == source), None)
+    found = next((v for v in tier.versions() if v.name == source), None)
+    if found is None or found.manifest is None:
+        why = found.reason if found else "it is gone"
+        where = tier.storage.where(source)
+        raise SpoiltError(source, f"{where} is not complete any more: {why}")
     try:
-        if manifest is None:
-            raise CheckpointError(f"checkpoint {source} is not complete any more")
-        return {layer: tier.read_layer(manifest, layer) for layer in layers}
+        return {layer: tier.read_layer(found.manifest, layer) for layer in layers}
     except CheckpointError as error:
-        raise ConfigError("checkpoint.directory", str(tier.directory), str(error)) from error
+        raise SpoiltError(source, str(error)) from error

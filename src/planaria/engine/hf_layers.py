@@ -46,6 +46,7 @@ from planaria.engine.hf_frame import (
 )
 from planaria.engine.hf_model import (
     Weights,
+    config_told,
     hf_config,
     meta_model,
     too_few_positions,
@@ -292,7 +293,8 @@ def split_hf_model(
         weights=weights,
         seed=seed,
     )
-    return SplitModel(builder, objective=objective, loss=cross_entropy_sum)
+    told = config_told(skeleton)
+    return SplitModel(builder, objective=objective, loss=cross_entropy_sum, config=told)
 
 
 def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:

@@ -92,6 +92,12 @@ def meta_model(config: Any) -> tuple[Any, str]:
     return model, objective
 
 
+def config_told(model: Any) -> dict[str, Any]:
+    """What config.json says of a model; transformers builds it from that."""
+    told: dict[str, Any] = json.loads(model.config.to_json_string())
+    return told | {"architectures": [type(model).__name__], "use_cache": True}
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     file: Path

@@ -12,9 +12,9 @@ torch.fx cannot trace the models of transformers 5.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +73,10 @@ class SplitModel:
             "masked" (the hidden tokens, -100 elsewhere) or "supervised".
         tied: the parameters that more than one layer uses.
         virtual: what each layer stands for, of a model that is paced; empty of any other.
+        config: what other tools build the same model from (config.json); empty if they cannot.
     """
 
-    __slots__ = ("_builder", "_loss", "layer_names", "objective", "tied", "virtual")
+    __slots__ = ("_builder", "_loss", "config", "layer_names", "objective", "tied", "virtual")
 
     def __init__(
         self,
@@ -84,8 +85,10 @@ class SplitModel:
         objective: str,
         loss: LossFunction,
         virtual: tuple[LayerProfile, ...] = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.virtual = virtual
+        self.config = config or {}
         self._builder = builder
         self._loss = loss
         self.layer_names = builder.layer_names

@@ -163,6 +163,7 @@ def _prepared(request: PrepareRequest) -> Prepared:
         num_parameters=sum(
             shapes[layer][name].numel() for layer, names in enumerate(parameters) for name in names
         ),
+        config=dict(model.config),
     )
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import LayersSaved, Message, SaveFailed
 from planaria.engine.stage import HeldLayer, State
 from planaria.errors import CheckpointError
@@ -27,7 +27,7 @@ class Saver:
 
     def __init__(
         self,
-        tier: DiskTier,
+        tier: Tier,
         *,
         rank: int,
         send: Callable[[Message], None],

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.checkpoint.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import (
@@ -61,6 +61,7 @@ from planaria.errors import (
     CheckpointError,
     CorruptedError,
     PeerLostError,
+    SpoiltError,
 )
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
@@ -78,6 +79,8 @@ def _complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
     match error:
         case CorruptedError():
             return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
+        case SpoiltError():
+            return CopySpoilt(rank=rank, epoch=epoch, reason=str(error), source=error.source)
         case CheckpointError():
             return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))
         case PeerLostError():
@@ -94,7 +97,7 @@ class Worker:
         self._control = control
         self._links = links
         self._pulse = pulse
-        self._tier = DiskTier(Path(self._job.checkpoint.directory))
+        self._tier = tier_of(self._job.checkpoint.directory)
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )

@@ -24,11 +24,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 
 import msgspec
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import Tier, tier_of
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
@@ -107,7 +106,7 @@ class Launcher:
         self._stop_requested = False
         self._interruption = ""
         self._is_server_lost = False
-        self._tier = DiskTier(Path(spec.job.checkpoint.directory))
+        self._tier = tier_of(spec.job.checkpoint.directory)
         self._unsaved: set[tuple[int, int]] = set()
         self._unfired: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
@@ -378,7 +377,7 @@ class Launcher:
             self._ended.set_result(ended)
 
 
-def standing(tier: DiskTier) -> str:
+def standing(tier: Tier) -> str:
     """What a job that ended early has left, in words."""
     newest = tier.newest()
     if newest is None:

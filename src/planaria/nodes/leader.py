@@ -23,13 +23,21 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.tiers import DiskTier
+from planaria.checkpoint.tiers import tier_of
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership, may_expire, was_lost
 from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.overhead import prices_of
-from planaria.coordinator.state import AnswersFound, Discard, Ending, Publish, Tick
+from planaria.coordinator.state import (
+    AnswersFound,
+    Discard,
+    Ending,
+    Publish,
+    Saving,
+    SetAside,
+    Tick,
+)
 from planaria.core.messages import NodeLost, Shutdown, ToNode
 from planaria.core.records import AgentEnded, Beat, Ended, FromLauncher, Leading, ToLauncher
 from planaria.errors import AuthenticationError, StoreError
@@ -69,7 +77,7 @@ class _Leader:
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._publisher = Publisher(
-            DiskTier(Path(spec.job.checkpoint.directory)),
+            tier_of(spec.job.checkpoint.directory),
             fingerprint=spec.fingerprint,
             keep=spec.job.checkpoint.keep,
             say=self.queue,
@@ -109,7 +117,7 @@ class _Leader:
         await self._leadership.restore(
             self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
         )
-        self._publisher.tell_newest(first_iteration=self._spec.first_iteration)
+        self._publisher.tell_saves(source=self._spec.source)
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
@@ -251,13 +259,15 @@ class _Leader:
         """See Hands."""
         self._launcher.write(frame(message))
 
-    def keep(self, command: Publish | Discard) -> None:
+    def keep(self, command: Saving) -> None:
         """See Hands."""
         match command:
             case Publish():
                 self._publisher.publish(command)
             case Discard():
                 self._publisher.discard(command)
+            case SetAside(source):
+                self._publisher.set_aside(source)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planaria.checkpoint.tiers import DiskTier, Manifest
+from planaria.checkpoint.tiers import Manifest, Tier
 from planaria.coordinator.state import Discard, Publish, Published
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
@@ -22,7 +22,7 @@ class Publisher:
 
     def __init__(
         self,
-        tier: DiskTier,
+        tier: Tier,
         *,
         fingerprint: Mapping[str, Any],
         keep: int,
@@ -35,15 +35,15 @@ class Publisher:
         self._say = say
         self._notify = notify
 
-    def tell_newest(self, *, first_iteration: int) -> None:
-        """Says which save of this run is the newest; an earlier coordinator may have published it.
+    def tell_saves(self, *, source: str) -> None:
+        """Says which saves there are, of this run and of those before it.
 
         Args:
-            first_iteration: where this run starts.
+            source: the one from which this run started, of which the coordinator knows.
         """
-        newest = self._tier.newest()
-        if newest is not None and newest.iteration > first_iteration:
-            self._say(Published(newest.iteration, newest.epoch))
+        for version in self._tier.versions():
+            if version.manifest and version.manifest.layers and version.name != source:
+                self._say(Published(version.iteration, version.epoch))
 
     def publish(self, command: Publish) -> None:
         """Creates the manifest of a save, and removes what is too old."""
@@ -87,6 +87,15 @@ class Publisher:
             self._notify(Warned(text=str(error)))
         unsaved = Unsaved(iteration=command.iteration, epoch=command.epoch, reason=command.reason)
         self._notify(unsaved)
+
+    def set_aside(self, source: str) -> None:
+        """Takes a damaged version out of use; it stays on disk, for a person to look at."""
+        text = f"{self._tier.storage.where(source)} is damaged, and not used any more"
+        try:
+            self._tier.set_aside(source)
+        except CheckpointError as error:
+            text = f"{text}: {error}"
+        self._notify(Warned(text=text))
 
     def publish_start(self, epoch: int) -> None:
         """A job that has saved nothing can still be resumed: from its seed or given weights."""

@@ -12,7 +12,7 @@ from planaria.coordinator.coordinator import Event
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.logbook import opened_logbook
-from planaria.coordinator.state import Discard, Ending, Publish, Published, Tick
+from planaria.coordinator.state import Discard, Ending, Publish, Published, Saving, SetAside, Tick
 from planaria.core.messages import NodeLost, Shutdown, ToNode
 from planaria.core.records import Beat, Ended, Leading, Saved, ToLauncher, Unsaved
 from planaria.errors import StoreError
@@ -173,16 +173,17 @@ class SimulatedLeader:
         """See Hands."""
         self._launcher.hear(self, message)
 
-    def keep(self, command: Publish | Discard) -> None:
+    def keep(self, command: Saving) -> None:
         """See Hands."""
-        iteration, epoch = command.iteration, command.epoch
         match command:
-            case Publish():
+            case Publish(iteration, epoch):
                 assert self._launcher.publish(command), command
                 self.queue(Published(iteration, epoch))
                 self.notify(Saved(iteration=iteration, epoch=epoch))
-            case Discard(_, _, reason):
+            case Discard(iteration, epoch, reason):
                 self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
+            case SetAside():
+                raise AssertionError("saves of the simulator are sound")
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""

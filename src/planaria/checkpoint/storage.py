@@ -1,0 +1,283 @@
+"""Where versions are kept: the files of a directory, or the objects below a prefix of a store.
+
+Both hold named contents, "{version}/{file}". A content is there whole or not at all, and stays when
+the machine is lost.
+
+A store is named by its URL (s3://, gs://, az://); credentials and endpoint are found where that
+store's own tools look for them: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on.
+"""
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from planaria.errors import CheckpointError, ConfigError
+
+# A request that a store leaves unanswered for so long fails, and is tried again. Whether it has TLS
+# is the user's to say.
+_CLIENT_OPTIONS: Final = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
+_RETRY_CONFIG: Final = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
+
+
+_SAID: Final = re.compile(r"<(?:Code|Message)>([^<]*)<")  # In the answer of a server.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is known of a content; `modified_s` is when it was written, since 1970."""
+
+    num_bytes: int
+    modified_s: float
+
+
+class Storage(Protocol):
+    """Named contents. All methods raise a CheckpointError where the storage refuses."""
+
+    def where(self, name: str) -> str:
+        """The place of a content, or of the versions themselves if name is "", for people."""
+        ...
+
+    def entries(self, version: str) -> dict[str, Entry]:
+        """By name what is there of a version, or of all if that is ""."""
+        ...
+
+    def read(self, name: str) -> bytes: ...
+
+    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+        """Puts a content where there may be one; not if the writer belongs to the job no more."""
+        ...
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Puts a content where there is none; False if there is one, which stays."""
+        ...
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Removes what is there of these: the first one for good before the others."""
+        ...
+
+
+def storage_of(place: str) -> Storage:
+    """The storage at a directory or a URL.
+
+    Raises:
+        ConfigError: nothing can be kept there.
+    """
+    return Objects(place) if is_url(place) else Directory(Path(place))
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is that of an object store, and no directory."""
+    return "://" in place
+
+
+def absolute(place: str) -> str:
+    """The same place, wherever it is looked up from."""
+    return place if is_url(place) else str(Path(place).absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """Contents as files, each version a directory, made when first written to."""
+
+    path: Path
+
+    def where(self, name: str) -> str:
+        return str(self.path / name)
+
+    def entries(self, version: str) -> dict[str, Entry]:
+        try:
+            directories = [self.path / version] if version else list(self.path.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+        found = {}
+        for directory in filter(Path.is_dir, directories):
+            for path in directory.iterdir():
+                with suppress(FileNotFoundError):  # It was removed meanwhile.
+                    stat = path.stat()
+                    entry = Entry(stat.st_size, stat.st_mtime)
+                    found[f"{directory.name}/{path.name}"] = entry
+        return found
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self.path / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path / name}: {error.strerror}") from error
+
+    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+        def place(partial: Path, path: Path) -> None:
+            check_member(str(path), may_write)
+            os.replace(partial, path)
+
+        try:
+            self._put(name, content, place)
+        except OSError as error:
+            raise _write_error(self.path / name, error) from error
+
+    def create(self, name: str, content: bytes) -> bool:
+        try:
+            self._put(name, content, os.link)
+            _sync_directory(self.path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise _write_error(self.path / name, error) from error
+        return True
+
+    def _put(self, name: str, content: bytes, place: Callable[[Path, Path], None]) -> None:
+        """Writes a content beside its name, on the disk, and then has it placed there."""
+        path = self.path / name
+        partial = _partial(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_synced(partial, content)
+            place(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync_directory(path.parent)
+
+    def remove(self, names: Sequence[str]) -> None:
+        paths = [self.path / name for name in names]
+        try:
+            for number, path in enumerate(paths):
+                path.unlink(missing_ok=True)
+                if not number:
+                    _sync_directory(path.parent)
+            for directory in {path.parent for path in paths}:
+                if not any(directory.iterdir()):
+                    directory.rmdir()
+        except OSError as error:
+            raise CheckpointError(f"cannot remove {error.filename}: {error.strerror}") from error
+
+
+class Objects:
+    """Contents as the objects of a store, by obstore (extra "store")."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError as error:
+            remedy = "object stores need obstore: pip install 'planaria[store]'"
+            raise ConfigError("checkpoint.directory", url, remedy) from error
+        self._url = url.rstrip("/")
+        self._obstore: Any = obstore
+        self._errors = (BaseError, OSError)  # What is not found is of the second kind.
+        try:
+            self._store: Any = from_url(
+                self._url, client_options=_CLIENT_OPTIONS, retry_config=_RETRY_CONFIG
+            )
+        except (BaseError, ValueError) as error:
+            raise ConfigError("checkpoint.directory", url, _told(error)) from error
+
+    def where(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def entries(self, version: str) -> dict[str, Entry]:
+        prefix = f"{version}/" if version else None
+        try:
+            parts = self._obstore.list(self._store, prefix=prefix)
+            found = [one for part in parts for one in part]
+        except self._errors as error:
+            raise CheckpointError(f"cannot list {self.where(version)}: {_told(error)}") from error
+        return {one["path"]: Entry(one["size"], one["last_modified"].timestamp()) for one in found}
+
+    def read(self, name: str) -> bytes:
+        try:
+            return bytes(self._obstore.get(self._store, name).bytes())
+        except self._errors as error:
+            raise CheckpointError(f"cannot read {self.where(name)}: {_told(error)}") from error
+
+    def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
+        check_member(self.where(name), may_write)
+        try:
+            self._obstore.put(self._store, name, content)
+        except self._errors as error:
+            raise self._write_error(name, error) from error
+
+    def create(self, name: str, content: bytes) -> bool:
+        try:
+            self._obstore.put(self._store, name, content, mode="create")
+        except self._obstore.exceptions.AlreadyExistsError:
+            return False
+        except self._errors as error:
+            raise self._write_error(name, error) from error
+        return True
+
+    def remove(self, names: Sequence[str]) -> None:
+        try:
+            for some in filter(None, (list(names[:1]), list(names[1:]))):
+                self._obstore.delete(self._store, some)
+        except FileNotFoundError:
+            return
+        except self._errors as error:
+            raise CheckpointError(
+                f"cannot remove {self.where(names[0])}: {_told(error)}"
+            ) from error
+
+    def _write_error(self, name: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"cannot write {self.where(name)}: {_told(error)}; see to the store, or set "
+            "checkpoint.directory to another (older versions are intact)"
+        )
+
+
+def check_member(where: str, may_write: Callable[[], bool]) -> None:
+    """Raises a CheckpointError if the writer may not write any more."""
+    if not may_write():
+        raise CheckpointError(f"{where} is not written: the node's lease has run out")
+
+
+def _told(error: Exception) -> str:
+    """What a store's error says, without what is of use to its authors only."""
+    text = str(error).partition("Debug source:")[0]
+    first = next(iter(text.splitlines()), type(error).__name__).rstrip(" .:")
+    said = "".join(f", {found}" for found in _SAID.findall(text))
+    return f"{first}{said}"
+
+
+def _partial(path: Path) -> Path:
+    """A name beside path that no other writer has; process ids repeat on a shared disk."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    """A new name is durable only when the directory that holds it is synced."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_REMEDIES: Final[Mapping[int, str]] = {
+    errno.ENOSPC: "free space there, or set checkpoint.directory to a larger disk",
+    errno.EDQUOT: "free some of the quota, or set checkpoint.directory to another disk",
+    errno.EACCES: "make it writable, or set checkpoint.directory to a place that is",
+    errno.EROFS: "it is read-only: set checkpoint.directory to a place that is not",
+    errno.EPERM: "set checkpoint.directory to a file system with hard links",
+}
+
+
+def _write_error(path: Path, error: OSError) -> CheckpointError:
+    remedy = _REMEDIES.get(error.errno or 0, "set checkpoint.directory to a healthy disk")
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror}; {remedy} (older versions are intact)"
+    )

@@ -1,0 +1,225 @@
+"""Directories and object stores keep versions alike; what they refuse is told by name."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from object_store import BUCKET, object_store, settings
+from planaria.checkpoint.outgoing import exported, save_as
+from planaria.checkpoint.storage import storage_of
+from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.errors import CheckpointError, ConfigError
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    with object_store() as url:
+        yield url
+
+
+@pytest.fixture(params=["directory", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where nothing is yet."""
+    if request.param == "directory":
+        return str(tmp_path / "saves")
+    url: str = request.getfixturevalue("store")
+    return f"{url}/{tmp_path.name}"
+
+
+def tensors(layer: int, iteration: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng((layer, iteration))
+    weight = rng.standard_normal((5, layer + 1)).astype(np.float32)
+    name = f"h.{layer}.weight"
+    return {f"parameter/{name}": weight, f"optimizer/{name}/exp_avg": weight * 2}
+
+
+def saved(tier: Tier, iteration: int, epoch: int = 0, **job: object) -> Manifest:
+    """A published version."""
+    files = tuple(
+        tier.write_layer(iteration, epoch, layer, tensors(layer, iteration))
+        for layer in range(LAYERS)
+    )
+    manifest = Manifest(iteration=iteration, epoch=epoch, job=job, layers=files)
+    tier.publish(manifest)
+    return manifest
+
+
+def assert_whole(tier: Tier, manifest: Manifest) -> None:
+    for layer in range(LAYERS):
+        found, expected = tier.read_layer(manifest, layer), tensors(layer, manifest.iteration)
+        assert found.keys() == expected.keys()
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_versions_are_kept_listed_and_removed(place: str) -> None:
+    """By another process, which knows the place alone."""
+    tier = tier_of(place)
+    assert tier.versions() == ()
+    assert tier.newest() is None
+    manifests = [saved(tier, iteration) for iteration in (2, 9, 10)]
+    tier.write_layer(11, 1, 0, tensors(0))
+
+    again = tier_of(place)
+    names = [(version.name, version.manifest is not None) for version in again.versions()]
+    assert names == [("11-1", False), ("10-0", True), ("9-0", True), ("2-0", True)]
+    assert again.newest() == manifests[-1]
+    for manifest in manifests:
+        assert_whole(again, manifest)
+    assert again.versions()[1].num_bytes > sum(file.num_bytes for file in manifests[-1].layers)
+    assert again.prune(1) == ("2-0", "9-0")
+    again.discard(11, 1)
+    again.discard(11, 1)
+    assert [version.name for version in tier.versions()] == ["10-0"]
+
+
+def test_a_version_is_published_once(place: str) -> None:
+    """Of two that think they lead the first one's stands."""
+    tier = tier_of(place)
+    manifest = saved(tier, 5)
+
+    with pytest.raises(CheckpointError, match="published already"):
+        tier.publish(Manifest(iteration=5, epoch=0, job={"other": 1}, layers=manifest.layers))
+    with pytest.raises(CheckpointError, match="published and final"):
+        tier.write_layer(5, 0, 0, tensors(1))
+    with pytest.raises(CheckpointError, match="it is published"):
+        tier.discard(5, 0)
+    assert tier.newest() == manifest
+    assert_whole(tier, manifest)
+
+
+def test_what_was_changed_or_cut_is_not_read(place: str) -> None:
+    """Nor counted as complete, where its size tells."""
+    tier = tier_of(place)
+    older, newer = saved(tier, 5), saved(tier, 6)
+    name = f"6-0/{newer.layers[1].file}"
+    content = tier.storage.read(name)
+    changed = content[:-1] + bytes([content[-1] ^ 1])
+    tier.storage.write(name, changed, may_write=lambda: True)
+
+    with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors is not what was written"):
+        tier.read_layer(newer, 1)
+    assert tier.newest() == newer
+    tier.storage.write(name, content[:-1], may_write=lambda: True)
+    assert tier.newest() == older
+    tier.storage.remove([name])
+    assert tier.versions()[0].reason == "layer-00001.safetensors is missing"
+    with pytest.raises(CheckpointError, match=r"cannot read .*layer-00001"):
+        tier.read_layer(newer, 1)
+
+
+def test_a_damaged_version_is_set_aside_for_good(place: str) -> None:
+    """It counts no more, and stays for a person to look at; twice is once."""
+    tier = tier_of(place)
+    older, damaged = saved(tier, 5), saved(tier, 6)
+    for _ in range(2):
+        tier.set_aside("6-0")
+
+    assert tier.newest() == older
+    saved(tier, 7)
+    assert tier.prune(1) == ("5-0",)
+    assert [version.name for version in tier.versions()] == ["7-0", "6-0"]
+    assert tier.versions()[1].reason == "it was damaged, and set aside"
+    assert_whole(tier, damaged)
+
+
+def test_whoever_is_no_member_writes_nothing(place: str) -> None:
+    """A node that was cut off while it saved."""
+    tier = tier_of(place)
+
+    with pytest.raises(CheckpointError, match="lease has run out"):
+        tier.write_layer(3, 0, 0, tensors(0), may_write=lambda: False)
+    assert tier.versions() == ()
+
+
+def test_a_named_save_is_nobodys_but_the_users(place: str) -> None:
+    """A job goes on from it as from any; no pruning touches it, and no other takes its name."""
+    tier = tier_of(place)
+    saved(tier, 5)
+    manifest = saved(tier, 6)
+
+    assert save_as(place, "before-warmup") == f"{place}/before-warmup/6-0"
+    for iteration in (7, 8):
+        saved(tier, iteration)
+    tier.prune(1)
+    kept = tier_of(f"{place}/before-warmup")
+    assert kept.newest() == manifest
+    assert_whole(kept, manifest)
+    assert [version.name for version in tier.versions()] == ["8-0"]
+    with pytest.raises(ConfigError, match="it holds 6-0 already"):
+        save_as(place, "before-warmup")
+
+
+@pytest.mark.parametrize("name", ["", "6-0", "../elsewhere", "a/b", ".hidden"])
+def test_a_name_that_is_none_is_refused(place: str, name: str) -> None:
+    """It would be taken for a version, or lead out of the place."""
+    saved(tier_of(place), 6)
+    with pytest.raises(ConfigError, match="make a name"):
+        save_as(place, name)
+
+
+def test_a_named_save_of_a_damaged_version_is_none(place: str) -> None:
+    """Nothing half is left under the name."""
+    tier = tier_of(place)
+    manifest = saved(tier, 6)
+    name = f"6-0/{manifest.layers[2].file}"
+    content = tier.storage.read(name)
+    tier.storage.write(name, b"x" + content[1:], may_write=lambda: True)
+
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        save_as(place, "good")
+    assert tier_of(f"{place}/good").newest() is None
+    tier.storage.write(name, content, may_write=lambda: True)
+    assert save_as(place, "good") == f"{place}/good/6-0"
+
+
+def test_an_export_has_the_parameters_by_name(place: str, tmp_path: Path) -> None:
+    """In as many files as they need, with the model's config where it has one."""
+    tier = tier_of(place)
+    manifest = saved(tier, 6, config={"model_type": "gpt2"})
+    output = tmp_path / "exported"
+
+    names = exported(tier, manifest, output)
+    assert names == ("model.safetensors", "config.json")
+    found = load_file(output / "model.safetensors")
+    assert sorted(found) == [f"h.{layer}.weight" for layer in range(LAYERS)]
+    assert np.array_equal(found["h.1.weight"], tensors(1, 6)["parameter/h.1.weight"])
+    with patch("planaria.checkpoint.outgoing.SHARD_BYTES", 1):
+        names = exported(tier, manifest, tmp_path / "sharded")
+    assert names[:3] == tuple(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
+    assert names[3] == "model.safetensors.index.json"
+    with pytest.raises(ConfigError, match="is not empty"):
+        exported(tier, manifest, output)
+
+
+def test_a_bucket_that_is_not_there_is_named(store: str) -> None:
+    """With what the store says of it."""
+    tier = tier_of(store.replace(BUCKET, "no-such-bucket"))
+    with pytest.raises(CheckpointError, match=r"cannot list s3://no-such-bucket.*NoSuchBucket"):
+        tier.versions()
+    with pytest.raises(CheckpointError, match="see to the store"):
+        tier.storage.create("1-0/manifest.json", b"{}")
+
+
+def test_a_store_that_does_not_answer_is_given_up_in_time() -> None:
+    """Nobody listens at its port."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with patch.dict(os.environ, settings(endpoint)):
+        tier = tier_of("s3://somewhere/jobs")
+        with pytest.raises(CheckpointError, match="cannot list s3://somewhere/jobs"):
+            tier.versions()
+
+
+def test_a_url_of_no_store_is_refused() -> None:
+    """Before anything is computed that could not be saved."""
+    with pytest.raises(ConfigError, match="nowhere://bucket/jobs"):
+        storage_of("nowhere://bucket/jobs")
