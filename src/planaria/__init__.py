@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         ResilienceConfig,
         TrainingConfig,
     )
+    from planaria.engine.memory_checkpointer import MemoryCheckpointer
     from planaria.errors import (
         CheckpointError,
         ConfigError,
@@ -34,6 +35,7 @@ _MODULES = {
     "InsufficientError": "errors",
     "Job": "library",
     "JobConfig": "core.job",
+    "MemoryCheckpointer": "engine.memory_checkpointer",
     "ModelConfig": "core.job",
     "PlanariaError": "errors",
     "Report": "observe.metrics",
@@ -52,6 +54,7 @@ __all__ = [
     "InsufficientError",
     "Job",
     "JobConfig",
+    "MemoryCheckpointer",
     "ModelConfig",
     "PlanariaError",
     "Report",

@@ -1,0 +1,203 @@
+"""The process that owns a machine's copies for scripts that keep their own training loop.
+
+One for each directory, started by the first rank that asks for it, in a session of its own: it
+outlives the ranks, and what starts them again. It makes a file in memory (arena.py) for each slot,
+which is a rank's place on the machine, and hands it to whoever asks over a socket in that
+directory. It ends when it is told to, or when nobody has been connected for a while.
+"""
+
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from planaria.checkpoint.arena import arena_fd
+from planaria.errors import CheckpointError
+
+START_TIMEOUT_S: Final = 60.0
+_LINE_BYTES: Final = 1 << 12
+FREE_TIMEOUT_S: Final = 10.0
+_GIVEN, _HELD = b".", b"!"
+_FDS_MAX: Final = 200  # Of one message.
+
+
+class Kept:
+    """A slot of a keeper, held by this process.
+
+    Attributes:
+        fd: of the slot's arena.
+        further_fds: of arenas that nobody holds now, for this process to read.
+    """
+
+    def __init__(self, sock: socket.socket, fds: Sequence[int]) -> None:
+        self._sock = sock
+        self.fd, *self.further_fds = fds
+
+    def end(self) -> None:
+        """Ends the keeper, and with it all copies on this machine."""
+        with suppress(OSError):
+            self._sock.sendall(b'{"ends": true}\n')
+            while self._sock.recv(_LINE_BYTES):
+                continue
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the keeper, which keeps what there is."""
+        self._sock.close()
+
+
+def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept:
+    """A slot of the directory's keeper, which is started if there is none.
+
+    Args:
+        num_slots: that are held now. There may have been more; each of those is for one to read.
+        idle_s: for how long it stays when nobody is connected.
+
+    Raises:
+        CheckpointError: it does not start, another process holds the slot, or another user the
+            directory.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for place in (directory, directory.parent):
+        if place.stat().st_uid not in (0, os.getuid()):
+            raise CheckpointError(f"{place} is another user's: name another directory")
+    with _locked(directory):
+        sock = _connected(directory) or _started(directory, idle_s)
+    deadline_s = time.monotonic() + FREE_TIMEOUT_S  # One that was killed may be there a moment.
+    while True:
+        sock.sendall(json.dumps({"slot": slot, "of": num_slots}).encode() + b"\n")
+        said, fds, *_ = socket.recv_fds(sock, len(_GIVEN), _FDS_MAX)
+        if said == _GIVEN and fds:
+            return Kept(sock, fds)
+        if said != _HELD or time.monotonic() > deadline_s:
+            break
+        time.sleep(0.05)
+    sock.close()
+    if said == _HELD:
+        what = f"place {slot} of the copies in {directory} is another process's"
+        raise CheckpointError(f"{what}: give each job a name of its own")
+    raise CheckpointError(f"the process that owns copies in {directory} has ended")
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process at a time may find that there is no keeper."""
+    with (directory / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _connected(directory: Path) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        with _short(directory) as path:
+            sock.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    return sock
+
+
+def _started(directory: Path, idle_s: float) -> socket.socket:
+    log = directory / "keeper.log"
+    with log.open("ab") as output:
+        command = [sys.executable, "-m", "planaria.checkpoint.keeper", str(directory), str(idle_s)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if sock := _connected(directory):
+            return sock
+        time.sleep(0.01)
+    raise CheckpointError(f"the process that is to own copies did not start: see {log}")
+
+
+@contextmanager
+def _short(directory: Path) -> Iterator[str]:
+    """The path of the socket, which may have 100 bytes at most, however long the directory's is."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/socket"
+    finally:
+        os.close(descriptor)
+
+
+def serve(directory: Path, idle_s: float) -> None:
+    """Keeps slots until it is told to end, or nobody has been connected for so long."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (directory / "socket").unlink(missing_ok=True)  # Of one that was killed.
+    slots: dict[int, int] = {}
+    held: dict[socket.socket, int] = {}
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
+        with _short(directory) as path:
+            listener.bind(path)
+        listener.listen(1024)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            is_alone = len(selector.get_map()) == 1
+            ready = selector.select(timeout=idle_s if is_alone else None)
+            if is_alone and not ready:
+                return
+            for key, _ in ready:
+                if key.fileobj is listener:
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                    continue
+                client = key.fileobj
+                assert isinstance(client, socket.socket)
+                if not _answered(client, slots, held):
+                    held.pop(client, None)
+                    selector.unregister(client)
+                    client.close()
+                    if _ENDS in slots:
+                        return
+
+
+_ENDS: Final = -1  # In the place of a slot: somebody wants the keeper to end.
+
+
+def _answered(client: socket.socket, slots: dict[int, int], held: dict[socket.socket, int]) -> bool:
+    """Answers a client; False if it has left, or there is nothing more to say to it.
+
+    Args:
+        held: by client, the slot that it has alone.
+    """
+    try:
+        line = client.recv(_LINE_BYTES)
+        if not line:
+            return False
+        asked = json.loads(line)
+        if asked.get("ends"):
+            slots[_ENDS] = _ENDS
+            return False
+        slot, num_slots = int(asked["slot"]), int(asked["of"])
+        if slot in held.values():
+            client.sendall(_HELD)
+            return True
+        held[client] = slot
+        if slot not in slots:
+            slots[slot] = arena_fd()
+        free = sorted(slots.keys() - {*held.values()})
+        further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
+        socket.send_fds(client, [_GIVEN], [slots[slot], *further][:_FDS_MAX])
+    except (OSError, ValueError, KeyError) as error:
+        sys.stderr.write(f"a client said nothing of use: {error}\n")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), float(sys.argv[2]))

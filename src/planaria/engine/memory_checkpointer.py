@@ -1,0 +1,399 @@
+"""Checkpoints in memory for scripts that keep their own training loop, under torchrun.
+
+    checkpointer = planaria.MemoryCheckpointer(model, optimizer)
+    first = checkpointer.restore()
+    for iteration in range(first, last):
+        ...
+        optimizer.step()
+        checkpointer.save(iteration + 1)
+
+Each rank's shard is copied into memory that a process of its machine owns (checkpoint/keeper.py),
+and from there to other nodes, while training goes on; the next optimizer step waits until the copy
+here is done, and for nothing else. Ranks that die, and whoever starts them again, leave the copies
+alone; a machine that is lost takes its own along, and others have theirs. `restore` takes the
+newest version that is there of all shards, for as many ranks as there are now: model and optimizer
+may be cut in another way.
+
+A model that every rank holds whole (DDP) is copied once on each node, and sent to none.
+
+Source: Gemini (SOSP '23); PEERS of this: NVRx and lm-resiliency, which need the same ranks again.
+"""
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from planaria.checkpoint.arena import Arena
+from planaria.checkpoint.keeper import Kept, attach
+from planaria.checkpoint.stream import Copier
+from planaria.checkpoint.turns import AtOnce, Buffers
+from planaria.checkpoint.wire import State, Tensor, state_of, unpacked
+from planaria.core.copies import Label, LayerCopy
+from planaria.engine.gathering import gathered, gathered_as, on_all
+from planaria.engine.shards import HEAD, Held, Shard, Stateful
+from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
+from planaria.transport.links import Address, Channel, Links, Tag
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S: Final = 600.0
+_PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # As torchrun tells it.
+_EPOCH: Final = 0  # Of the links: they live as long as the ranks.
+
+
+class _Rank(msgspec.Struct, frozen=True):
+    """What a rank tells all others when it begins.
+
+    Attributes:
+        node: where it runs; those of one keeper have the same.
+        labels: by shard, the versions that it keeps.
+    """
+
+    node: str
+    address: Address
+    labels: dict[int, tuple[Label, ...]]
+
+
+class _Wish(msgspec.Struct, frozen=True):
+    """A rank's part in a restore.
+
+    Attributes:
+        shards: heads of those that it was asked to read.
+        wants: shards that it lacks.
+        reason: why it cannot take part.
+    """
+
+    shards: dict[int, Shard] = {}
+    wants: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class MemoryCheckpointer:
+    """Checkpoints in memory of a model and its optimizer; all ranks make one, and use it alike.
+
+    The default process group must be there. Call `save` after the optimizer's step.
+
+    Args:
+        others: what else is saved, such as a scheduler; its state_dict has to be JSON, and the same
+            on all ranks.
+        copies: of each shard, its own node's included.
+        buffer_bytes: of copies on their way to a node.
+        name: tells apart jobs of one user on one machine.
+        directory: for the socket of the process that owns the memory; below XDG_RUNTIME_DIR, or
+            below /tmp, if it is "".
+        idle_s: for how long that process keeps copies when no rank is left.
+
+    Raises:
+        ConfigError: a value is wrong, or there is no process group.
+        CheckpointError: the process that owns the memory does not start.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        others: Mapping[str, Stateful] | None = None,
+        copies: int = 2,
+        buffer_bytes: int = 64 << 20,
+        name: str = "job",
+        directory: str = "",
+        idle_s: float = 600.0,
+    ) -> None:
+        if not dist.is_initialized():
+            remedy = "call torch.distributed.init_process_group before"
+            raise ConfigError("MemoryCheckpointer", "no process group", remedy)
+        if copies < 1:
+            raise ConfigError("copies", copies, "at least 1, the node's own")
+        self._held = Held(model, optimizer, others or {})
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._copies = copies
+        self._buffers = Buffers(buffer_bytes, 4)
+        place = Path(directory) if directory else _runtime_directory() / name
+        slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
+        self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
+        self._arena = Arena(self._kept.fd)
+        self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
+        token = gathered(secrets.token_bytes(16))[0]
+        self._links = Links(self._rank, token=token, host=_own_host())
+        mine = _Rank(f"{socket.gethostname()}:{place}", self._links.address, self._versions())
+        told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
+        self._nodes = [rank.node for rank in told]
+        self._there = {number: rank.labels for number, rank in enumerate(told)}
+        addresses = {number: rank.address for number, rank in enumerate(told)}
+        others_than_this = addresses.keys() - {self._rank}
+        self._links.begin(_EPOCH, addresses=addresses, peers=others_than_this, timeout_s=TIMEOUT_S)
+        told_labels = [labels for there in self._there.values() for labels in there.values()]
+        newest = max((label.epoch for labels in told_labels for label in labels), default=-1)
+        self._epoch = newest + 1  # Of this run's versions.
+        # Stays until a version of this run is complete.
+        self._found = next(iter(self._complete()), None)
+        self._copier: Copier | None = None
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    # -- back -------------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Takes over the newest version that is there of all shards; its iteration, 0 without one.
+
+        A version that turns out to be damaged, or of another model, is named and skipped.
+        """
+        for label in self._complete():
+            reason = self._restored(label)
+            if not reason:
+                self._found = label
+                return label.age
+            if not self._rank:
+                logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
+        self._found = None
+        return 0
+
+    def _complete(self) -> list[Label]:
+        """Versions of which there is a copy of every shard, the newest first."""
+        shards: dict[Label, set[int]] = {}
+        for versions in self._there.values():
+            for shard, labels in versions.items():
+                for label in labels:
+                    shards.setdefault(label, set()).add(shard)
+        # `since` of a label is how many shards there are.
+        whole = [label for label, those in shards.items() if len(those) == label.since]
+        return sorted(whole, key=lambda label: (label.age, label.epoch), reverse=True)
+
+    def _restored(self, label: Label) -> str:
+        """Why the version was not taken over by all; empty if it was."""
+        holders = self._holders(label)
+        states: dict[int, State] = {}
+        wish = _Wish()
+        try:
+            mine = [n for n, ranks in holders.items() if self._rank in ranks]
+            states = {n: self._read(n, label) for n in mine}
+            heads = {n: _head(states[n]) for n in mine if holders[n][0] == self._rank}
+            wish = _Wish(shards=heads)
+        except (CheckpointError, msgspec.DecodeError) as error:
+            wish = _Wish(reason=str(error))
+        told = gathered_as(_Wish, wish)
+        if reason := next((one.reason for one in told if one.reason), ""):
+            return reason
+        shards = {n: shard for one in told for n, shard in one.shards.items()}
+        try:
+            wanted = self._held.wanted(shards, rather=frozenset(states))
+            wish = _Wish(wants=tuple(sorted(wanted - states.keys())))
+        except CheckpointError as error:
+            wish = _Wish(reason=str(error))
+        told = gathered_as(_Wish, wish)
+        if reason := next((one.reason for one in told if one.reason), ""):
+            return reason
+        wish, tensors = _Wish(), {}
+        try:
+            states |= self._exchanged(told, holders, states, label)
+            tensors = self._held.assembled(shards, {n: states[n] for n in sorted(wanted)})
+        except CheckpointError as error:
+            wish = _Wish(reason=str(error))
+        if reason := next((one.reason for one in gathered_as(_Wish, wish) if one.reason), ""):
+            return reason
+        self._held.load(tensors, shards[min(shards)])  # All can, so all do.
+        return ""
+
+    def _read(self, shard: int, label: Label) -> State:
+        """Raises a CheckpointError if it is not what was written."""
+        arenas = (self._arena, *self._older)
+        arena = next(one for one in arenas if label in one.versions().get(shard, ()))
+        return state_of(arena.read(shard, label))
+
+    def _holders(self, label: Label) -> dict[int, list[int]]:
+        """By shard the ranks that have a copy of the version."""
+        found: dict[int, list[int]] = {}
+        for rank, versions in sorted(self._there.items()):
+            for shard, labels in versions.items():
+                if label in labels:
+                    found.setdefault(shard, []).append(rank)
+        return found
+
+    def _exchanged(
+        self,
+        told: list[_Wish],
+        holders: Mapping[int, list[int]],
+        states: Mapping[int, State],
+        label: Label,
+    ) -> dict[int, State]:
+        """The shards that this rank wants; others get theirs of what it has, from several holders
+        at once.
+
+        Raises:
+            CheckpointError: what came is not what was sent.
+        """
+        received: dict[int, State] = {}
+        for target, wish in enumerate(told):
+            for shard in wish.wants:
+                source = holders[shard][target % len(holders[shard])]
+                if source == self._rank:
+                    self._send(target, shard, label, states[shard])
+        for shard in told[self._rank].wants:
+            source = holders[shard][self._rank % len(holders[shard])]
+            received[shard] = self._receive(source, shard, label)
+        return received
+
+    def _send(self, target: int, shard: int, label: Label, state: State) -> None:
+        tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
+        content = np.concatenate([a.reshape(-1).view(np.uint8) for a in state.values()])
+        head = msgspec.json.encode((tensors, _hash(content)))
+        self._links.send(target, _tag(label, shard, 0), np.frombuffer(head, dtype=np.uint8))
+        self._links.send(target, _tag(label, shard, 1), content)
+
+    def _receive(self, source: int, shard: int, label: Label) -> State:
+        head = self._links.receive(source, _tag(label, shard, 0), timeout_s=TIMEOUT_S)
+        content = self._links.receive(source, _tag(label, shard, 1), timeout_s=TIMEOUT_S)
+        tensors, wanted = msgspec.json.decode(head.tobytes(), type=tuple[tuple[Tensor, ...], str])
+        if _hash(content) != wanted:
+            raise CheckpointError(f"shard {shard} did not arrive as rank {source} sent it")
+        return unpacked(tensors, content)
+
+    # -- forth ------------------------------------------------------------------------------------
+
+    def save(self, iteration: int) -> bool:
+        """Begins a version of the state as it is after so many iterations.
+
+        Returns:
+            False if none begins, because the one before is still on its way, or copies failed.
+        """
+        copier = self._copier or self._begun()
+        try:
+            is_free = not copier.has_begun or copier.has_ended
+            is_whole = not copier.has_begun or not copier.has_failed
+        except (AbortedError, PeerLostError) as error:
+            logger.warning("rank %s copies no more: %s", self._rank, error)
+            is_free, is_whole = False, False
+        are_free, are_whole = on_all(is_free, is_whole)
+        if not are_free:
+            return False
+        if copier.has_begun and are_whole:
+            copier.complete()
+            for arena in self._older:
+                arena.keep((), layers=())
+            self._older = []
+        states: dict[int, State] = {}
+        if copier.own:
+            states = {copier.own[0]: self._held.shard(self._shard, self._num_shards)[1]}
+        copier.begin(iteration, states)
+        return True
+
+    def _begun(self) -> Copier:
+        """The copier of this run, which begins with the first version."""
+        is_replicated = self._held.is_replicated
+        nodes = sorted(set(self._nodes), key=self._nodes.index)
+        self._num_shards = 1 if is_replicated else self._world_size
+        self._shard = 0 if is_replicated else self._rank
+        first = self._nodes.index(self._nodes[self._rank])
+        own = () if is_replicated and first != self._rank else (self._shard,)
+        copies = () if is_replicated else self._copies_of(nodes)
+        self._copier = Copier(
+            self._links,
+            self._arena,
+            own=own,
+            copies=copies,
+            since=self._num_shards,
+            epoch=self._epoch,
+            kept=self._found,
+            buffers=self._buffers,
+            turns=AtOnce(),
+            virtual_bytes=_real,
+            unload=_at_once,
+            failed=self._failed,
+            timeout_s=TIMEOUT_S,
+        )
+        return self._copier
+
+    def _copies_of(self, nodes: list[str]) -> tuple[LayerCopy, ...]:
+        """Each rank sends its shard to ranks of the nodes behind its own, place by place."""
+        places = {node: [n for n, at in enumerate(self._nodes) if at == node] for node in nodes}
+        found = []
+        for rank, node in enumerate(self._nodes):
+            here = nodes.index(node)
+            targets = []
+            for step in range(1, min(self._copies, len(nodes))):
+                there = places[nodes[(here + step) % len(nodes)]]
+                targets.append(there[places[node].index(rank) % len(there)])
+            found.append(LayerCopy(rank, rank, tuple(targets)))
+        return tuple(found)
+
+    def _failed(self, reason: str) -> None:
+        logger.warning("rank %s: copies are not complete: %s", self._rank, reason)
+
+    def _before_step(self, *_: Any) -> None:
+        """The optimizer's step changes what is being copied."""
+        self.wait_copied()
+
+    def wait_copied(self) -> None:
+        """Blocks until model and optimizer may change; an optimizer's step does so by itself."""
+        copier = self._copier
+        if copier is None or not copier.own or not copier.has_begun:
+            return
+        try:
+            copier.wait_copied(copier.own[0])
+        except (AbortedError, PeerLostError) as error:
+            logger.warning("rank %s copies no more: %s", self._rank, error)
+
+    def close(self) -> None:
+        """Ends copying and gives the memory back: the job is over."""
+        self._hook.remove()
+        self._links.abort("it is over", first_epoch=_EPOCH + 1)
+        if self._copier is not None:
+            self._copier.close()
+        self._links.close()
+        self._kept.end()
+
+    def _versions(self) -> dict[int, tuple[Label, ...]]:
+        found: dict[int, tuple[Label, ...]] = {}
+        for arena in (self._arena, *self._older):
+            for shard, labels in arena.versions().items():
+                found[shard] = (*found.get(shard, ()), *labels)
+        return found
+
+
+def _head(state: State) -> Shard:
+    return msgspec.json.decode(state[HEAD].tobytes(), type=Shard)
+
+
+def _tag(label: Label, shard: int, index: int) -> Tag:
+    return Tag(Channel.STATE, label.age, shard, index)
+
+
+def _hash(content: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(content.data)
+
+
+def _real(_shard: int) -> int:
+    return 0
+
+
+def _at_once(num_bytes: int, *, is_own: bool) -> None:
+    """Bytes that are in memory already."""
+    del num_bytes, is_own
+
+
+def _own_host() -> str:
+    """The address by which other nodes reach this one."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((master, 9))
+            host: str = sock.getsockname()[0]
+            return host
+    except OSError:
+        return "127.0.0.1"
+
+
+def _runtime_directory() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")

@@ -1,0 +1,110 @@
+"""State of a loop of one's own, cut and put together in other ways."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from planaria.checkpoint.wire import State
+from planaria.engine.shards import HEAD, Held, Shard, Slice, _filled
+from planaria.errors import CheckpointError, ConfigError
+
+ROWS, COLUMNS = 7, 3
+
+
+def held(seed: int, width: int = 4) -> Held:
+    """A small model whose optimizer has taken a step."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1), betas=(0.8, 0.9))
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    return Held(model, optimizer, {})
+
+
+@settings(max_examples=40)
+@given(
+    cuts=st.sets(st.integers(1, ROWS - 1)),
+    replicas=st.integers(1, 2),
+    begin=st.integers(0, ROWS - 1),
+    number=st.integers(0, ROWS),
+)
+def test_any_part_comes_from_any_parts(
+    cuts: set[int], replicas: int, begin: int, number: int
+) -> None:
+    """Rows of a matrix, which some ranks hold twice; a part may be empty."""
+    whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+    number = min(number, ROWS - begin)
+    shards: dict[int, Shard] = {}
+    states: dict[int, State] = {}
+    for first, end in pairwise((0, *sorted(cuts), ROWS)):
+        for _ in range(replicas):
+            rank = len(shards)
+            part = Slice((ROWS, COLUMNS), (first, 0), (end - first, COLUMNS), "float32")
+            shards[rank] = Shard(
+                rank=rank, world_size=0, tensors={"w": part}, numbers={}, groups=[], others={}
+            )
+            states[rank] = {"w": whole[first:end].reshape(-1).view(torch.uint8).numpy()}
+
+    wanted = Slice((ROWS, COLUMNS), (begin, 0), (number, COLUMNS), "float32")
+    assert torch.equal(_filled("w", wanted, shards, states), whole[begin : begin + number])
+    del shards[0]
+    if replicas == 1 and begin < min({*cuts, ROWS}) and number:
+        with pytest.raises(CheckpointError, match="part of w was not saved"):
+            _filled("w", wanted, shards, states)
+
+
+def test_a_state_is_taken_over_whole() -> None:
+    """Parameters, buffers, moments, steps and rates; what was there before is gone."""
+    source, target = held(1), held(2)
+    shard, state = source.shard(0, 1)
+    assert source.is_replicated
+    shards, states = {0: shard}, {0: {name: array.copy() for name, array in state.items()}}
+    assert target.wanted(shards, rather=frozenset()) == {0}
+
+    target.load(target.assembled(shards, states), shard)
+
+    again, found = target.shard(0, 1)
+    assert again.groups == shard.groups
+    assert found.keys() == state.keys()
+    for name in state.keys() - {HEAD}:
+        assert np.array_equal(found[name], state[name]), name
+    assert target.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_a_version_of_another_model_is_refused_and_changes_nothing() -> None:
+    """Naming the first tensor that differs."""
+    source, target = held(1), held(2, width=5)
+    shard, state = source.shard(0, 1)
+    before = {name: array.copy() for name, array in target.shard(0, 1)[1].items()}
+
+    with pytest.raises(CheckpointError, match=r"parameter/0\.weight is \(5, 3\) here"):
+        target.wanted({0: shard}, rather=frozenset())
+    with pytest.raises(CheckpointError):
+        target.assembled({0: shard}, {0: state})
+    after = target.shard(0, 1)[1]
+    assert all(np.array_equal(after[name], array) for name, array in before.items())
+
+
+def test_what_was_not_saved_beside_is_named() -> None:
+    """As when a scheduler was added since; and one whose state no JSON can carry."""
+    source = held(1)
+    shard, state = source.shard(0, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(source.optimizer, step_size=2)
+    target = Held(source.model, source.optimizer, {"scheduler": scheduler})
+    with pytest.raises(CheckpointError, match="nothing was saved of scheduler"):
+        target.assembled({0: shard}, {0: state})
+
+    class Odd:
+        def state_dict(self) -> dict[str, object]:
+            return {"is": object()}
+
+        def load_state_dict(self, state_dict: dict[str, object]) -> None:
+            raise AssertionError(state_dict)
+
+    with pytest.raises(ConfigError, match="its state is no JSON"):
+        Held(source.model, source.optimizer, {"odd": Odd()}).shard(0, 1)
