@@ -154,6 +154,7 @@ def _recovered(policy: str, num_stages: int, num_pipelines: int, server: ForkSer
             f'checkpoint.directory="{directory}"',
             f'resilience.policy="{policy}"',
             f"model.time_scale={TRANSITION_SCALE}",
+            *_saving(policy),
             UNLIMITED,
         ]
         job = Job.from_file(LLAMA, overrides=overrides)
@@ -168,6 +169,11 @@ def _recovered(policy: str, num_stages: int, num_pipelines: int, server: ForkSer
             label = f"PP {num_stages} x DP {num_pipelines}: {event.answer}, {policy}"
             errors.append(_print_row(label, event.predicted_downtime_s, event.transition_s))
     return errors
+
+
+def _saving(policy: str) -> list[str]:
+    """What a policy that goes back to saves needs: else it would begin anew each time."""
+    return ["checkpoint.persist_every=1"] if policy == "morph" else []
 
 
 def _unpaced() -> bool:
@@ -252,8 +258,8 @@ def _measure(
             f'checkpoint.directory="{directory}"',
         ]
         if policy:
-            overrides.append(f'resilience.policy="{policy}"')
-        if num_stages:
+            overrides += [f'resilience.policy="{policy}"', *_saving(policy)]
+        if num_stages or policy == "absorb":  # Which needs twice the memory.
             overrides.append(UNLIMITED)
         job = Job.from_file(path, overrides=overrides)
         specs = [f"kill:{node}@{at}" for node, at in LOSSES if policy and node < nodes]

@@ -163,7 +163,7 @@ def restored(rng: Random, ranks: list[Rank], epoch: int, directory: Path) -> dic
 
     def restore(links: Links) -> None:
         rank, stage, tier = ranks[links.rank], stages[links.rank], tier_of(str(directory))
-        exchanged(start, links, stage, tier, rank.copying, timeout_s=TIMEOUT_S)
+        exchanged(start, links, stage, tier, rank.copying, storage=None, timeout_s=TIMEOUT_S)
 
     begin_all([rank.links for rank in ranks], epoch)
     on_all([rank.links for rank in ranks], restore)

@@ -10,6 +10,7 @@ import msgspec
 
 from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import AT_COMMIT, StartEpoch
+from planaria.core.plan import Link
 from planaria.engine.apply import (
     exchange_layers,
     missing_layers,
@@ -22,6 +23,8 @@ from planaria.engine.stage import Stage, State
 from planaria.errors import CheckpointError, SpoiltError
 from planaria.transport.links import Links
 
+LINK_TIMEOUT_S = 60.0
+
 
 def exchanged(
     start: StartEpoch,
@@ -30,10 +33,14 @@ def exchanged(
     tier: Tier,
     copying: Copying,
     *,
-    timeout_s: float,
+    storage: Link | None,
+    timeout_s: float = LINK_TIMEOUT_S,
 ) -> tuple[StartEpoch, int]:
     """The order with its iteration, once this rank has what it begins the epoch with; the bytes
     that came for that.
+
+    Args:
+        storage: in a paced job, how long what is read of a save is on its way.
 
     Raises:
         PeerLostError, AbortedError: a peer is gone.
@@ -53,6 +60,9 @@ def exchanged(
         if not start.vector:  # All begin anew: from the start, from a save, or from copies.
             missing = missing_layers(own, stage)
             states = copies if start.copied else loaded_layers(tier, start.source, missing)
+            if states and storage is not None and not start.copied:
+                num_bytes = sum(map(stage.model.virtual_state_bytes, missing))
+                links.timekeeper.sleep(storage.seconds(num_bytes))
             assert not start.copied or not set(missing) - copies.keys()
             stage.hold(missing, states=states, age=age)
         assert not missing_layers(own, stage)

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from planaria.core.job import JobConfig, ModelConfig
-from planaria.core.plan import ModelProfile
+from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.engine.data import Dataset, load_dataset, vocabulary_size
@@ -70,6 +70,12 @@ def pacing_of(spec: NodeSpec) -> Pacing | None:
         inter_node=spec.profile.links["inter_node"],
         intra_node=spec.profile.links["intra_node"],
     )
+
+
+def storage_of(spec: NodeSpec) -> Link | None:
+    """The way by which a paced job's worker gets what is saved: its node's, to other nodes."""
+    pacing = pacing_of(spec)
+    return pacing.inter_node if pacing else None
 
 
 def split_model(

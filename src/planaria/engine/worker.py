@@ -45,14 +45,14 @@ from planaria.engine.apply import (
 from planaria.engine.batches import Batches
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
-from planaria.engine.entry import exchanged
+from planaria.engine.entry import LINK_TIMEOUT_S, exchanged
 from planaria.engine.executor import RECEIVE_TIMEOUT_S, Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
 from planaria.engine.peak import peak_bytes, reset_peak
-from planaria.engine.prepare import load_data, load_model
+from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage
@@ -70,8 +70,6 @@ from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
-
-LINK_TIMEOUT_S = 60.0
 
 
 def _complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
@@ -98,6 +96,7 @@ class Worker:
         self._links = links
         self._pulse = pulse
         self._tier = tier_of(self._job.checkpoint.directory)
+        self._storage = storage_of(spec)
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )
@@ -227,7 +226,7 @@ class Worker:
         self._recovers("transfer", start.iteration)
         # State flows over each link as soon as it stands, while others are still being made.
         start, received_bytes = exchanged(
-            start, self._links, self._stage, self._tier, self._copying, timeout_s=LINK_TIMEOUT_S
+            start, self._links, self._stage, self._tier, self._copying, storage=self._storage
         )
         self._links.wait_linked(timeout_s=LINK_TIMEOUT_S)
         if not self._takes_part:

@@ -60,6 +60,8 @@ class Morph:
                 return ()
             if event.saved.copied is None:
                 return (self._from_save(best, plan, event, prices),)
+            if cluster.lost_layers(plan.num_layers):
+                return ()
             return (self._from_holders(best, plan, cluster, prices, event),)
         if cluster.lost_layers(plan.num_layers):
             return ()
@@ -104,7 +106,9 @@ class Morph:
         bytes_at: Counter[int] = Counter()
         for rank, layers in grid.plan.layers_by_rank.items():
             bytes_at[rank // per_node] += sum(prices.layer_bytes[layer] for layer in layers)
-        load_s = prices.links["inter_node"].seconds(max(bytes_at.values()))
+        load_s = 0.0
+        if event.saved.source:  # Else all make their layers anew.
+            load_s = prices.links["inter_node"].seconds(max(bytes_at.values()))
         return Transition(
             before=plan,
             after=grid.plan,
