@@ -39,6 +39,7 @@ _EXPECTED = {
     "bool_type": "must be true or false",
     "string_type": "must be a string, in quotes",
     "dict_type": "must be a table",
+    "tuple_type": "must be a list of lists, such as [[0, 1], [2, 3]]",
 }
 
 Record = TypeVar("Record")
@@ -187,7 +188,8 @@ def _value(record_field: "Field[Any]", value: Any, *, hint: Any, name: str) -> A
             raise ConfigError(name, value, f"must be a table: [{name}]")
         return _record(hint, value, prefix=name + ".")
     try:
-        checked = TypeAdapter(hint).validate_python(value, strict=True)
+        given = _as_tuples(value) if get_origin(hint) is tuple else value
+        checked = TypeAdapter(hint).validate_python(given, strict=True)
     except ValidationError as error:
         raise ConfigError(name, value, _remedy(error, value, hint=hint)) from None
     if isinstance(checked, float) and not math.isfinite(checked):
@@ -196,6 +198,11 @@ def _value(record_field: "Field[Any]", value: Any, *, hint: Any, name: str) -> A
     if isinstance(checked, int) and abs(checked) >= 2**63:
         raise ConfigError(name, value, "must fit in 64 bits")
     return {**_default(record_field), **checked} if isinstance(checked, Mapping) else checked
+
+
+def _as_tuples(value: Any) -> Any:
+    """A list as a frozen record has it."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def _remedy(error: ValidationError, value: Any, *, hint: Any) -> str:
@@ -238,6 +245,8 @@ def _type_name(hint: Any) -> str:
         return " or ".join(f'`"{choice}"`' for choice in get_args(hint))
     if get_origin(hint) is Union:
         return " or ".join(_type_name(kind) for kind in get_args(hint))
+    if get_origin(hint) is tuple:
+        return "list"
     names = {str: "string", int: "integer", float: "number", bool: "boolean"}
     return names.get(hint, "table")
 

@@ -6,6 +6,7 @@ what only the planner knows, as how many nodes can have work; planning.py does.
 """
 
 import re
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 
@@ -34,13 +35,15 @@ _MINIMUM = {
     "checkpoint.profile_iterations": 0,
     "cluster.nodes": 1,
     "cluster.max_nodes": 0,
+    "cluster.standby": 0,
+    "cluster.grant_s": 0,
     "cluster.devices_per_node": 1,
     "cluster.device_memory_bytes": 0,
     "cluster.lease_s": 0.5,
 }
 NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once.
 _MAXIMUM = dict.fromkeys(
-    ("cluster.nodes", "cluster.max_nodes", "cluster.devices_per_node"), NODES_MAX
+    ("cluster.nodes", "cluster.max_nodes", "cluster.standby", "cluster.devices_per_node"), NODES_MAX
 )
 # A plan has a route for each microbatch: beyond this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
@@ -91,6 +94,7 @@ def _check_ranges(job: JobConfig) -> None:
         raise ConfigError(
             "checkpoint.gamma", gamma, 'must be above 0 and at most 1, a share of a span, or "auto"'
         )
+    _check_domains(job.checkpoint.failure_domains)
     if job.checkpoint.path == "device" and job.model.kind != "paced":
         remedy = 'only model.kind = "paced" has it: copies travel from host to host'
         raise ConfigError("checkpoint.path", "device", remedy)
@@ -99,6 +103,17 @@ def _check_ranges(job: JobConfig) -> None:
             raise ConfigError(name, value, "must be more than 0")
     if not job.name or "/" in job.name:
         raise ConfigError("name", job.name, "must not be empty and must not contain a slash")
+
+
+def _check_domains(domains: Sequence[Sequence[int]]) -> None:
+    """Refuses nodes that are in two domains, or that nobody has."""
+    seen: set[int] = set()
+    for node in (node for domain in domains for node in domain):
+        if not 0 <= node < NODES_MAX:
+            raise ConfigError("checkpoint.failure_domains", node, "is the number of no node")
+        if node in seen:
+            raise ConfigError("checkpoint.failure_domains", node, "is in two domains")
+        seen.add(node)
 
 
 def _check_kinds(job: JobConfig) -> None:

@@ -75,3 +75,40 @@ def test_holders_of_the_same_layers_send_about_as_much(shape: list[int]) -> None
         for other, others in plan.layers_by_rank.items():
             if layers == others:
                 assert abs(sent[rank] - sent[other]) <= max(BYTES[layer] for layer in layers)
+
+
+def test_copies_are_not_in_the_domain_of_a_holder() -> None:
+    """Groups of two would be in one rack each; so each neighbour's copies go to another rack."""
+    racks = ((0, 1), (2, 3))
+    placement = paper_placement(4, 2, "mixed")
+    plan = shaped_plan((4,), 6)
+    for copy in layer_copies(plan, copies=2, placement=placement, layer_bytes=BYTES, domains=racks):
+        assert {copy.source // 2, *(target // 2 for target in copy.targets)} == {0, 1}
+
+
+@given(shapes, st.integers(1, 4), st.integers(1, 3))
+def test_copies_share_no_domain_where_there_are_enough(
+    shape: list[int], copies: int, rack: int
+) -> None:
+    """All those that are sent, and the holders; and there are as many as without domains."""
+    plan = shaped_plan(tuple(shape), 12)
+    num_nodes = len(plan.nodes)
+    domain_of = {node: node // rack for node in plan.nodes}
+    racks = [[n for n in plan.nodes if n // rack == index] for index in set(domain_of.values())]
+    found = layer_copies(plan, copies=copies, placement=None, layer_bytes=BYTES, domains=racks)
+    for copy in found:
+        taken = {domain_of[node] for node in plan.holders(copy.layer)}
+        free = len(racks) - len(taken)
+        others = [domain_of[target] for target in copy.targets if domain_of[target] not in taken]
+        assert len(set(others)) == min(free, len(copy.targets))
+        assert len(copy.targets) == min(copies - 1, num_nodes - len(plan.holders(copy.layer)))
+
+
+def test_without_a_placement_copies_are_where_least_is_kept() -> None:
+    plan = shaped_plan((5,), 6)
+    kept = Counter[int]()
+    for copy in layer_copies(plan, copies=2, placement=None, layer_bytes=BYTES):
+        for target in copy.targets:
+            kept[target] += BYTES[copy.layer]
+
+    assert max(kept.values()) == max(BYTES)

@@ -7,7 +7,7 @@ from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.planner.copies import layer_copies
 from planaria.planner.idle import predicted_idle
-from planaria.planner.placement import paper_placement
+from planaria.planner.placement import Placement, paper_placement
 
 SCHEDULED: Final = ("interleaved", "unpipelined")  # Modes in which copies wait for idle spans.
 
@@ -16,12 +16,24 @@ _MOST_HOPS: Final = 10_000  # That are worth predicting an iteration for, while 
 
 def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
     """As the job asks for; as many copies as there are nodes if it asks for more."""
-    copies = min(rules.job.checkpoint.copies, len(plan.nodes))
+    job, num_nodes = rules.job.checkpoint, len(plan.nodes)
+    copies = min(job.copies, num_nodes)
     if not copies:
         return ()
-    placement = paper_placement(len(plan.nodes), copies, "mixed")
-    layer_bytes = rules.prices.layer_bytes
-    return layer_copies(plan, copies=copies, placement=placement, layer_bytes=layer_bytes)
+    return layer_copies(
+        plan,
+        copies=copies,
+        placement=_placement(job.strategy, num_nodes, copies),
+        domains=job.failure_domains,
+        layer_bytes=rules.prices.layer_bytes,
+    )
+
+
+def _placement(strategy: str, num_nodes: int, copies: int) -> Placement | None:
+    """Of nodes' states, None where layers need none; `mixed` is `group` where groups are even."""
+    if strategy == "optimised":
+        return None
+    return paper_placement(num_nodes, copies, "ring" if strategy == "ring" else "mixed")
 
 
 def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[IdleSpans, ...]:

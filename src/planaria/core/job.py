@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-PolicyName = Literal["absorb", "adaptive", "morph", "reinstantiate", "reroute", "repartition"]
+PolicyName = Literal[
+    "absorb", "adaptive", "morph", "reinstantiate", "reroute", "repartition", "rollback"
+]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
 
 
@@ -94,7 +96,8 @@ class ResilienceConfig:
         "go around lost nodes (ReCycle); repartition: pipelines of any depth, searched for the "
         "nodes that are left (Odyssey); morph: the best grid of equal pipelines, from the newest "
         "save (Varuna); absorb: a neighbour computes a lost node's layers, which it keeps in step, "
-        "in about twice the memory (Bamboo); adaptive: whichever is expected to train the most "
+        "in about twice the memory (Bamboo); rollback: standby nodes take the places of lost ones, "
+        "if there are any (Gemini); adaptive: whichever is expected to train the most "
         "samples before the next failure",
     )
     failure_rate: float = _key(
@@ -146,6 +149,15 @@ class CheckpointConfig:
         "iterations between versions of these copies, for which a commit waits; auto: as often as "
         "they come through, and nothing waits",
     )
+    strategy: Literal["mixed", "group", "ring", "optimised"] = _key(
+        "mixed",
+        "which nodes keep copies of whose layers; mixed: in groups of as many nodes as copies, and "
+        "a ring of what is left; group: mixed where groups do not come out even; ring; optimised: "
+        "wherever least is kept so far",
+    )
+    failure_domains: tuple[tuple[int, ...], ...] = _key(
+        (), "nodes that may fail together, by number, as [[0, 1], [2, 3]]; copies go elsewhere"
+    )
     buffer_bytes: int = _key(
         8 << 20, "of copies on their way to a node that keeps them, from each node"
     )
@@ -175,6 +187,16 @@ class ClusterConfig:
     nodes: int = _key(2, "nodes to start with")
     max_nodes: int = _key(
         0, "nodes that there may be once some have joined, to plan for; 0: as many as nodes"
+    )
+    standby: int = _key(
+        0,
+        "nodes to start besides, which wait to take the places of lost ones; of those that come "
+        "later as many wait, once there are as many at work as nodes says",
+    )
+    grant_s: float = _key(
+        0.0,
+        "seconds in which another machine is granted for one that is lost; where too few nodes are "
+        "left to go on, the job waits twice as long for it; 0: none is asked for",
     )
     devices_per_node: int = _key(1, "devices in each node")
     device_memory_bytes: int = _key(

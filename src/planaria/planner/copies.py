@@ -4,7 +4,8 @@ Every rank keeps a copy of the layers that it holds in its own node's memory. Of
 are k - 1 further copies, which one of its holders sends, to nodes that do not compute it where
 there are any: a pipeline's nodes have replicas in other pipelines, and a copy there would be lost
 with them. Which nodes those are follows the placement of copies of nodes (planner/placement.py), as
-far as it allows that; so what a node sends goes to as few others as possible.
+far as it allows that; so what a node sends goes to as few others as possible. Nodes that may fail
+together with holders come last.
 
 Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 4.
 Differs: Gemini has no replicas, so each of its machines sends all that it has; here one of several
@@ -12,7 +13,7 @@ holders sends a layer, the one that has least to send by then.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
@@ -20,7 +21,12 @@ from planaria.planner.placement import Placement
 
 
 def layer_copies(
-    plan: Plan, *, copies: int, placement: Placement, layer_bytes: Sequence[int]
+    plan: Plan,
+    *,
+    copies: int,
+    placement: Placement | None,
+    layer_bytes: Sequence[int],
+    domains: Sequence[Collection[int]] = (),
 ) -> tuple[LayerCopy, ...]:
     """The further copies of all layers, ascending. O(layers * nodes * log nodes).
 
@@ -28,15 +34,21 @@ def layer_copies(
 
     Args:
         copies: k, the sender's own included.
-        placement: of as many nodes as the plan has, by their places in plan.nodes.
+        placement: of as many nodes as the plan has, by their places in plan.nodes; None: copies
+            are wherever least is kept.
         layer_bytes: of each layer's state.
+        domains: nodes that may fail together; copies are outside of those of the layer's holders,
+            and of other copies, where that can be.
     """
-    assert len(placement.holders) == len(plan.nodes)
     per_node = plan.pipelines[0].template.devices_per_node
-    preferred = {
-        node: tuple(plan.nodes[place] for place in places[1:])
-        for node, places in zip(plan.nodes, placement.holders, strict=True)
-    }
+    preferred: dict[int, tuple[int, ...]] = {}
+    if placement is not None:
+        assert len(placement.holders) == len(plan.nodes)
+        preferred = {
+            node: tuple(plan.nodes[place] for place in places[1:])
+            for node, places in zip(plan.nodes, placement.holders, strict=True)
+        }
+    domain_of = {node: index for index, nodes in enumerate(domains) for node in nodes}
     holders = _holding_nodes(plan)
     sent: Counter[int] = Counter()
     kept: Counter[int] = Counter()
@@ -46,8 +58,13 @@ def layer_copies(
         source = min(plan.holders(layer), key=lambda rank: (sent[rank], rank))
         node = source // per_node
         # Of those that the placement does not tell the one that keeps least.
-        without.sort(key=lambda n: (n not in preferred[node], kept[n], n))
-        chosen = without[: copies - 1]
+        without.sort(key=lambda n: (n not in preferred.get(node, ()), kept[n], n))
+        chosen: list[int] = []
+        for _ in range(min(copies - 1, len(without))):
+            struck = {domain_of.get(n) for n in (*holders[layer], *chosen)} - {None}
+            best = min(without, key=lambda n: domain_of.get(n) in struck)
+            without.remove(best)
+            chosen.append(best)
         for target in chosen:
             sent[source] += layer_bytes[layer]
             kept[target] += layer_bytes[layer]
