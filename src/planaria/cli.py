@@ -135,7 +135,8 @@ def train(
         picture = picture_format("--timeline", timeline.name)
     injections = tuple(parse_injection(spec) for spec in inject or ())
     trained = named_job(job, overrides)
-    check_injections(injections, num_nodes=trained.config.cluster.nodes)
+    cluster = trained.config.cluster
+    check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
     console = Console()
     shown = _Shown(LiveDisplay(console))
     try:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from planaria.checkpoint.outgoing import save_as
 from planaria.checkpoint.storage import absolute
-from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
 from planaria.config import load_job
 from planaria.config_checks import check_job
 from planaria.coordinator.state import Ending
@@ -38,7 +38,7 @@ from planaria.errors import (
 from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.launcher import Launcher, standing
+from planaria.nodes.launcher import Launcher
 from planaria.nodes.leader_spec import LeaderSpec
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder

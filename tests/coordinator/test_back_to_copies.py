@@ -228,6 +228,23 @@ def test_a_spoilt_copy_is_answered_by_all_anew() -> None:
     assert record.outcome.origin.copied == NEWEST
 
 
+def test_copies_that_are_lost_before_anybody_has_them_back_are_nothing_to_go_back_to() -> None:
+    """Policies that go back are told of the save before them."""
+    policy = Survivors()
+    rules = rules_with(policy=policy, n0=1)
+    copies = copies_of(BOTH)
+    state, _, _ = decided(rules, [answers(1, 2, copies), answers(3, 2, copies)])
+    state, _ = after(state, [DecisionRecorded(2)], rules)
+    left = dict.fromkeys(range(1, NUM_LAYERS), BOTH)  # Rank 3 had the first one alone.
+    told = structs.replace(stopped(1, 3), copies=left)
+    after(state, [gone(3), MembersRecorded(3), told], rules)
+
+    _, event = policy.seen[-1]
+    assert isinstance(event, NodesLost)
+    assert event.saved is not None
+    assert (event.saved.iteration, event.saved.source, event.saved.copied) == (FIRST, SOURCE, None)
+
+
 def test_a_spoilt_copy_of_an_older_epoch_is_old_news() -> None:
     """It has been answered."""
     rules = rules_with()

@@ -273,3 +273,20 @@ def test_a_damaged_save_of_this_run_is_followed_by_the_one_before() -> None:
     state = published(state, Published(FIRST + 2, 0))
 
     assert newest_save(small_rules(), state) == (FIRST + 1, f"{FIRST + 1}-0")
+
+
+def test_all_that_went_back_to_a_damaged_save_go_back_once_more() -> None:
+    """To the seed, of a run that began with it; nobody has trained since, so nothing else tells
+    that they are elsewhere."""
+    rules = replace(small_rules(policy=GoesBack(times=2)), source="")
+    events: list[Event] = [gone(5), MembersRecorded(1), *answers(1, range(5)), DecisionRecorded(1)]
+    state, _ = after(training(rules), events, rules)
+    assert state.origin == SAVED
+    events = [CopySpoilt(rank=2, epoch=1, reason="a bit is wrong", source=SAVED.source)]
+    events += [MembersRecorded(2), *(stopped(rank, 2, layers=()) for rank in range(5))]
+    state, commands = after(state, events, rules)
+
+    assert state.origin == Origin(iteration=FIRST, source="", epoch=2)
+    (record,) = of_type(commands, RecordDecision)
+    assert isinstance(record.decision.order, StartEpoch)
+    assert (record.decision.order.source, record.decision.order.iteration) == ("", FIRST)

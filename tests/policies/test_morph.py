@@ -3,6 +3,7 @@
 import pytest
 
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, SavePoint, survivors
+from planaria.core.copies import Label
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.plans import EveryPlan
 from planaria.policies.morph import Morph, grid_templates
@@ -71,6 +72,16 @@ def test_layers_that_nobody_holds_are_on_disk() -> None:
     (found,) = Morph(book).propose(plan, ClusterState(1, nodes), event, prices(book))
 
     assert found.goes_back
+
+
+def test_copies_that_nobody_has_any_more_are_no_answer() -> None:
+    """All have gone back to them, and then somebody who kept some was lost."""
+    book = every(8, n0=2, f=1)
+    plan = plan_of(book, (4, 4))
+    nodes = tuple(Node(node, (frozenset(),)) for node in (0, 1, 4))
+    event = NodesLost((2,), 0, SavePoint(3, "", 160, Label(1, 1, 3)))
+
+    assert Morph(book).propose(plan, ClusterState(1, nodes), event, prices(book)) == ()
 
 
 def test_there_is_no_answer_where_nobody_may_go_back_or_no_grid_is_left() -> None:

@@ -6,7 +6,7 @@ from planaria.core.job import PolicyName
 from planaria.simulator.faults import change_struck, drawn_faults, held_back, witness_lost
 from planaria.simulator.scenario import PLAINEST
 from planaria.simulator.simulation import Draw, run
-from simulator import planted
+from simulator import planted, planted_copies
 from simulator.planted import Plant
 
 # Where to look, and from which seed on: from 0 on the longest search takes 2,354 seeds.
@@ -22,18 +22,18 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.the_vector_needs_no_gradients, drawn_faults, 0),
     (planted.steps_are_taken_twice, drawn_faults, 0),
     (planted.layers_of_other_ages_are_kept, drawn_faults, 2340),
-    (planted.epochs_do_not_fence_links, drawn_faults, 300),
+    (planted.epochs_do_not_fence_links, drawn_faults, 1400),
     (planted.one_report_commits, drawn_faults, 0),
-    (planted.evicted_nodes_are_admitted, drawn_faults, 0),
+    (planted.evicted_nodes_are_admitted, drawn_faults, 30),
     (planted.leases_do_not_end, drawn_faults, 30),
     (planted.agents_forget, drawn_faults, 30),
     (planted.recoveries_keep_the_plan, drawn_faults, 0),
-    (planted.everybody_is_trusted, drawn_faults, 1500),
+    (planted.everybody_is_trusted, drawn_faults, 0),
     (planted.failures_are_forgotten, drawn_faults, 0),
     (planted.jobs_begin_again, drawn_faults, 740),
-    (planted.broken_links_are_forgotten, drawn_faults, 540),
+    (planted.broken_links_are_forgotten, drawn_faults, 180),
     (planted.silent_members_are_left_out, change_struck, 0),
-    (planted.a_new_coordinator_trusts_a_change, change_struck, 10),
+    (planted.a_new_coordinator_trusts_a_change, change_struck, 50),
     (planted.who_never_comes_is_awaited, held_back, 0),
     (planted.saves_are_of_no_use, drawn_faults, 20),
 )
@@ -68,6 +68,24 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
     plant(monkeypatch)
 
     found = (run(seed, keeps_log=False, policies=(policy,)) for seed in range(WITHIN))
+    assert any(one.violations for one in found)
+
+
+@pytest.mark.parametrize(
+    ("plant", "first"),
+    [
+        (planted_copies.spoilt_copies_are_read, 360),
+        (planted_copies.damaged_saves_are_used_again, 2090),
+        (planted_copies.who_was_granted_is_not_taken, 1000),
+    ],
+)
+def test_the_simulation_finds_a_bug_planted_in_copies_or_grants(
+    plant: Plant, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under all policies."""
+    plant(monkeypatch)
+
+    found = (run(seed, keeps_log=False) for seed in range(first, first + WITHIN))
     assert any(one.violations for one in found)
 
 

@@ -337,3 +337,11 @@ def _deserialized(where: str, content: bytes) -> dict[str, np.ndarray]:
         }
     except (SafetensorError, KeyError) as error:
         raise CheckpointError(f"{where} is no safetensors file of planaria: {error}") from error
+
+
+def standing(tier: Tier) -> str:
+    """What a job that ended early has left, in words."""
+    newest = tier.newest()
+    if newest is None:
+        return "there is no checkpoint"
+    return f"the newest checkpoint is of iteration {newest.iteration}, go on from it with --resume"

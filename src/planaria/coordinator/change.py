@@ -30,6 +30,7 @@ from planaria.coordinator.drift import policy_of
 from planaria.coordinator.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.recovery import degraded_text, shortage_text, tolerated
+from planaria.coordinator.standby import able_candidates, num_taken
 from planaria.coordinator.state import (
     JobState,
     Notify,
@@ -40,7 +41,7 @@ from planaria.coordinator.state import (
     Tell,
 )
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
-from planaria.coordinator.trust import seen_node, trusted_first
+from planaria.coordinator.trust import seen_node
 from planaria.core.cluster import ClusterState, NodesChanged
 from planaria.core.growing import Growing
 from planaria.core.messages import AT_COMMIT, EpochReady, Shutdown, StartEpoch, StopRequested
@@ -148,14 +149,10 @@ def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
 
 
 def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> tuple[int, ...]:
-    """The candidates that can be taken now: who failed least first, of equals who came first."""
-    room = rules.max_nodes - num_staying
-    able = [
-        node
-        for node, candidate in state.candidates.items()
-        if candidate.not_before_s <= now_s and state.has_workers(node)
-    ]
-    return tuple(sorted(trusted_first(state, able, now_s)[: max(0, room)]))
+    """The candidates that are taken now."""
+    able = able_candidates(state, now_s)
+    number = num_taken(rules, num_staying=num_staying, num_able=len(able))
+    return tuple(sorted(able[:number]))
 
 
 def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) -> bool:

@@ -125,8 +125,9 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
     saved, is_begun = newest_save(rules, state), outcome.iteration > iteration
     if is_begun and _is_recorded(state):
         return None
-    # By now nobody may have the copies any more from which they went on.
-    is_gone = source in state.spoilt or (is_begun and copied is not None)
+    # By now nobody may have the copies any more from which they went on, or were to go on.
+    is_left = copied is None or (not is_begun and newest_copies(rules, state) is not None)
+    is_gone = source in state.spoilt or not is_left
     if saved is None and is_gone:
         return None
     if saved is not None and (is_gone or (is_begun and saved[0] > iteration)):
@@ -134,6 +135,17 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
     num_undone = max(0, outcome.iteration - iteration)
     redone += num_undone * rules.job.training.global_batch_size
     return SavePoint(iteration, source, redone, copied)
+
+
+def is_elsewhere(state: JobState, outcome: Outcome, saved: SavePoint) -> bool:
+    """Whether all go back where they go back to it: what they have now is something else."""
+    origin = state.origin
+    there = (saved.iteration, saved.source, saved.copied)
+    return outcome.iteration > origin.iteration or there != (
+        origin.iteration,
+        origin.source,
+        origin.copied,
+    )
 
 
 def _is_recorded(state: JobState) -> bool:

@@ -18,6 +18,7 @@ test_commit_search.py shows to be needed.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
@@ -27,12 +28,14 @@ from planaria.coordinator.outcomes import (
     back_point,
     gone_back,
     held_layers,
+    is_elsewhere,
     newest_copies,
     outcome_of,
     save_point,
 )
 from planaria.coordinator.overhead import prices_of, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
+from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
 from planaria.coordinator.state import (
     Command,
     End,
@@ -47,13 +50,15 @@ from planaria.coordinator.state import (
     Rules,
     Step,
 )
-from planaria.coordinator.trust import seen_node, trusted_first, with_failures
+from planaria.coordinator.trust import seen_node, with_failures
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Plan, Transition
 from planaria.core.records import Decided, Decision, Members, Outcome, Recovering
+
+GRANTED: Final = "granted"  # A node that was waited for.
 
 
 def lost(
@@ -73,11 +78,12 @@ def lost(
         node: the one concerned where none is gone.
     """
     state, history = with_failures(state, nodes, now_s), state.history
-    if kind != "leader":
+    if kind not in ("leader", GRANTED):
         lease_s = rules.job.cluster.lease_s
         history = with_failure(history, now_s, num_nodes=max(1, len(nodes)), lease_s=lease_s)
     alive = tuple(member for member in state.all_nodes if member not in nodes)
-    joined = _needed_candidates(rules, state, len(alive), now_s)
+    num_left = sum(member not in state.leaving for member in alive)
+    joined = taken_at_loss(rules, state, num_left, now_s)
     left = tuple(sorted({*alive, *joined}))
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
@@ -129,15 +135,6 @@ def _members(state: JobState) -> Members:
     )
 
 
-def _needed_candidates(
-    rules: Rules, state: JobState, num_left: int, now_s: float
-) -> tuple[int, ...]:
-    """Nodes that wait to join and are needed now, if the others tolerate no more failures."""
-    f = rules.job.resilience.failures_tolerated
-    able = [n for n in state.candidates if state.has_workers(n)]
-    return tuple(trusted_first(state, able, now_s)[: max(0, (f + 1) * rules.n0 - num_left)])
-
-
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     """Every member has answered: where all go on, and how."""
     judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
@@ -151,7 +148,7 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     if outcome.vector:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
-    missing = cluster.lost_layers(rules.num_layers)
+    answered, missing = state, cluster.lost_layers(rules.num_layers)
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
     is_saved = ends and state.published >= outcome.iteration
     if missing and not is_saved and (point := back_point(rules, state, outcome)):
@@ -172,6 +169,10 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
         if transitions:
             return _resume(rules, state, outcome, event, transitions, now_s)
         reason = f"{left_text(num_nodes)}, and no policy knows an answer"
+    if not missing and is_granted_soon(rules, answered, now_s):
+        if taken_at_loss(rules, answered, num_nodes, now_s):
+            return lost(rules, answered, GRANTED, (), reason="a node has come", now_s=now_s)
+        return waiting(rules, answered, reason)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
         return _end(state, f"{text}{_after_crash(state)}")
@@ -236,8 +237,7 @@ def _resume(
     assert loss is not None
     best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
     assert best is not None
-    if best.goes_back and outcome.iteration > state.origin.iteration:
-        assert event.saved is not None
+    if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
         state, outcome = gone_back(state, event.saved)
     degraded = degraded_text(rules, state, best.after)
     order = _order(rules, state, outcome, best, persists=bool(degraded))

@@ -214,6 +214,7 @@ class Loss:
 
     Attributes:
         joined: candidates that were needed, and so became members at once.
+        is_waiting: too few are left, and it was said that a machine is waited for.
     """
 
     kind: str
@@ -221,6 +222,7 @@ class Loss:
     reason: str
     lost_s: float
     joined: tuple[int, ...] = ()
+    is_waiting: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

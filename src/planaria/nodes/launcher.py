@@ -27,15 +27,18 @@ from itertools import count
 
 import msgspec
 
-from planaria.checkpoint.tiers import Tier, tier_of
+from planaria.checkpoint.tiers import standing, tier_of
+from planaria.coordinator.standby import nodes_to_replace
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
     AgentEnded,
     Beat,
+    Changed,
     Committed,
     Ended,
     Leading,
+    Recovering,
     Running,
     ToLauncher,
     Unsaved,
@@ -43,6 +46,7 @@ from planaria.core.records import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import CheckpointError, InsufficientError
+from planaria.nodes.cloud import LocalOperator
 from planaria.nodes.desk import Drains, answering, open_desk
 from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
@@ -95,6 +99,9 @@ class Launcher:
             fired=self._fire,
         )
         self._drains = Drains(self._say, self._there.keys())
+        self._operator = LocalOperator(
+            spec.job.cluster.grant_s, give_back=self._give_back, granted=self._grant
+        )
         self._exits: dict[int, int] = {}
         self._leader_pid = 0
         self._leader_pids: set[int] = set()
@@ -155,6 +162,7 @@ class Launcher:
                 self._injector_address = injector
                 for node in self._leader_spec.plan.nodes:
                     self._start_agent(node)
+                self._join(self._spec.job.cluster.standby)
                 self._leader_spec = msgspec.structs.replace(
                     self._leader_spec,
                     places=coordinator_places(self._injections),
@@ -167,6 +175,7 @@ class Launcher:
                 answer = answering(self._drains, self._observer.events_json)
                 async with open_desk(self._spec.job.name, answer):
                     ended = await self._ended
+                self._operator.close()
                 self._injector.ended()
                 os.close(self._lifeline_fd)
                 self._lifeline_fd = -1
@@ -174,6 +183,7 @@ class Launcher:
                     self._kill_evicted(ended)
                     await self._wait_left(lifeline_write_fd)
             finally:
+                self._operator.close()
                 if leading is not None:
                     leading.cancel()
                 if self._lifeline_fd >= 0:
@@ -189,12 +199,10 @@ class Launcher:
 
     # -- processes --------------------------------------------------------------------------------
 
-    def _start_agent(self, node: int) -> None:
-        """Starts a node, in the place of one that has ended if there is such a place."""
-        taken = {self._machines[other] for other in self._there}
-        self._machines[node] = next(
-            name for name in map("machine-{}".format, count()) if name not in taken
-        )
+    def _start_agent(self, node: int, *, is_granted: bool = False) -> None:
+        """Starts a node, on the machine of one that has ended unless another one was granted."""
+        taken = {self._machines[other] for other in (self._agents if is_granted else self._there)}
+        self._machines[node] = next(n for n in map("machine-{}".format, count()) if n not in taken)
         spec = msgspec.structs.replace(
             self._spec,
             node=node,
@@ -213,6 +221,18 @@ class Launcher:
         """More nodes come; their numbers were never used before."""
         for _ in range(num_nodes):
             self._start_agent(max(self._agents) + 1)
+
+    def _grant(self, stead: int) -> None:
+        """Another machine is there in the stead of a lost node's."""
+        if not (self._stop_requested or self._is_server_lost):
+            node = max(self._agents) + 1
+            self._start_agent(node, is_granted=True)
+            self._observer.granted(node, stead=stead)
+
+    def _give_back(self, node: int) -> None:
+        """The machine of a lost node runs nothing any more, whatever that node thinks."""
+        if self._agents[node] not in self._exits:
+            kill_group(self._agents[node])
 
     async def _lead(self) -> None:
         """Runs the coordinator, again whenever it ends before the job does."""
@@ -273,6 +293,8 @@ class Launcher:
                     case Leading() if self._lost_leader_s:
                         self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
                         self._lost_leader_s = 0.0
+                    case Recovering() | Changed():
+                        self._operator.replace(nodes_to_replace(message))
                     case Warned():
                         self._drains.refused(message.undrained, message.text)
                     case Unsaved():
@@ -375,11 +397,3 @@ class Launcher:
         if not self._ended.done():
             ended = Ended(ending="lost", reason=reason, failure=None, nodes=(), epoch=0)
             self._ended.set_result(ended)
-
-
-def standing(tier: Tier) -> str:
-    """What a job that ended early has left, in words."""
-    newest = tier.newest()
-    if newest is None:
-        return "there is no checkpoint"
-    return f"the newest checkpoint is of iteration {newest.iteration}, go on from it with --resume"

@@ -18,6 +18,9 @@ class Observer(Protocol):
     def restarted(self, *, lost_s: float, now_s: float) -> None:
         """The coordinator was lost, and runs again."""
 
+    def granted(self, node: int, *, stead: int) -> None:
+        """A machine was granted in the stead of a lost node's; a node starts on it."""
+
     def stopping(self) -> None:
         """The user asked to stop."""
 

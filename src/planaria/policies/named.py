@@ -15,6 +15,7 @@ from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
+from planaria.policies.rollback import Rollback
 from planaria.policies.unequal import Unequal
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE
 
@@ -48,9 +49,12 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
             return Absorb(every, anew, restoring)
         case "morph":
             return Morph(every, restoring)
+        case "rollback":
+            return Rollback(every, anew, restoring)
         case "adaptive":
             around = Reroute(every.problem, Adaptive(()), restoring)
-            return Adaptive((anew, around, anew_of_any_depth))
+            in_place = Rollback(every, Adaptive(()), restoring)
+            return Adaptive((anew, in_place, around, anew_of_any_depth))
 
 
 def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
@@ -58,7 +62,8 @@ def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
     coordinator choose."""
     restoring = _RESTORING[job.resilience.assignment]
     around = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
-    return Adaptive((Unequal(Reinstantiate(every, restoring)), around))
+    in_place = Rollback(every, Adaptive(()), restoring)
+    return Adaptive((Unequal(Reinstantiate(every, restoring)), in_place, around))
 
 
 def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:

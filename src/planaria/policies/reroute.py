@@ -31,7 +31,7 @@ from planaria.planner.reroutes import (
     rerouted,
     simulated_s,
 )
-from planaria.policies.policy import Policy, Prices, least_exposed, moving
+from planaria.policies.policy import Policy, Prices, least_exposed, moving, num_exposed
 from planaria.policies.unequal import of_kinds
 from planaria.restorer.strategies import LEAST_BYTES, Restoring
 
@@ -64,7 +64,7 @@ class Reroute:
     ) -> tuple[Transition, ...]:
         """The two above, where there are, and of these none that leaves more nodes without work
         than the other; the other policy's too if some have none, and only those if fewer have none
-        then.
+        then; and if distrusted nodes alone would hold a layer though all places are taken.
 
         There is none if `ClusterState.lost_layers` names a layer: then only a checkpoint helps.
         """
@@ -80,7 +80,9 @@ class Reroute:
         working = tuple(one for one in found if not num_without_work(one.after))
         most = max((len(one.after.nodes) for one in working), default=0)
         working = tuple(one for one in working if len(one.after.nodes) == most)
-        if most < len(cluster.nodes):
+        # Where no place is empty any more, pipelines made anew may be as good.
+        is_exposed = any(not one.after.gone and num_exposed(one.after, cluster) for one in working)
+        if most < len(cluster.nodes) or is_exposed:
             others = self.otherwise.propose(plan, cluster, event, prices)
             most_of_others = max((len(one.after.nodes) for one in others), default=0)
             working = (*(working if most >= most_of_others else ()), *others)

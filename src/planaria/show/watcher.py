@@ -112,6 +112,12 @@ class Watcher:
         self._recorder.restarted(lost_s=lost_s, now_s=now_s)
         self._display.note(f"the coordinator runs again after {1000 * (now_s - lost_s):.0f} ms")
 
+    def granted(self, node: int, *, stead: int) -> None:
+        """See `Observer`."""
+        reason = f"another machine is granted in the stead of node {stead}'s: node {node}"
+        self._recorder.noted("granted", iteration=len(self._recorder.iterations), reason=reason)
+        self._display.note(reason)
+
     def stopping(self) -> None:
         """See `Observer`."""
         self._display.note("stopping at the next commit; Ctrl-C again stops at once, unsaved")

@@ -28,6 +28,7 @@ from planaria.core.messages import (
     ToNode,
     WorkerExited,
 )
+from planaria.simulator.copying import CopyMemory
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.simulator.network import End, Network
@@ -68,6 +69,7 @@ class SimulatedAgent:
 
     Attributes:
         workers: by device, the present ones.
+        memories: for the copies that they keep.
         state: what the agent knows.
         left: why it ended itself, "" if it did not.
     """
@@ -85,6 +87,8 @@ class SimulatedAgent:
         self.left = ""
         self.state = AgentState(node=node)
         self.workers: list[SimulatedWorker] = []
+        num_devices = world.job.scenario.devices_per_node
+        self.memories = tuple(CopyMemory() for _ in range(num_devices))
         self._world = world
         self._rate = rate
         self._failed = failed
@@ -214,6 +218,7 @@ class SimulatedAgent:
             rank=rank,
             pid=pid,
             startup_s=_STARTUP_S * (1.0 + 4.0 * self._world.rng.random()),
+            memory=self.memories[device],
             may_write=self._is_member,
         )
 

@@ -44,10 +44,11 @@ from planaria.core.records import (
 )
 from planaria.core.samples import sample_digest
 from planaria.simulator.agent import machine_of
+from planaria.simulator.back_checker import newest_copied, newest_saved, unused_grants
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.executor import NOT_YET
-from planaria.simulator.faults import FaultKind, Faults
-from planaria.simulator.plan_checker import wrong_in
+from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
+from planaria.simulator.plan_checker import num_exposed, wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
 
@@ -55,9 +56,6 @@ _STILL_S: Final = 45.0  # Between commits without a fault; who waits in vain doe
 PATIENCE_S: Final = 60.0  # From the last fault to the end of the job, unless it gets on.
 _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
 _END_A_LEASE: Final = (*(FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK),)
-_ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
-_ASKED: Final = (FaultKind.NOTICE, FaultKind.DRAIN)
-_LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 
 
 class Checkers:
@@ -81,12 +79,11 @@ class Checkers:
         self._epoch = -1
         self._members: tuple[int, ...] = cluster.job.plan.nodes
         self._outcome = -1
-        self._since = -1
+        self._origin = Origin()
         # A grid leaves nodes without work, and who holds a layer alone does not matter.
         self._morphs = cluster.job.scenario.policy == "morph"
         self._num_committed = 0
         self._ranks: tuple[int, ...] = ()
-        self._published = -1
         self._evicted_s: dict[int, float] = {}
         self._gone: set[int] = set()
         self._failures: dict[str, int] = {}
@@ -137,7 +134,6 @@ class Checkers:
 
     def published(self, iteration: int, layers: Mapping[int, int]) -> None:
         """See Watcher."""
-        self._published = max(self._published, iteration)
         for layer in range(self._job.scenario.num_layers):
             if self._job.contents[layer, iteration] != layers.get(layer):
                 self._fail(f"the checkpoint of {iteration} has another layer {layer}")
@@ -165,7 +161,7 @@ class Checkers:
         self._term = term
 
     def _check_progress(self, progress: Progress) -> None:
-        if progress.since == self._since and progress.num_committed > self._num_committed:
+        if progress.since == self._origin.epoch and progress.num_committed > self._num_committed:
             self._fail(f"{progress.num_committed} on record, {self._num_committed} committed")
 
     def _check_record(self, kind: str, value: bytes) -> None:
@@ -203,7 +199,7 @@ class Checkers:
             self._fail(f"an outcome of epoch {outcome.epoch} in epoch {self._epoch}")
         if outcome.origin.epoch == outcome.epoch:
             self._check_origin(outcome.origin)
-        if outcome.origin.epoch != self._since:
+        if outcome.origin.epoch != self._origin.epoch:
             self._fail(f"epoch {outcome.epoch} is built on epoch {outcome.origin.epoch}")
         if outcome.iteration < max(self._outcome, self._num_committed):
             self._fail(
@@ -213,12 +209,16 @@ class Checkers:
         self._outcome = outcome.iteration
 
     def _check_origin(self, origin: Origin) -> None:
-        """All go back to the newest checkpoint; what came after does not count any more."""
-        newest = max(0, self._published)
+        """All go back to the newest state that there is of all layers, unless the policy wants it
+        to be saved; what came after does not count any more."""
+        saved = newest_saved(self._cluster)
+        copied = newest_copied(self._cluster, self._members, self._origin)
         self._cluster.happened("goes back", origin.iteration)
-        if origin.iteration != newest:
-            self._fail(f"all go back to {origin.iteration}, the newest checkpoint is of {newest}")
-        self._since, self._outcome = origin.epoch, origin.iteration
+        if origin.iteration != (
+            saved if self._morphs and not origin.copied else max(saved, copied)
+        ):
+            self._fail(f"all go back to {origin.iteration}, not to {saved} or {copied}")
+        self._origin, self._outcome = origin, origin.iteration
         self._num_committed = min(self._num_committed, origin.iteration)
 
     def _check_plan(self, plan: Plan) -> None:
@@ -246,11 +246,7 @@ class Checkers:
         rest = plans.get(num_staying - n0)
         if rest is None or len(trusted - self._leaving()) < n0:
             return
-        safe: set[int] = set()
-        for rank, layers in plan.layers_by_rank.items():
-            if rank // self._job.scenario.devices_per_node in trusted:
-                safe.update(layers)
-        num_alone = self._job.scenario.num_layers - len(safe)
+        num_alone = num_exposed(plan, trusted)
         if num_alone and n0 + len(rest.nodes) >= len(plans[num_staying].nodes):
             pipelines = [pipeline.nodes for pipeline in plan.pipelines]
             self._fail(f"{num_alone} layers on distrusted nodes alone in pipelines {pipelines}")
@@ -269,7 +265,8 @@ class Checkers:
                 self._check_applied(message.untold)
             case Running():
                 self.moved_s = self.moved_s or self._cluster.loop.now_s
-                self._check_running(message)
+                if message.epoch != self._epoch:
+                    self._fail(f"epoch {message.epoch} runs in epoch {self._epoch}")
             case Changed() if not message.kinds:
                 self._fail(f"epoch {message.epoch} begins with a change that moves nobody")
             case Ended():
@@ -297,10 +294,6 @@ class Checkers:
             if is_young and at_work and self._outcome <= iteration:
                 self._fail(f"iteration {iteration} counts, and rank {worker.rank} lacks it")
 
-    def _check_running(self, running: Running) -> None:
-        if running.epoch != self._epoch:
-            self._fail(f"epoch {running.epoch} runs in epoch {self._epoch}")
-
     # -- the end ----------------------------------------------------------------------------------
 
     def _check_end(self, ended: Ended) -> None:
@@ -324,8 +317,8 @@ class Checkers:
                 self._fail(f"ended: {ended.ending}, {ended.reason}")
 
     def _check_saved(self, number: int) -> None:
-        if number > 0 and self._published != number:
-            self._fail(f"the newest checkpoint is of {self._published}, {number} are committed")
+        if (saved := newest_saved(self._cluster)) != number:
+            self._fail(f"the newest checkpoint is of {saved}, {number} are committed")
 
     def _check_failed(self, ended: Ended) -> None:
         """Three crashes of a rank in a row are taken for a mistake in the user's code."""
@@ -336,15 +329,15 @@ class Checkers:
     def _check_lost(self, ended: Ended) -> None:
         scenario, num_left = self._job.scenario, len(set(ended.nodes) - self._leaving())
         n0, f = self._job.rules.n0, scenario.failures_tolerated
-        kinds = (*_LOOK_LIKE_LOSS, *_ASKED, FaultKind.CRASH, FaultKind.STALL)
+        kinds = (*LOOK_LIKE_LOSS, *ASKED, FaultKind.CRASH, FaultKind.STALL)
         causes = self._struck_nodes(*kinds)
-        if causes.total() <= f and not self._struck_nodes(
-            FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW
-        ):
+        if causes.total() <= f and not self._struck_nodes(*ANYWHERE):
             self._fail(f"lost after {causes.total()} losses, f = {f}: {ended.reason}")
         layer = re.match(r"no live node holds layer (\d+)", ended.reason)
         if layer:
             self._check_layer_lost(int(layer[1]), ended)
+        elif idle := unused_grants(self._cluster, self.faults) - {*ended.nodes, *self._gone}:
+            self._fail(f"node {idle} had been granted, and the job ends: {ended.reason}")
         elif num_left >= n0 and not (scenario.stops_below and num_left < (f + 1) * n0):
             self._fail(f"{num_left} nodes are left, and the job ends: {ended.reason}")
 
@@ -358,8 +351,10 @@ class Checkers:
             is_complete = held.gradients_of == held.age == age - 1
             if held.age == age or is_complete:
                 self._fail(f"rank {worker.rank} has layer {layer}, and the job ends without it")
-        if self._published > 0:
-            self._fail(f"a save of iteration {self._published} is there, and the job ends")
+        if saved := newest_saved(self._cluster):
+            self._fail(f"a save of iteration {saved} is there, and the job ends")
+        if copied := newest_copied(self._cluster, ended.nodes, self._origin):
+            self._fail(f"copies of iteration {copied} are there, and the job ends")
 
     def _node(self, worker: SimulatedWorker) -> int:
         return worker.rank // self._job.scenario.devices_per_node
@@ -368,14 +363,14 @@ class Checkers:
 
     def _check_cause(self, node: int) -> None:
         """A node is given up only if something happened that can look like its loss."""
-        struck = {*self._struck_nodes(*_LOOK_LIKE_LOSS), *self._leaving()}
-        anywhere = self._struck_nodes(*_ANYWHERE)
+        struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving()}
+        anywhere = self._struck_nodes(*ANYWHERE)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")
 
     def _leaving(self) -> set[int]:
         """The nodes that were asked to leave, or told that they will be gone."""
-        return set(self._struck_nodes(*_ASKED))
+        return set(self._struck_nodes(*ASKED))
 
     def _struck_nodes(self, *kinds: FaultKind) -> Counter[int]:
         return Counter(node for _, fault, node in self.faults.struck if fault.kind in kinds)
@@ -385,8 +380,8 @@ class Checkers:
         if self._cluster.ended is None:
             self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck()}")
         for node, evicted_s in self._evicted_s.items():
-            agent = self._cluster.agents[node]
-            is_free = agent.process.is_alive and agent.process.stopped_s < 0.0
+            process = self._cluster.agents[node].process
+            is_free = process.is_alive and process.stopped_s < 0.0
             is_free = is_free and not self._cluster.network.is_cut(node, LAUNCHER)
             since_s = max(evicted_s, self.faults.over_s)
             if is_free and self._cluster.loop.now_s - since_s > _LEAVES_S:

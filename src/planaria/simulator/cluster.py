@@ -9,11 +9,13 @@ from random import Random
 from typing import Protocol
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
+from planaria.coordinator.standby import nodes_to_replace
 from planaria.coordinator.standstill import stands_still
 from planaria.coordinator.state import Publish, Published
 from planaria.coordinator.store import Event
 from planaria.core.messages import DrainRequested, StopRequested
-from planaria.core.records import Beat, Committed, Ended, ToLauncher
+from planaria.core.records import Beat, Changed, Committed, Ended, Recovering, ToLauncher
+from planaria.errors import SpoiltError
 from planaria.simulator.agent import SimulatedAgent
 from planaria.simulator.leader import SimulatedLeader
 from planaria.simulator.links import SimulatedLinks
@@ -57,7 +59,10 @@ class SimulatedCluster:
         leader: the newest process of the coordinator.
         ended: how the job ended.
         files: layers on disk, by (iteration, epoch).
-        newest: of these the one that was published last.
+        published: of these the ones that are complete, in order.
+        damaged: of these the ones that are not what was written; set_aside: those of which that is
+            known.
+        granted_s: when nodes came on machines that were asked for.
     """
 
     def __init__(self, job: PlannedJob, rng: Random) -> None:
@@ -74,9 +79,13 @@ class SimulatedCluster:
         self.ended: Ended | None = None
         self.num_committed = 0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
-        self.newest: Published | None = None
+        self.published: list[Published] = []
+        self.damaged: set[str] = set()
+        self.set_aside: set[str] = set()
         self.stop_requested = False
         self.drained: list[int] = []
+        self.granted_s: dict[int, float] = {}
+        self._replaced: set[int] = set()
         self._newest_vector = -1
         self._restarts = 0
         self._num_leaders = 0
@@ -90,6 +99,8 @@ class SimulatedCluster:
         self.leader_rate = rates.get(LAUNCHER, 1.0)
         for node in self.job.plan.nodes:
             self._start_agent(node, rates.get(node, 1.0))
+        for _ in range(self.job.scenario.num_standby):
+            self.join()
         self._start_leader()
         self._watch_leader()
 
@@ -103,6 +114,17 @@ class SimulatedCluster:
         node = max(self.agents) + 1
         self.happened("comes", node)
         self._start_agent(node, 1.0)
+
+    def _replace(self, nodes: tuple[int, ...]) -> None:
+        """Other machines come for those of lost nodes, some time later."""
+        for node in sorted(set(nodes).difference(self._replaced)):
+            self._replaced.add(node)
+            self.loop.after(self.job.scenario.grant_s * self.rng.random(), self._grant)
+
+    def _grant(self) -> None:
+        if self.ended is None and not self.stop_requested:
+            self.join()
+            self.granted_s[max(self.agents)] = self.loop.now_s
 
     def drain(self, node: int) -> None:
         """The user asks that the job go on without a node."""
@@ -204,6 +226,8 @@ class SimulatedCluster:
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1
             self._restarts = 0
+        if isinstance(message, Recovering | Changed) and self.job.scenario.grant_s:
+            self._replace(nodes_to_replace(message))
         if isinstance(message, Ended) and self.ended is None:
             self.ended = message
 
@@ -271,14 +295,23 @@ class SimulatedCluster:
         """See Surroundings."""
         if not source:
             return first_content(layer)
+        if source in self.damaged:
+            raise SpoiltError(source, f"{source} is damaged")
         iteration, epoch = map(int, source.split("-"))
         return self.files[iteration, epoch][layer]
+
+    def damage(self) -> bool:
+        """The newest save is not what was written any more; whether there is any."""
+        if not self.published:
+            return False
+        self.damaged.add(self.published[-1].source)
+        return True
 
     def publish(self, command: Publish) -> bool:
         """See Launcher."""
         files = self.files.get((command.iteration, command.epoch), {})
         if {file.layer for file in command.files} - files.keys():
             return False
-        self.newest = Published(command.iteration, command.epoch)
+        self.published.append(Published(command.iteration, command.epoch))
         self.watcher.published(command.iteration, dict(files))
         return True

@@ -3,7 +3,7 @@
 Source: engine/apply.py, whose order of things it keeps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -30,9 +30,15 @@ class Holder(Protocol):
     held: dict[int, HeldLayer]
 
 
-async def exchange(holder: Holder, transfers: Sequence[Transfer], age: int) -> None:
-    """Sends what others lack and takes over what this rank lacks."""
-    _send(holder, transfers, age)
+async def exchange(
+    holder: Holder, transfers: Sequence[Transfer], age: int, *, copies: Mapping[int, int]
+) -> None:
+    """Sends what others lack and takes over what this rank lacks.
+
+    Args:
+        copies: of layers that this rank does not hold, but keeps.
+    """
+    _send(holder, transfers, age, copies)
     for layer, content in await _received(holder, transfers, age):
         holder.held[layer] = HeldLayer(age=age, content=content)
     for source in sorted({t.source for t in transfers if t.target == holder.rank}):
@@ -56,7 +62,7 @@ async def prepare(holder: Holder, start: StartEpoch, layout: Layout) -> StartEpo
         start = msgspec.structs.replace(start, iteration=age)
     for target in sorted({t.target for t in transfers if t.source == holder.rank}):
         holder.links.send(target, ("age",), start.iteration)
-    _send(holder, transfers, start.iteration)
+    _send(holder, transfers, start.iteration, {})
     for layer in set(layout.held(holder.rank)) - holder.held.keys():
         holder.held[layer] = HeldLayer(age=NOT_YET, content=0)
     return start
@@ -72,11 +78,15 @@ async def receive_silently(holder: Holder, start: StartEpoch, iteration: int) ->
         holder.held[layer].age = iteration
 
 
-def _send(holder: Holder, transfers: Iterable[Transfer], age: int) -> None:
+def _send(
+    holder: Holder, transfers: Iterable[Transfer], age: int, copies: Mapping[int, int]
+) -> None:
+    live = {layer: held.content for layer, held in holder.held.items()}
     for t in transfers:
         if t.source == holder.rank:
             tag = ("state", age, t.layer, t.first_chunk)
-            holder.links.send(t.target, tag, holder.held[t.layer].content)
+            content = live[t.layer] if t.layer in live else copies[t.layer]
+            holder.links.send(t.target, tag, content)
 
 
 async def _received(

@@ -6,7 +6,7 @@ down a binary tree. Gradients are the samples that went into them.
 Source: engine/executor.py and groups.py, whose order of things it keeps.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,8 +53,7 @@ class SimulatedExecutor:
         iteration: int,
         held: Mapping[int, HeldLayer],
         *,
-        wants_stop: bool,
-        wants_switch: Callable[[], bool],
+        votes: Callable[[], Awaitable[Votes]],
     ) -> CommitVector:
         """Computes all gradients of an iteration; what the ranks agree on."""
         own = [(layer, held[layer]) for layer in self._layout.held(self._rank)]
@@ -69,8 +68,7 @@ class SimulatedExecutor:
             one.gradient = reduced[layer] if layer in reduced else samples.get(layer, ())
             one.gradients_of = iteration
         self._reached("commit", iteration)
-        votes = Votes(int(wants_stop), int(wants_switch()))
-        return await self._commit(iteration, votes)
+        return await self._commit(iteration, await votes())
 
     async def _compute(self, iteration: int) -> dict[int, Samples]:
         """Forward and backward along all routes: by layer the samples that went through it here."""

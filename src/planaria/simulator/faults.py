@@ -38,6 +38,8 @@ class FaultKind(Enum):
     CLOCK = "a clock goes wrong by some percent"
     STOP = "the user asks to stop"
     JOIN = "a node comes"
+    SPOIL = "all copies in the memory of a worker's node are spoilt"
+    DAMAGE = "the newest save is damaged"
     NOTICE = "the node is told that it will be gone, and is killed then"
     DRAIN = "the user asks that the job go on without the node"
 
@@ -47,6 +49,12 @@ _LOSSES: Final = (
     *(FaultKind.KILL, FaultKind.CRASH, FaultKind.HANG, FaultKind.STALL),
     *(FaultKind.CUT, FaultKind.ISOLATE, FaultKind.DETACH, FaultKind.BREAK),
 )
+_OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
+_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES)
+# After which a node may be given up: by itself, or anywhere; and what makes nodes leave in peace.
+LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
+ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
+ASKED: Final = (FaultKind.NOTICE, FaultKind.DRAIN)
 # The first to hold a vector, and so alone with it for a while, is at "vector".
 TRAINING: Final = (
     *("start", "backward", "reduce", "commit", "vector", "vector", "vector"),
@@ -107,7 +115,7 @@ class Fault:
 def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """The faults of a run."""
     losses = [kind for kind in _LOSSES if rng.random() < 0.5] or [FaultKind.KILL]
-    others = [kind for kind in FaultKind if kind not in _LOSSES and rng.random() < 0.3]
+    others = [kind for kind in FaultKind if kind not in _NOT_OTHERS and rng.random() < 0.3]
     if FaultKind.REPLACE in others:  # Leases end while anybody runs who can end them.
         others = [kind for kind in others if kind is not FaultKind.PAUSE]
     faults = []
@@ -120,6 +128,18 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     if share < _WITNESS_SHARE + _CHANGE_SHARE:
         return (*change_struck(rng, num_nodes), *faults[2:])
     return tuple(faults)
+
+
+def more_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """What strikes copies, saves and standby nodes, too, or nothing.
+
+    Args:
+        num_nodes: with those on standby.
+    """
+    if rng.random() < 0.5:
+        return ()
+    kinds = (*_OF_COPIES, *_OF_COPIES, FaultKind.KILL, FaultKind.CRASH)
+    return tuple(_drawn(rng, rng.choice(kinds), num_nodes) for _ in range(rng.randint(1, 3)))
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
@@ -288,12 +308,7 @@ class Faults:
             self._arm(follower)
         self.struck.append((cluster.loop.now_s, fault, node))
         cluster.happened("fault", fault.kind.name, node, fault.other, fault.lasts_s)
-        # A node that never came is lost later than one that did.
-        may_be_awaited = cluster.loop.now_s < _CONNECTED_S and math.isinf(fault.lasts_s)
-        lasts_s = arrival_s(LEASE_S) if may_be_awaited else fault.lasts_s
-        # What lasts for good has done what it does when it strikes.
-        ends_s = cluster.loop.now_s + (lasts_s if math.isfinite(lasts_s) else 0.0)
-        self._over_s = max(self._over_s, ends_s)
+        self._note_end(fault)
         agent = cluster.agents[node]
         worker = agent.workers[fault.other % len(agent.workers)]
         match fault.kind:
@@ -338,6 +353,18 @@ class Faults:
                 cluster.loop.after(fault.lasts_s, lambda: self._kill(node, loses=fault.breaks))
             case FaultKind.DRAIN:
                 cluster.drain(node)
+            case FaultKind.SPOIL:
+                agent.memories[fault.other % len(agent.memories)].spoil()
+            case FaultKind.DAMAGE:
+                cluster.damage()
+
+    def _note_end(self, fault: Fault) -> None:
+        now_s = self._cluster.loop.now_s
+        # A node that never came is lost later than one that did.
+        may_be_awaited = now_s < _CONNECTED_S and math.isinf(fault.lasts_s)
+        lasts_s = arrival_s(LEASE_S) if may_be_awaited else fault.lasts_s
+        # What lasts for good has done what it does when it strikes.
+        self._over_s = max(self._over_s, now_s + (lasts_s if math.isfinite(lasts_s) else 0.0))
 
     def _kill(self, node: int, *, loses: bool) -> None:
         agent = self._cluster.agents[node]

@@ -27,7 +27,9 @@ class Launcher(Protocol):
     """Who started the coordinator; it writes to disk for it, too."""
 
     job: PlannedJob
-    newest: Published | None
+    published: list[Published]
+    damaged: set[str]
+    set_aside: set[str]
 
     def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
         """The coordinator tells something."""
@@ -97,8 +99,9 @@ class SimulatedLeader:
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
-        if self._launcher.newest is not None:
-            self.queue(self._launcher.newest)
+        for published in self._launcher.published:
+            if published.source not in self._launcher.set_aside:
+                self.queue(published)
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
         self.process.spawn(self._beat())
@@ -182,8 +185,9 @@ class SimulatedLeader:
                 self.notify(Saved(iteration=iteration, epoch=epoch))
             case Discard(iteration, epoch, reason):
                 self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
-            case SetAside():
-                raise AssertionError("saves of the simulator are sound")
+            case SetAside(source):
+                assert source in self._launcher.damaged, source
+                self._launcher.set_aside.add(source)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""

@@ -61,7 +61,7 @@ class SimulatedLinks:
         self._calling: dict[int, int] = {}
         self._lost: dict[int, str] = {}
         self._unheard: set[int] = set()  # Peers that may not be in the epoch yet.
-        self._change: Waiting[None] | None = None
+        self._waiting: list[Waiting[None]] = []
 
     async def begin(
         self, epoch: int, *, addresses: Mapping[int, Address], peers: Collection[int]
@@ -124,14 +124,14 @@ class SimulatedLinks:
                 raise PeerLostError(peer, self._lost[peer])
 
     def _changed(self) -> None:
-        change, self._change = self._change, None
-        if change is not None:
-            change.resolve(None)
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.resolve(None)
 
     def _wait_change(self) -> Waiting[None]:
-        assert self._change is None
-        self._change = Waiting()
-        return self._change
+        waiting: Waiting[None] = Waiting()
+        self._waiting.append(waiting)
+        return waiting
 
     # -- connections ------------------------------------------------------------------------------
 

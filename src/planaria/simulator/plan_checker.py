@@ -1,6 +1,6 @@
 """What must hold of any plan, by itself: it covers the model, and can be run to its end."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from planaria.core.plan import Plan
 from planaria.errors import DeadlockError
@@ -33,3 +33,10 @@ def _wrong_in_work(plan: Plan) -> Iterator[str]:
         lowered(plan)
     except DeadlockError as error:
         yield f"the schedule of epoch {plan.epoch} does not end: {error}"
+
+
+def num_exposed(plan: Plan, trusted: Collection[int]) -> int:
+    """How many layers no trusted node computes."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    of_trusted = [layers for r, layers in plan.layers_by_rank.items() if r // per_node in trusted]
+    return plan.num_layers - len(set().union(*of_trusted))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
@@ -38,6 +38,9 @@ class Scenario:
     """A job; `n0` to `max_nodes` nodes can train it, and it starts with `num_nodes`.
 
     Attributes:
+        copies: in memory, of each layer; every so many iterations a commit waits for them.
+        num_standby: nodes that there are besides at first.
+        grant_s: in which a machine is granted for a lost one, at most; 0: none is.
         failures_per_hour: that answers are chosen by; 0 if that is learned.
         link_bytes_per_s: that answers are priced by.
     """
@@ -52,6 +55,10 @@ class Scenario:
     persist_every: int = 0
     stops_below: bool = False
     num_more: int = 0
+    copies: int = 0
+    copies_every: int = 0
+    num_standby: int = 0
+    grant_s: float = 0.0
     policy: PolicyName = PLAINEST
     failures_per_hour: float = 0.0
     link_bytes_per_s: float = 1e8
@@ -99,12 +106,13 @@ class PlannedJob:
     contents: Mapping[tuple[int, int], int]
 
 
-@cache
+@lru_cache(maxsize=1024)
 def planned_job(scenario: Scenario) -> PlannedJob:
     """The job of a scenario, planned."""
     job = _config(scenario)
     # What there is to plan is the same under each policy, and for as many iterations.
-    every = _every(replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0))
+    plain = replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0)
+    every = _every(replace(plain, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
     rules = Rules(
         job=job,
         policy=aware_policy_of(job, every, Known()),
@@ -190,10 +198,17 @@ def _config(scenario: Scenario) -> JobConfig:
             failure_rate=scenario.failures_per_hour,
             when_below="stop" if scenario.stops_below else "continue",
         ),
-        checkpoint=CheckpointConfig(persist_every=scenario.persist_every),
+        checkpoint=CheckpointConfig(
+            persist_every=scenario.persist_every,
+            copies=scenario.copies,
+            every=scenario.copies_every or "auto",
+            mode="naive",
+        ),
         cluster=ClusterConfig(
             nodes=scenario.num_nodes,
             max_nodes=scenario.max_nodes,
+            standby=scenario.num_standby,
+            grant_s=scenario.grant_s,
             devices_per_node=scenario.devices_per_node,
             lease_s=LEASE_S,
         ),

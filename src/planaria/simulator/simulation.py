@@ -7,7 +7,14 @@ from random import Random
 from planaria.core.job import POLICIES, PolicyName
 from planaria.simulator.checkers import PATIENCE_S, Checkers
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
-from planaria.simulator.faults import FAULTS_S_MAX, Fault, FaultKind, Faults, drawn_faults
+from planaria.simulator.faults import (
+    FAULTS_S_MAX,
+    Fault,
+    FaultKind,
+    Faults,
+    drawn_faults,
+    more_faults,
+)
 from planaria.simulator.scenario import PLAINEST, SCENARIOS, Scenario, planned_job
 
 _CLOCK_MOST = 0.05
@@ -60,6 +67,10 @@ def run(
     rng = Random(seed)
     scenario = _under_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
     faults = draw(rng, scenario.num_nodes)
+    more = Random(f"more {seed}")
+    scenario = _with_copies(scenario, more)
+    if scenario.copies or scenario.persist_every or scenario.num_standby:
+        faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
     cluster = SimulatedCluster(planned_job(scenario), rng)
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5
@@ -92,6 +103,18 @@ def _under_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName
         failures_per_hour=failures_per_hour,
         link_bytes_per_s=link_bytes_per_s,
         iterations=scenario.iterations + _ITERATIONS_MORE,
+    )
+
+
+def _with_copies(scenario: Scenario, rng: Random) -> Scenario:
+    """The job with copies in memory, standby nodes and machines that are granted, or without."""
+    copies = rng.choice((0, 0, 2, 2, 3))
+    return replace(
+        scenario,
+        copies=copies,
+        copies_every=rng.choice((0, 0, 1, 3)) if copies else 0,
+        num_standby=rng.choice((0, 0, 0, 1, 2)),
+        grant_s=rng.choice((0.0, 0.0, 0.0, 0.5, 3.0)),
     )
 
 

@@ -9,22 +9,22 @@ Source: engine/worker.py, apply.py and saver.py, whose order of things it keeps.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
-from planaria.core.commit import CommitVector, decode_vector, encode_vector
+from planaria.checkpoint.wire import copy_peers
+from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    CopySpoilt,
     EpochReady,
     Fact,
     IterationDone,
-    LayerFile,
-    LayersSaved,
     Order,
     PeerUnreachable,
-    SaveFailed,
     SaveLayers,
     Shutdown,
     StartEpoch,
@@ -33,17 +33,19 @@ from planaria.core.messages import (
     ToNode,
     WorkerReady,
 )
-from planaria.errors import AbortedError, PeerLostError
+from planaria.core.plan import Plan
+from planaria.errors import AbortedError, CheckpointError, PeerLostError, SpoiltError
+from planaria.simulator.copying import CopyMemory, SimulatedCopying
 from planaria.simulator.exchange import exchange, prepare, receive_silently, wait_taken
 from planaria.simulator.executor import NOT_YET, HeldLayer, SimulatedExecutor
 from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.network import End
+from planaria.simulator.saver import SimulatedSaver
 from planaria.simulator.scenario import PlannedJob, content_after
 
 _STEP_S = 0.002  # The optimizer, a layer.
-_WRITE_S = 0.02  # A layer to disk.
 
 
 class Surroundings(Protocol):
@@ -55,7 +57,11 @@ class Surroundings(Protocol):
         """Writes layers to disk."""
 
     def read(self, source: str, layer: int) -> int:
-        """A layer of a version on disk, or the first one if that is ""."""
+        """A layer of a version on disk, or the first one if that is "".
+
+        Raises:
+            SpoiltError: it is not what was saved.
+        """
 
     def reached(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
         """A worker is at a place at which a fault may strike."""
@@ -66,6 +72,7 @@ class SimulatedWorker:
 
     Args:
         startup_s: until it reports.
+        memory: for the copies that it keeps.
         may_write: whether its node is a member, as far as it knows.
 
     Attributes:
@@ -84,6 +91,7 @@ class SimulatedWorker:
         rank: int,
         pid: int,
         startup_s: float,
+        memory: CopyMemory,
         may_write: Callable[[], bool],
     ) -> None:
         self.process = process
@@ -92,22 +100,23 @@ class SimulatedWorker:
         self.pid = pid
         self.held: dict[int, HeldLayer] = {}
         self.line: End
-        self._may_write = may_write
+        self._saver = SimulatedSaver(
+            process, rank, write=around.write, say=self._say, may_write=may_write
+        )
         self._node = node
         self._around = around
         self._startup_s = startup_s
         self._rules = around.job.rules
+        self._copying = SimulatedCopying(process, links, memory, self._rules.job.checkpoint)
         self.epoch = -1
         self._saved_epoch = -1
         self._vector: tuple[int, CommitVector] | None = None
         self._since = -1
         self._stop_requested = False
         self._next_epoch = -1
-        self._takes_part = False
-        self._switches_at = -1
+        self._takes_part, self._switches_at = False, -1
         self._orders: deque[Order] = deque()
         self._ordered: Waiting[None] | None = None
-        self._writing: Waiting[None] | None = None
 
     @property
     def vector_iteration(self) -> int:
@@ -143,7 +152,7 @@ class SimulatedWorker:
         )
         while not isinstance(order := await self._next_order(), Shutdown):
             await self.obey(order)
-        await self._wait_written()
+        await self._saver.wait_written()
 
     async def _next_order(self) -> Order:
         while not self._orders:
@@ -160,14 +169,19 @@ class SimulatedWorker:
             case SaveLayers() if order.epoch == self.epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
                 await self.settle(order, order.iteration, order.vector)
-                layers = order.layers.get(self.rank, ())
-                await self._write(layers, order.iteration, order.epoch)
+                await self._write_last(order)
             case StartEpoch() if self._is_for_this(order):
                 self.epoch = order.epoch
                 try:
                     await self._serve_epoch(order)
                 except AbortedError:
                     return
+                except CheckpointError as error:
+                    source = error.source if isinstance(error, SpoiltError) else ""
+                    rank, reason = self.rank, str(error)
+                    self._say(
+                        CopySpoilt(rank=rank, epoch=order.epoch, reason=reason, source=source)
+                    )
                 except PeerLostError as loss:
                     self._say(
                         PeerUnreachable(
@@ -203,6 +217,7 @@ class SimulatedWorker:
                 vector_iteration=iteration,
                 vector=vector,
                 since=self._since,
+                copies=self._copying.memory.versions(),
             )
         )
 
@@ -228,16 +243,16 @@ class SimulatedWorker:
     def step(self, layer: int, held: HeldLayer, iteration: int) -> None:
         """The optimizer step of a layer; nothing if it was taken already."""
         del layer
-        if held.age != iteration:
-            assert held.age == iteration + 1, (held.age, iteration)
-            return
-        held.content = content_after(held.content, iteration, held.gradient)
-        held.age += 1
+        if held.age == iteration:
+            held.content = content_after(held.content, iteration, held.gradient)
+            held.age += 1
+        assert held.age == iteration + 1, (held.age, iteration)
 
     # -- an epoch ---------------------------------------------------------------------------------
 
     async def _serve_epoch(self, start: StartEpoch) -> None:
         plan, rank = start.plan, self.rank
+        is_planned = start.iteration == AT_COMMIT
         start = await self._settled(start)
         transfers = [transfer for transfers in start.rounds for transfer in transfers]
         layout = layout_of(plan)
@@ -248,32 +263,43 @@ class SimulatedWorker:
         ends = [(t.source, t.target) for t in transfers]
         peers = {a if b == rank else b for a, b in ends if rank in (a, b)}
         if rank in layout.ranks:
-            peers |= layout.peers(rank)
+            peers |= layout.peers(rank) | copy_peers(rank, start.copies)
         addresses = {r: (host, port) for r, (host, port) in start.addresses.items()}
         await self.links.begin(start.epoch, addresses=addresses, peers=peers)
         self._around.reached("transfer", self, start.iteration)
         if plan.silent:
             start = await prepare(self, start, layout)
-        else:
-            await exchange(self, transfers, start.iteration)
+        own = layout.held(rank) if self._takes_part else ()
+        if not plan.silent:
+            sent = {t.layer for t in transfers if t.source == rank}
+            wanted = {*sent, *own}.difference(self.held)
+            copies = self._copying.states(wanted, start.copied)
+            await exchange(self, transfers, start.iteration, copies=copies)
+            if not start.vector:
+                for n in sorted(set(own) - self.held.keys()):
+                    read = copies[n] if start.copied else self._around.read(start.source, n)
+                    self.held[n] = HeldLayer(age=start.iteration, content=read)
         if not self._takes_part:
             await wait_taken(self, transfers)
             return
-        own = layout.held(rank)
-        if not start.vector and not plan.silent:
-            for layer in set(own) - self.held.keys():
-                content = self._around.read(start.source, layer)
-                self.held[layer] = HeldLayer(age=start.iteration, content=content)
         assert set(own) <= self.held.keys(), (own, self.held.keys())
         self._around.reached("resume", self, start.iteration)
         ready = EpochReady(rank=rank, epoch=start.epoch, layers_materialised=len(self.held))
         self._say(ready)
         try:
+            self._copying.enter(start, self._contents(start.plan), is_planned=is_planned)
             await self._train(start, layout)
         except (AbortedError, PeerLostError):
             self.links.abort(first_epoch=start.epoch + 1)
             raise
+        finally:
+            self._copying.leave()
         self.links.abort(first_epoch=start.epoch + 1)
+
+    def _contents(self, plan: Plan) -> dict[int, int]:
+        """What this rank holds and has copies of, but for what it has silently."""
+        silent = plan.silent.get(self.rank, ())
+        return {n: held.content for n, held in self.held.items() if n not in silent}
 
     async def _settled(self, start: StartEpoch) -> StartEpoch:
         """The order with its iteration, as far as this rank can know it, and its layers so."""
@@ -305,8 +331,7 @@ class SimulatedWorker:
             vector = await executor.run(
                 iteration,
                 self.held,
-                wants_stop=self._stop_requested,
-                wants_switch=lambda: self._next_epoch > start.epoch,
+                votes=partial(self._votes, start.epoch, iteration),
             )
             self._vector = (iteration, vector)
             own = layout.held(self.rank)
@@ -316,6 +341,13 @@ class SimulatedWorker:
             assert all(held.age == iteration + 1 for held in self.held.values())
             ends = vector.is_last(iteration, training)
             switches = not ends and vector.switches(start.plan)
+            self._copying.applied(
+                vector,
+                start.plan,
+                self._contents(start.plan),
+                age=iteration + 1,
+                goes_on=not ends and not switches,
+            )
             every = self._rules.job.checkpoint.persist_every
             if ends or (every and (iteration + 1) % every == 0):
                 await self._save(start, layout, iteration + 1)
@@ -338,37 +370,31 @@ class SimulatedWorker:
             if switches:
                 self._switches_at = iteration
                 return
-        await self._wait_written()
+        await self._saver.wait_written()
+
+    async def _votes(self, epoch: int, iteration: int) -> Votes:
+        copied, uncopied = await self._copying.votes(iteration)
+        stops, switches = self._stop_requested, self._next_epoch > epoch
+        return Votes(int(stops), int(switches), copied, uncopied)
 
     # -- saves ------------------------------------------------------------------------------------
+
+    async def _write_last(self, order: SaveLayers) -> None:
+        """Saves what this rank is told to, before the job ends."""
+        layers, age = order.layers.get(self.rank, ()), order.iteration
+        try:
+            states = self._copying.states(set(layers) - self.held.keys(), order.copied)
+        except CheckpointError as error:
+            self._saver.failed(age, order.epoch, str(error))
+            return
+        self.held |= {n: HeldLayer(age=age, content=content) for n, content in states.items()}
+        await self._write(layers, age, order.epoch)
 
     async def _save(self, start: StartEpoch, layout: Layout, age: int) -> None:
         owned = [n for n in sorted(self.held) if layout.owner[n] == self.rank]
         await self._write(owned, age, start.epoch)
 
     async def _write(self, layers: Sequence[int], age: int, epoch: int) -> None:
-        if not layers:
-            return
-        self._around.reached("save", self, age)
-        await self._wait_written()
-        contents = {layer: self.held[layer].content for layer in layers}
-        self._writing = Waiting()
-        self.process.spawn(self._write_out(contents, age, epoch, self._writing))
-
-    async def _write_out(
-        self, contents: dict[int, int], age: int, epoch: int, written: Waiting[None]
-    ) -> None:
-        await self.process.sleep(_WRITE_S * len(contents))
-        if self._may_write():
-            self._around.write(age, epoch, contents)
-            files = tuple(LayerFile(n, f"{n}", 1, f"{content}") for n, content in contents.items())
-            self._say(LayersSaved(rank=self.rank, epoch=epoch, iteration=age, files=files))
-        else:
-            reason = "its node's lease has run out"
-            self._say(SaveFailed(rank=self.rank, epoch=epoch, iteration=age, reason=reason))
-        written.resolve(None)
-
-    async def _wait_written(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await writing
+        if layers:
+            self._around.reached("save", self, age)
+            await self._saver.save({n: self.held[n].content for n in layers}, age, epoch)

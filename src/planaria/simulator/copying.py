@@ -1,0 +1,164 @@
+"""Modelled copies in memory: what nodes keep of layers' versions, and when versions begin.
+
+The memory is the agent's, so it outlives workers. A version that is begun is copied here layer by
+layer and then sent to those who keep it; what is not whole everywhere is known by the votes that a
+commit sums up.
+
+Source: engine/copying.py and checkpoint/stream.py, whose order of things they keep.
+"""
+
+from collections.abc import Collection, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from planaria.core.commit import CommitVector
+from planaria.core.copies import Label, LayerCopy
+from planaria.core.job import CheckpointConfig
+from planaria.core.messages import StartEpoch
+from planaria.core.plan import Plan
+from planaria.errors import AbortedError, CheckpointError, PeerLostError
+from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.loop import Process
+
+_COPY_S: Final = 0.0005  # A layer, here.
+_SEND_S: Final = 0.004  # A layer, to another node.
+_SPOILT: Final = -1  # What is read of a layer whose memory lies: no content that there is.
+
+Contents = Mapping[int, int]
+
+
+@dataclass(slots=True)
+class CopyMemory:
+    """What a rank keeps of layers, by version: a hash of what they are made of."""
+
+    contents: dict[tuple[int, Label], int] = field(default_factory=dict)
+
+    def versions(self) -> dict[int, tuple[Label, ...]]:
+        """Of each layer those that are here, ascending."""
+        found: dict[int, list[Label]] = {}
+        for layer, label in self.contents:
+            found.setdefault(layer, []).append(label)
+        return {layer: tuple(sorted(labels)) for layer, labels in found.items()}
+
+    def read(self, layer: int, label: Label) -> int:
+        """Raises a CheckpointError, and drops it, where the memory lies."""
+        content = self.contents[layer, label]
+        if content == _SPOILT:
+            del self.contents[layer, label]
+            raise CheckpointError(f"the copy of layer {layer} of iteration {label.age} is spoilt")
+        return content
+
+    def keep(self, labels: Collection[Label]) -> None:
+        """Drops all versions but these."""
+        self.contents = {key: one for key, one in self.contents.items() if key[1] in labels}
+
+    def spoil(self) -> bool:
+        """Makes all that is kept something else; whether there was anything."""
+        self.contents = dict.fromkeys(self.contents, _SPOILT)
+        return bool(self.contents)
+
+
+class SimulatedCopying:
+    """A rank's part in copies, from one epoch to the next; nothing if the job has none."""
+
+    def __init__(
+        self, process: Process, links: SimulatedLinks, memory: CopyMemory, job: CheckpointConfig
+    ) -> None:
+        self.memory = memory
+        self._process = process
+        self._links = links
+        self._job = job
+        self._kept: Label | None = None
+        self._label: Label | None = None  # Of the version that was begun last in this epoch.
+        self._start: StartEpoch | None = None
+        self._num_running = 0
+        self._error: Exception | None = None
+
+    def states(self, layers: Collection[int], label: Label | None) -> dict[int, int]:
+        """Those of these layers of which there is a copy of that version."""
+        if label is None:
+            return {}
+        there = [(n, one) for n, one in self.memory.contents if n in layers and one == label]
+        return {layer: self.memory.read(layer, label) for layer, _ in there}
+
+    def enter(self, start: StartEpoch, contents: Contents, *, is_planned: bool) -> None:
+        """Begins the epoch's first version."""
+        if not self._job.copies:
+            return
+        self._start, self._label, self._error, self._num_running = start, None, None, 0
+        if not is_planned:
+            self._kept = start.kept
+        self._begin(start.iteration, contents)
+
+    def leave(self) -> None:
+        """The epoch is over."""
+        self._start = None
+
+    async def votes(self, iteration: int) -> tuple[int, int]:
+        """Whether this rank is through with the version, and whether it failed."""
+        if self._start is None:
+            return 0, 0
+        if self._job.every != "auto" and (iteration + 1) % self._job.every == 0:
+            while self._num_running:
+                self._check()
+                self._links.check_epoch()
+                await self._process.sleep(_COPY_S)
+        self._check()
+        return int(not self._num_running), 0
+
+    def applied(
+        self, vector: CommitVector, plan: Plan, contents: Contents, *, age: int, goes_on: bool
+    ) -> None:
+        """All layers are of this age now."""
+        if self._start is None or not vector.copied(plan):
+            return
+        if not vector.votes.uncopied:
+            self._kept = self._label
+        if goes_on and (self._job.every == "auto" or age % self._job.every == 0):
+            self._begin(age, contents)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _begin(self, age: int, contents: Contents) -> None:
+        start = self._start
+        assert start is not None
+        assert not self._num_running
+        label = self._label = Label(start.since, start.epoch, age)
+        self.memory.keep({self._kept, label} if self._kept else {label})
+        rank = self._links.rank
+        self._num_running = 1 + sum(rank in copy.targets for copy in start.copies)
+        self._process.spawn(self._ended(self._give(label, dict(contents), start.copies)))
+        for copy in start.copies:
+            if rank in copy.targets:
+                self._process.spawn(self._ended(self._take(label, copy)))
+
+    async def _ended(self, task: Coroutine[Any, Any, None]) -> None:
+        """Does a part of a version; what breaks it off is found with the next commit."""
+        epoch = self._links.epoch
+        try:
+            await task
+        except (AbortedError, PeerLostError) as error:
+            self._error = self._error or error
+            return
+        if self._start is not None and self._start.epoch == epoch:
+            self._num_running -= 1
+
+    async def _give(self, label: Label, contents: Contents, copies: Collection[LayerCopy]) -> None:
+        for layer, content in sorted(contents.items()):
+            await self._process.sleep(_COPY_S)
+            self._links.check_epoch()
+            self.memory.contents[layer, label] = content
+        for copy in copies:
+            for target in copy.targets if copy.source == self._links.rank else ():
+                await self._process.sleep(_SEND_S)
+                self._links.check_epoch()
+                tag = ("copy", label, copy.layer)
+                self._links.send(target, tag, contents[copy.layer])
+                await self._links.receive(target, ("kept", label, copy.layer))
+
+    async def _take(self, label: Label, copy: LayerCopy) -> None:
+        content = await self._links.receive(copy.source, ("copy", label, copy.layer))
+        self.memory.contents[copy.layer, label] = content
+        self._links.send(copy.source, ("kept", label, copy.layer), None)

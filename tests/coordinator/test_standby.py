@@ -1,0 +1,196 @@
+"""Who stands by, who is taken for a lost node, and who is waited for."""
+
+from dataclasses import replace
+
+import pytest
+
+from coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
+from fake_cluster import FakeCluster
+from jobs import shaped_plan
+from planaria.coordinator.standby import nodes_to_replace, num_taken
+from planaria.coordinator.state import End, Ending, Phase, Rules, Tick
+from planaria.core.messages import DrainRequested, StopRequested
+from planaria.core.records import Changed, Decided, Recovering, Warned
+
+PLAN = shaped_plan((1, 1), 6)
+
+
+def rules(*, n0: int = 1, f: int = 1, standby: int = 0, grant_s: float = 0.0) -> Rules:
+    made = small_rules(n0=n0, failures_tolerated=f, policy=Survivors())
+    cluster = replace(made.job.cluster, nodes=2, max_nodes=4, standby=standby, grant_s=grant_s)
+    return replace(made, job=replace(made.job, cluster=cluster), max_nodes=4)
+
+
+def training(made: Rules, *standby: int) -> FakeCluster:
+    """Two nodes train; these others have come, and had an iteration to be taken in."""
+    cluster = FakeCluster(made, PLAN)
+    cluster.begin()
+    for node in standby:
+        cluster.join(node)
+    cluster.train(FIRST)
+    return cluster
+
+
+def is_training(cluster: FakeCluster) -> bool:
+    return cluster.state.phase is Phase.TRAINING
+
+
+@pytest.mark.parametrize(
+    ("standby", "num_staying", "num_able", "taken"),
+    [
+        (0, 2, 2, 2),  # All that there is room for.
+        (0, 3, 2, 1),
+        (1, 2, 1, 0),  # As many are at work as the job began with.
+        (1, 2, 3, 2),
+        (2, 2, 1, 0),
+        (1, 1, 1, 1),  # One of them has left.
+        (2, 0, 1, 1),
+        (1, 4, 3, 0),
+    ],
+)
+def test_who_joins_while_training_goes_on(
+    standby: int, num_staying: int, num_able: int, taken: int
+) -> None:
+    made = rules(standby=standby)
+    assert num_taken(made, num_staying=num_staying, num_able=num_able) == taken
+
+
+def test_a_standby_node_waits_until_one_is_lost() -> None:
+    """Its worker has long been there; it is a member of the very next epoch."""
+    cluster = training(rules(standby=1), 2)
+    assert cluster.state.change is None
+    assert cluster.state.nodes == (0, 1)
+    cluster.lose(1)
+
+    assert cluster.state.nodes == (0, 2)
+    (decided,) = of_type(cluster.commands, Decided)
+    assert decided.joined == (2,)
+    assert cluster.state.candidates == {}
+
+
+def test_no_more_are_taken_than_are_lost() -> None:
+    cluster = training(rules(standby=2), 2, 3)
+    cluster.lose(0)
+
+    assert cluster.state.nodes == (1, 2)
+    assert list(cluster.state.candidates) == [3]
+
+
+def test_a_machine_that_failed_often_is_no_standby_until_it_is_taken_back() -> None:
+    """But where f failures would not be tolerated any more anyone is taken."""
+    cluster = training(rules(standby=1, f=0))
+    cluster.state = replace(cluster.state, failures={"flaky": (3, NOW_S)})
+    cluster.join_on(2, "flaky")
+    cluster.lose(1)
+    assert cluster.state.nodes == (0,)
+
+    cluster = training(rules(standby=1, f=1))
+    cluster.state = replace(cluster.state, failures={"flaky": (3, NOW_S)})
+    cluster.join_on(2, "flaky")
+    cluster.lose(1)
+    assert cluster.state.nodes == (0, 2)
+
+
+def test_a_standby_node_that_is_lost_is_no_loss() -> None:
+    cluster = training(rules(standby=1), 2)
+    cluster.lose(2)
+
+    assert of_type(cluster.commands, Recovering) == []
+    assert cluster.state.candidates == {}
+
+
+def test_with_too_few_left_a_machine_is_waited_for() -> None:
+    """That is said once, training goes on where it was, and no failure is counted for it."""
+    cluster = training(rules(n0=2, grant_s=60.0))
+    cluster.lose(1)
+    cluster.hear(Tick(), now_s=NOW_S + 100.0)
+    (warning,) = of_type(cluster.commands, Warned)
+    assert warning.text == (
+        "1 node is left, fewer than n0 = 2 that hold the model: waiting for a machine that is "
+        "asked for, 120 s at most"
+    )
+    assert cluster.state.phase is Phase.STOPPING
+    history = cluster.state.history
+    cluster.join(2)
+
+    assert cluster.state.nodes == (0, 2)
+    assert is_training(cluster)
+    assert cluster.state.history == history
+    (decided,) = of_type(cluster.commands, Decided)
+    assert decided.joined == (2,)
+    cluster.train(FIRST + 1)
+    assert cluster.state.next_iteration == FIRST + 2
+
+
+def test_a_machine_is_not_waited_for_forever() -> None:
+    """What is live is saved then, as without anybody to ask."""
+    cluster = training(rules(n0=2, grant_s=60.0))
+    cluster.lose(1)
+    cluster.hear(Tick(), now_s=NOW_S + 121.0)
+
+    (end,) = [command for command in cluster.commands if isinstance(command, End)]
+    assert end.ending is Ending.LOST
+    assert "fewer than n0 = 2" in end.reason
+
+
+def test_nobody_waits_who_was_told_to_stop() -> None:
+    cluster = training(rules(n0=2, grant_s=60.0))
+    cluster.hear(StopRequested())
+    cluster.lose(1)
+
+    assert cluster.state.phase is Phase.ENDED
+
+
+def test_a_loss_while_all_wait_is_survived_and_waited_for_anew() -> None:
+    cluster = training(rules(n0=2, grant_s=60.0))
+    cluster.lose(1)
+    cluster.join(2)
+    cluster.lose(2)
+
+    assert cluster.state.phase is Phase.STOPPING
+    cluster.join(3)
+    assert cluster.state.nodes == (0, 3)
+    assert is_training(cluster)
+
+
+def test_a_node_that_is_to_leave_does_not_count_as_left() -> None:
+    """Whoever comes is taken at once, though with that node there would be enough."""
+    made = rules(n0=1, f=1, grant_s=60.0)
+    resilience = replace(made.job.resilience, when_below="stop")
+    made = replace(made, job=replace(made.job, resilience=resilience))
+    cluster = FakeCluster(made, shaped_plan((1, 1, 1), 6))
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.hear(DrainRequested(node=2))
+    cluster.lose(1)
+    assert not is_training(cluster)
+    cluster.join(3)
+
+    assert cluster.state.nodes == (0, 2, 3)
+    assert cluster.state.plan.nodes == (0, 3)
+    assert is_training(cluster)
+
+
+def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:
+    """Not where a user drains one, or only a worker ended."""
+    lost = Recovering(epoch=1, kind="lost", nodes=(3,), iteration=0, reason="", lost_s=0.0)
+    crash = Recovering(epoch=1, kind="crash", nodes=(3,), iteration=0, reason="", lost_s=0.0)
+    assert nodes_to_replace(lost) == (3,)
+    assert nodes_to_replace(crash) == ()
+    changed = Changed(
+        epoch=1,
+        kinds={1: "preempt", 2: "drain", 5: "join"},
+        iteration=0,
+        policy="",
+        answer="",
+        candidates=(),
+        plan=PLAN,
+        predicted_s=1.0,
+        predicted_pause_s=0.0,
+        transfer_bytes=0,
+        received_bytes=0,
+        asked_s=0.0,
+        pause_s=0.0,
+        now_s=0.0,
+    )
+    assert nodes_to_replace(changed) == (1,)
