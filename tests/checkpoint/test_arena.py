@@ -28,8 +28,7 @@ def written(arena: Arena, layer: int, label: Label, *, num_bytes: int = 10_000) 
     content = np.random.default_rng(layer).integers(0, 256, num_bytes, dtype=np.uint8)
     version = arena.begin(layer, label, head=HEAD, num_bytes=num_bytes, piece_bytes=4096)
     version.tensors[:] = content[len(HEAD) :]
-    for piece in range(version.num_pieces):
-        version.seal(piece)
+    version.seal()
     arena.finish(version)
     return version
 
@@ -132,11 +131,11 @@ def test_a_flipped_bit_of_a_hash_is_found(fd: int) -> None:
     """The hashes are hashed, too."""
     arena = Arena(fd)
     version = written(arena, 0, OLD)
-    version.seal(0)
+    version.seal()
     version.take(1, version.piece(2)[:100].copy(), 0)
     arena.read(0, OLD)
     version.piece(1)[:] = 1
-    version.seal(1)
+    version.seal()
 
     with pytest.raises(CheckpointError, match="not what was written"):
         arena.read(0, OLD)

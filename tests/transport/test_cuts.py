@@ -85,7 +85,7 @@ def test_nobody_is_answered_while_anything_is_cut_off() -> None:
     """A rank that calls waits, as at a machine that cannot be reached."""
     with linked(2) as (left, right):
         _cut(right, 0, seconds=0.5)
-        late = Links(0, token=right._token)  # Of the worker that is forked anew in rank 0.
+        late = Links(0, token=right._own.token)  # Of the worker that is forked anew in rank 0.
         places = {**addresses([right]), 0: late.address}
         with pytest.raises(PeerLostError, match="nothing came"):
             late.begin(1, addresses=places, peers={1}, timeout_s=0.1)

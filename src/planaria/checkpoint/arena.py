@@ -115,24 +115,26 @@ class Version:
         begin = index * self.entry.piece_bytes
         return self.content[begin : begin + self.entry.piece_bytes]
 
-    def seal(self, index: int) -> int:
-        """Hashes a piece, whose bytes are there, and notes that; the hash."""
-        value = hash_of(self.piece(index))
-        self._hashes[index] = value
-        return value
+    def seal(self) -> None:
+        """Hashes all pieces, whose bytes are there, and notes that."""
+        for index in range(self.num_pieces):
+            self._hashes[index] = hash_of(self.piece(index))
 
     def take(self, index: int, piece: Bytes, value: int) -> bool:
-        """Copies a piece that has come with its hash; False, and nothing, if they differ."""
+        """Takes in a piece that has come, which may lie in its place already; False if it has
+        another hash."""
         target = self.piece(index)
         if len(piece) != len(target) or hash_of(piece) != value:
             return False
-        target[:] = piece
+        if piece.ctypes.data != target.ctypes.data:
+            target[:] = piece
         self._hashes[index] = value
         return True
 
-    def hash(self, index: int) -> npt.NDArray[np.uint64]:
-        """Of a piece that was sealed or taken, as an array of one."""
-        return self._hashes[index : index + 1]
+    @property
+    def hashes(self) -> tuple[int, ...]:
+        """Of all pieces, which were sealed or taken."""
+        return tuple(self._hashes.tolist())
 
     def digest(self) -> bytes:
         """Of the hashes of all pieces."""

@@ -1,11 +1,11 @@
 """Copies of layers on their way to memory: a rank's own, and those that other ranks keep.
 
 A version of all layers begins at a commit, when no rank's state changes until the next optimizer
-step. One thread of each rank copies its layers into its own node's memory, hashes them piece by
-piece, and sends from there what others keep, each piece when its turn comes; before a layer is
-stepped its copy is waited for, which is all that training ever waits. Another thread keeps what
-comes. Each piece comes with its hash and is acknowledged, so that no more than the buffers of a
-receiver are on their way to it; one that is not what was sent is asked for again.
+step. One thread of each rank copies its layers into its own node's memory, hashes them there piece
+by piece, and sends what others keep, each piece when its turn comes; before a layer is stepped its
+copy is waited for, which is all that training ever waits. Another thread keeps what comes, which
+arrives where it is to lie. A piece is hashed there and acknowledged, so that no more than the
+buffers of a receiver are on their way to it; one that is not what was sent is asked for again.
 
 A version ends for a rank when all that it sends is acknowledged and all that it is to keep is
 there, or has failed for want of memory, which ends nothing else. Who ends it says so with the next
@@ -27,13 +27,14 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from planaria.checkpoint.arena import HASH_BYTES, Arena, Bytes, Version
+from planaria.checkpoint.arena import Arena, Bytes, Version
 from planaria.checkpoint.turns import Buffers, Turns, Unload
 from planaria.checkpoint.wire import (
     Opening,
     State,
     Tensor,
     answer_tag,
+    opening_of,
     opening_tag,
     piece_tag,
     sent_by,
@@ -60,6 +61,7 @@ class Copier:
         since, epoch: of the labels of this epoch's versions.
         kept: the newest version that was complete when the epoch began, if any.
         buffers: of each receiver for this rank; None: a layer goes whole, whatever its size.
+        fill: copies bytes from the second array to the first.
         virtual_bytes: that a layer's state stands for where links are paced; 0: what it is.
         unload: takes the time in which bytes get from a device to its host's memory, where they
             only stand for what does.
@@ -80,6 +82,7 @@ class Copier:
         buffers: Buffers | None,
         turns: Turns,
         virtual_bytes: Callable[[int], int],
+        fill: Callable[[Bytes, Bytes], None] = np.copyto,
         unload: Unload,
         failed: Callable[[str], None],
         timeout_s: float,
@@ -94,6 +97,7 @@ class Copier:
         self._window = buffers.count if buffers else _WHOLE
         self._turns = turns
         self._virtual_bytes = virtual_bytes
+        self._fill = fill
         self._unload = unload
         self._tell_failed = failed
         self._timeout_s = timeout_s
@@ -239,6 +243,9 @@ class Copier:
                 self._copied_s[layer] = self._links.timekeeper.now_s()
                 self._uncopied.discard(layer)
                 self._changed.notify_all()
+        for version in filter(None, versions.values()):  # From here on the layers may change.
+            version.seal()
+            self._arena.finish(version)
         unacknowledged: dict[int, deque[_Piece]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             self._send(target, layer, label, versions[layer], unacknowledged[target])
@@ -259,11 +266,8 @@ class Copier:
         offset = 0
         for array in state.values():
             flat = array.reshape(-1).view(np.uint8)
-            version.tensors[offset : offset + len(flat)] = flat
+            self._fill(version.tensors[offset : offset + len(flat)], flat)
             offset += len(flat)
-        for index in range(version.num_pieces):
-            version.seal(index)
-        self._arena.finish(version)
         return version
 
     def _send(
@@ -275,9 +279,7 @@ class Copier:
         unacknowledged: "deque[_Piece]",
     ) -> None:
         """Sends a layer, as its receiver has buffers for it."""
-        opening = Opening()
-        if version is not None:
-            opening = Opening(len(version.content), version.piece_bytes, version.head)
+        opening = opening_of(version) if version else Opening()
         encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
         self._links.send(target, opening_tag(label, layer), encoded)
         if version is None:
@@ -295,7 +297,7 @@ class Copier:
         tag = piece_tag(label, version.layer, index)
         stands_for = self._virtual_bytes(version.layer) * len(content) // len(version.content)
         self._turns.wait(target, stands_for or len(content))
-        self._links.send(target, tag, version.hash(index), content, virtual_bytes=stands_for)
+        self._links.send(target, tag, content, virtual_bytes=stands_for)
 
     def _take_answer(self, target: int, label: Label, unacknowledged: "deque[_Piece]") -> None:
         """Waits for what the receiver says of the oldest piece; sends it again if it has to.
@@ -341,23 +343,28 @@ class Copier:
             version = None
             if opening.num_bytes:
                 version = self._opened(layer, label, opening)
-            for index in range(-(-opening.num_bytes // opening.piece_bytes)):
+            for index in range(len(opening.hashes)):
+                self._place(source, version, index)
+            for index, value in enumerate(opening.hashes):
                 is_good = False
                 while not is_good:
                     message = yield piece_tag(label, layer, index)
                     stands_for = self._virtual_bytes(layer) * len(message) // opening.num_bytes
                     self._unload(stands_for, is_own=False)
-                    is_good = version is None or version.take(
-                        index, message[HASH_BYTES:], int(message[:HASH_BYTES].view(np.uint64)[0])
-                    )
+                    is_good = version is None or version.take(index, message, value)
                     answer = _GOOD if is_good else _BAD
                     if not is_good:
-                        logger.warning(
-                            "rank %s: a piece from rank %s is bad", self._links.rank, source
-                        )
+                        self._place(source, version, index)
+                        logger.warning("a piece of a copy from rank %s is bad", source)
                     self._links.send(source, answer_tag(label, layer, index), answer)
             if version is not None:
                 self._arena.finish(version)
+
+    def _place(self, source: int, version: Version | None, index: int) -> None:
+        """Has a piece arrive where it is to lie, unless it has begun to arrive."""
+        if version is not None:
+            tag = piece_tag(version.label, version.layer, index)
+            self._links.place(source, tag, version.piece(index))
 
     def _opened(self, layer: int, label: Label, opening: Opening) -> Version | None:
         """Room for a layer that comes; None if there is none, and what comes is not kept."""

@@ -48,3 +48,8 @@ class Unload(Protocol):
 
     def __call__(self, num_bytes: int, *, is_own: bool) -> None:
         """Returns when so many bytes have taken it; of this rank's layers, or of what comes."""
+
+
+def nothing_to_unload(num_bytes: int, *, is_own: bool) -> None:
+    """Bytes that are in their host's memory already."""
+    del num_bytes, is_own

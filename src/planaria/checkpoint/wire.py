@@ -22,11 +22,22 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The first message of a layer; no bytes if its source has none."""
+    """The first message of a layer; no bytes if its source has none.
+
+    Attributes:
+        hashes: of its pieces.
+    """
 
     num_bytes: int = 0
     piece_bytes: int = 1
     head: bytes = b""
+    hashes: tuple[int, ...] = ()
+
+
+def opening_of(version: Version) -> Opening:
+    """What a whole version begins with."""
+    num_bytes = len(version.content)
+    return Opening(num_bytes, version.piece_bytes, version.head, version.hashes)
 
 
 def state_of(version: Version) -> State:
@@ -78,7 +89,7 @@ def opening_tag(label: Label, layer: int) -> Tag:
 
 
 def piece_tag(label: Label, layer: int, index: int) -> Tag:
-    """Of a piece, its hash in front."""
+    """Of a piece."""
     return Tag(Channel.COPY, label.age, layer, 1 + index)
 
 

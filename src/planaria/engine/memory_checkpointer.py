@@ -23,27 +23,27 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
+import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from planaria.checkpoint.arena import Arena
+from planaria.checkpoint.arena import Arena, Bytes, Version
 from planaria.checkpoint.keeper import Kept, attach
+from planaria.checkpoint.retrieval import give, take
 from planaria.checkpoint.stream import Copier
-from planaria.checkpoint.turns import AtOnce, Buffers
-from planaria.checkpoint.wire import State, Tensor, state_of, unpacked
+from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.wire import State, state_of
 from planaria.core.copies import Label, LayerCopy
 from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.shards import HEAD, Held, Shard, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
-from planaria.transport.links import Address, Channel, Links, Tag
+from planaria.transport.links import Address, Links
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +173,13 @@ class MemoryCheckpointer:
     def _restored(self, label: Label) -> str:
         """Why the version was not taken over by all; empty if it was."""
         holders = self._holders(label)
+        kept: dict[int, Version] = {}
         states: dict[int, State] = {}
         wish = _Wish()
         try:
             mine = [n for n, ranks in holders.items() if self._rank in ranks]
-            states = {n: self._read(n, label) for n in mine}
+            kept = {n: self._read(n, label) for n in mine}
+            states = {n: state_of(version) for n, version in kept.items()}
             heads = {n: _head(states[n]) for n in mine if holders[n][0] == self._rank}
             wish = _Wish(shards=heads)
         except (CheckpointError, msgspec.DecodeError) as error:
@@ -196,7 +198,7 @@ class MemoryCheckpointer:
             return reason
         wish, tensors = _Wish(), {}
         try:
-            states |= self._exchanged(told, holders, states, label)
+            states |= self._exchanged(told, holders, kept, label)
             tensors = self._held.assembled(shards, {n: states[n] for n in sorted(wanted)})
         except CheckpointError as error:
             wish = _Wish(reason=str(error))
@@ -205,11 +207,11 @@ class MemoryCheckpointer:
         self._held.load(tensors, shards[min(shards)])  # All can, so all do.
         return ""
 
-    def _read(self, shard: int, label: Label) -> State:
+    def _read(self, shard: int, label: Label) -> Version:
         """Raises a CheckpointError if it is not what was written."""
         arenas = (self._arena, *self._older)
         arena = next(one for one in arenas if label in one.versions().get(shard, ()))
-        return state_of(arena.read(shard, label))
+        return arena.read(shard, label)
 
     def _holders(self, label: Label) -> dict[int, list[int]]:
         """By shard the ranks that have a copy of the version."""
@@ -224,7 +226,7 @@ class MemoryCheckpointer:
         self,
         told: list[_Wish],
         holders: Mapping[int, list[int]],
-        states: Mapping[int, State],
+        kept: Mapping[int, Version],
         label: Label,
     ) -> dict[int, State]:
         """The shards that this rank wants; others get theirs of what it has, from several holders
@@ -238,26 +240,11 @@ class MemoryCheckpointer:
             for shard in wish.wants:
                 source = holders[shard][target % len(holders[shard])]
                 if source == self._rank:
-                    self._send(target, shard, label, states[shard])
+                    give(self._links, target, kept[shard])
         for shard in told[self._rank].wants:
             source = holders[shard][self._rank % len(holders[shard])]
-            received[shard] = self._receive(source, shard, label)
+            received[shard] = take(self._links, source, shard, label, timeout_s=TIMEOUT_S)
         return received
-
-    def _send(self, target: int, shard: int, label: Label, state: State) -> None:
-        tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
-        content = np.concatenate([a.reshape(-1).view(np.uint8) for a in state.values()])
-        head = msgspec.json.encode((tensors, _hash(content)))
-        self._links.send(target, _tag(label, shard, 0), np.frombuffer(head, dtype=np.uint8))
-        self._links.send(target, _tag(label, shard, 1), content)
-
-    def _receive(self, source: int, shard: int, label: Label) -> State:
-        head = self._links.receive(source, _tag(label, shard, 0), timeout_s=TIMEOUT_S)
-        content = self._links.receive(source, _tag(label, shard, 1), timeout_s=TIMEOUT_S)
-        tensors, wanted = msgspec.json.decode(head.tobytes(), type=tuple[tuple[Tensor, ...], str])
-        if _hash(content) != wanted:
-            raise CheckpointError(f"shard {shard} did not arrive as rank {source} sent it")
-        return unpacked(tensors, content)
 
     # -- forth ------------------------------------------------------------------------------------
 
@@ -308,7 +295,8 @@ class MemoryCheckpointer:
             buffers=self._buffers,
             turns=AtOnce(),
             virtual_bytes=_real,
-            unload=_at_once,
+            fill=_fill,
+            unload=nothing_to_unload,
             failed=self._failed,
             timeout_s=TIMEOUT_S,
         )
@@ -337,10 +325,18 @@ class MemoryCheckpointer:
     def wait_copied(self) -> None:
         """Blocks until model and optimizer may change; an optimizer's step does so by itself."""
         copier = self._copier
-        if copier is None or not copier.own or not copier.has_begun:
-            return
+        if copier is not None and copier.own and copier.has_begun:
+            self._wait(lambda: copier.wait_copied(copier.own[0]))
+
+    def wait_ended(self) -> None:
+        """Blocks until what this rank sends of the newest version is kept, and it keeps its own."""
+        if self._copier is not None and self._copier.has_begun:
+            self._wait(self._copier.wait_ended)
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """Training goes on without copies where they cannot be made any more."""
         try:
-            copier.wait_copied(copier.own[0])
+            wait()
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s copies no more: %s", self._rank, error)
 
@@ -365,21 +361,16 @@ def _head(state: State) -> Shard:
     return msgspec.json.decode(state[HEAD].tobytes(), type=Shard)
 
 
-def _tag(label: Label, shard: int, index: int) -> Tag:
-    return Tag(Channel.STATE, label.age, shard, index)
-
-
-def _hash(content: np.ndarray) -> str:
-    return xxhash.xxh3_128_hexdigest(content.data)
-
-
 def _real(_shard: int) -> int:
     return 0
 
 
-def _at_once(num_bytes: int, *, is_own: bool) -> None:
-    """Bytes that are in memory already."""
-    del num_bytes, is_own
+def _fill(target: Bytes, source: Bytes) -> None:
+    """Copies bytes with as many threads as torch computes with."""
+    if source.flags.writeable:  # Torch knows no other arrays.
+        torch.from_numpy(target).copy_(torch.from_numpy(source))
+    else:
+        target[:] = source
 
 
 def _own_host() -> str:

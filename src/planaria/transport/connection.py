@@ -12,14 +12,15 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from planaria.errors import AuthenticationError
+from planaria.errors import AuthenticationError, PeerLostError
 from planaria.transport.frames import HANDSHAKE_TIMEOUT_S, Role, handshake
 
 Address = tuple[str, int]
@@ -75,21 +76,42 @@ def header(epoch: int, tag: Tag, num_bytes: int) -> bytes:
     return _HEADER.pack(epoch, tag.channel, tag.iteration, tag.a, tag.b, num_bytes)
 
 
-def connecting_socket(address: Address) -> socket.socket:
+def connecting_socket(peer: int, address: Address) -> socket.socket:
     """A socket that is being connected; whoever writes to it learns what came of it.
 
     Raises:
-        OSError: it cannot even be tried, or was refused at once.
+        PeerLostError: it cannot even be tried, or was refused at once.
     """
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, place = found[0]
-    sock = socket.socket(family, kind, protocol)
-    sock.setblocking(False)
-    status = sock.connect_ex(place)
-    if status not in (0, errno.EINPROGRESS):
-        sock.close()
-        raise OSError(status, os.strerror(status))
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        status = sock.connect_ex(place)
+        if status not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise OSError(status, os.strerror(status))
+    except OSError as error:
+        raise PeerLostError(peer, f"{address[0]}:{address[1]}: {error}") from error
     return sock
+
+
+# The memory that a message of this peer, epoch, tag and size is to fill.
+Place = Callable[[int, int, Tag, int], npt.NDArray[np.uint8] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEnd:
+    """What all connections of a rank have in common.
+
+    Attributes:
+        identity: the rank, and the port at which it listens.
+        place: memory for a message that begins to arrive, None where it may lie anywhere.
+    """
+
+    token: bytes
+    identity: tuple[int, int]
+    place: Place
 
 
 class Connection:
@@ -106,15 +128,7 @@ class Connection:
             another thread's write may be some other file's by then.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        token: bytes,
-        identity: tuple[int, int],
-        target: int,
-        port: int,
-    ) -> None:
+    def __init__(self, sock: socket.socket, own: OwnEnd, *, target: int, port: int) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
@@ -126,12 +140,15 @@ class Connection:
         self.is_severed = False
         self.lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
-        own_rank, own_port = identity
+        own_rank, own_port = own.identity
         self._handshake = handshake(
-            token,
+            own.token,
             Role.ACCEPT if target < 0 else Role.CONNECT,
             identity=own_port << _RANK_BITS | own_rank,
         )
+        self._place = own.place
+        self._reading = threading.Lock()  # Guards what follows.
+        self._is_placed = False
         self._payload: npt.NDArray[np.uint8] | None = None
         self._head = bytearray()
         self._view = memoryview(self._head)
@@ -186,21 +203,34 @@ class Connection:
         """
         num_read = 0
         while num_read < _READ_BYTES_MAX:
-            try:
-                count = self.sock.recv_into(self._view)
-            except (BlockingIOError, InterruptedError):
-                return
-            if count == 0:
-                raise ConnectionError("closed by peer")
-            num_read += count
-            self._view = self._view[count:]
-            while not self._view:
-                if self.peer < 0:
-                    self._step_handshake()
-                    if self.peer >= 0:
-                        yield None
-                else:
-                    yield from self._step_message()
+            with self._reading:
+                try:
+                    count = self.sock.recv_into(self._view)
+                except (BlockingIOError, InterruptedError):
+                    return
+                if count == 0:
+                    raise ConnectionError("closed by peer")
+                num_read += count
+                self._view = self._view[count:]
+                found = tuple(self._steps())
+            yield from found
+
+    def displace(self) -> None:
+        """What is arriving in memory that somebody gave for it does not get there any more."""
+        with self._reading:
+            if self._is_placed:
+                self._is_placed = False
+                self._view = memoryview(bytearray(len(self._view)))
+
+    def _steps(self) -> Iterator[Received | None]:
+        """What came with the last bytes that were read."""
+        while not self._view:
+            if self.peer < 0:
+                self._step_handshake()
+                if self.peer >= 0:
+                    yield None
+            else:
+                yield from self._step_message()
 
     def _expect(self, num_bytes: int) -> None:
         """Reads the next num_bytes as handshake or header."""
@@ -215,10 +245,13 @@ class Connection:
             reason = f"a message of {num_bytes} bytes on channel {channel} is not one of ours"
             raise AuthenticationError(reason)
         if self._payload is None:
-            self._payload = np.empty(num_bytes, dtype=np.uint8)
+            tag = Tag(Channel(channel), iteration, a, b)
+            placed = self._place(self.peer, epoch, tag, num_bytes)
+            self._is_placed = placed is not None
+            self._payload = np.empty(num_bytes, dtype=np.uint8) if placed is None else placed
             self._view = self._payload.data
             return
-        payload = self._payload
+        payload, self._is_placed = self._payload, False
         self._expect(_HEADER.size)
         yield Received(epoch, Tag(Channel(channel), iteration, a, b), payload)
 

@@ -29,10 +29,12 @@ from planaria.transport.connection import (
     Address,
     Channel,
     Connection,
+    OwnEnd,
     Received,
     Tag,
     connecting_socket,
 )
+from planaria.transport.inbox import Inbox
 from planaria.transport.pacing import Ends, Leaving, Pacer, Pacing, Unpaced
 from planaria.transport.serving import Handlers, Server
 from planaria.transport.traffic import Traffic
@@ -68,13 +70,13 @@ class Links:
         self.received_bytes: Counter[Channel] = Counter()
         self.state_bytes: Counter[int] = Counter()
         self.linked_s = 0.0
-        self._token = token
         self._listener = socket.create_server((host, 0), backlog=1024)
         self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()[:2]
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # Guards all that follows.
-        self._inbox: dict[tuple[int, int, Tag], tuple[Buffer, float]] = {}  # And when due.
+        self._inbox = Inbox()
+        self._own = OwnEnd(token, (rank, self.address[1]), self._inbox.placed)
         self._peers: dict[int, Connection] = {}
         self._calling: dict[int, Connection] = {}
         self._lost: dict[int, str] = {}
@@ -93,7 +95,7 @@ class Links:
             rank,
             self._listener,
             Handlers(
-                accept=lambda sock: self._server.add(self._connection(sock, target=-1, port=0)),
+                accept=lambda s: self._server.add(Connection(s, self._own, target=-1, port=0)),
                 welcome=self._welcome,
                 deliver=self._flow.receive,
                 lose=self._lose,
@@ -141,8 +143,7 @@ class Links:
             self.linked_s = 0.0
             self._lost.clear()
             self._early.clear()
-            self._inbox = {key: value for key, value in self._inbox.items() if key[1] >= epoch}
-            self._heard = {peer for peer, of, _ in self._inbox if of == epoch}
+            self._heard = self._inbox.begin(epoch)
             self._retire({rank: address[1] for rank, address in addresses.items()})
             self._ports = {peer: addresses[peer][1] for peer in peers}
             self._awaited = set()
@@ -151,6 +152,9 @@ class Links:
                 self._peers[peer].is_used = True
             missing = {peer for peer in self._awaited if peer > self.rank}
             self._changed.notify_all()  # Frees whoever still waits in an older epoch.
+            standing = tuple(self._peers.values())
+        for connection in standing:  # Outside of the condition, which its thread may wait for.
+            connection.displace()
         for peer in sorted(missing - self._calling.keys()):
             self._call(peer, addresses[peer])
 
@@ -202,14 +206,20 @@ class Links:
         with self._changed:
             epoch = self.epoch
             self._wait(lambda: self.has_any(wanted), epoch=epoch, peers=wanted, timeout_s=timeout_s)
-            peer, tag = next(w for w in wanted.items() if (w[0], epoch, w[1]) in self._inbox)
-            payload, due_s = self._inbox.pop((peer, epoch, tag))
+            found = self._inbox.first(wanted, epoch)
+            assert found is not None
+            payload, due_s = self._inbox.take(found[0], epoch, found[1])
             self.timekeeper.reach(due_s)
-            return peer, payload
+            return found[0], payload
 
     def has_any(self, wanted: Mapping[int, Tag]) -> bool:
         """Whether one of these messages, by peer, is here."""
-        return any((peer, self.epoch, tag) in self._inbox for peer, tag in wanted.items())
+        return self._inbox.first(wanted, self.epoch) is not None
+
+    def place(self, peer: int, tag: Tag, memory: npt.NDArray[np.uint8]) -> None:
+        """Has a message of this epoch arrive in this memory, if it has not begun to arrive, and has
+        as many bytes. Nothing gets there once a newer epoch has begun."""
+        self._inbox.place(peer, self.epoch, tag, memory)
 
     def abort(self, reason: str, *, first_epoch: int) -> None:
         """Frees every blocked operation of epochs before this one; none of them begins again."""
@@ -233,11 +243,7 @@ class Links:
     # -- helpers ------------------------------------------------------------------------------
 
     def _transmit(self, peer: int, message: list[memoryview]) -> None:
-        """Writes what the kernel takes of a message at once, and has the rest written.
-
-        Raises:
-            PeerLostError: as `send`.
-        """
+        """Writes what the kernel takes of a message at once, and has the rest written."""
         connection = self._link(peer)
         if connection is None:
             with self._changed:
@@ -327,18 +333,11 @@ class Links:
             raise AssertionError("the links' thread died") from self._failure
 
     def _call(self, peer: int, address: Address) -> None:
-        try:
-            sock = connecting_socket(address)
-        except OSError as error:
-            raise PeerLostError(peer, f"{address[0]}:{address[1]}: {error}") from error
+        sock = connecting_socket(peer, address)
         with self._changed:
-            connection = self._connection(sock, target=peer, port=address[1])
+            connection = Connection(sock, self._own, target=peer, port=address[1])
             self._calling[peer] = connection
             self._server.add(connection)
-
-    def _connection(self, sock: socket.socket, *, target: int, port: int) -> Connection:
-        identity = (self.rank, self.address[1])
-        return Connection(sock, token=self._token, identity=identity, target=target, port=port)
 
     # -- what the thread that serves the links tells --------------------------------------------
 
@@ -373,7 +372,7 @@ class Links:
             if message.epoch >= self.epoch and is_current:
                 if message.epoch == self.epoch:
                     self._heard.add(connection.peer)
-                self._inbox[connection.peer, message.epoch, message.tag] = message.payload, due_s
+                self._inbox.put(connection.peer, message, due_s)
                 self._changed.notify_all()
 
     def _lose(self, connection: Connection, reason: str) -> None:

@@ -1,0 +1,77 @@
+"""Copies on their way back, from a rank that keeps one to a rank that needs it.
+
+A copy goes in the pieces in which it was hashed when it was made. What a rank gives it has checked
+when it read it; who takes it hashes each piece once more, while the next one arrives.
+"""
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from planaria.checkpoint.arena import Bytes, Version, hash_of
+from planaria.checkpoint.wire import Opening, State, Tensor, opening_of, unpacked
+from planaria.core.copies import Label
+from planaria.errors import CheckpointError
+from planaria.transport.links import Channel, Links, Tag
+
+_OPENING: Final = 0
+
+
+def give(links: Links, target: int, version: Version) -> None:
+    """Sends a copy, which must stay as it is until the target has it; never blocks.
+
+    Raises:
+        PeerLostError: there is no link to the target any more.
+    """
+    encoded = msgspec.json.encode(opening_of(version))
+    tag = _tag(version.layer, version.label, _OPENING)
+    links.send(target, tag, np.frombuffer(encoded, dtype=np.uint8))
+    for index in range(version.num_pieces):
+        tag = _tag(version.layer, version.label, 1 + index)
+        links.send(target, tag, version.piece(index))
+
+
+def take(
+    links: Links,
+    source: int,
+    layer: int,
+    label: Label,
+    *,
+    timeout_s: float,
+    memory: Bytes | None = None,
+) -> State:
+    """The copy that the source gives.
+
+    Args:
+        memory: to take it to, at least as large as it is; None: new memory, whose pages may take
+            longer to get than what they are for.
+        timeout_s: for the next piece.
+
+    Raises:
+        CheckpointError: it did not arrive as it was made.
+        PeerLostError, AbortedError: the source is gone.
+    """
+    raw = links.receive(source, _tag(layer, label, _OPENING), timeout_s=timeout_s)
+    opening = msgspec.json.decode(raw.tobytes(), type=Opening)
+    if memory is None:
+        memory = np.empty(opening.num_bytes, dtype=np.uint8)
+    memory = memory[: opening.num_bytes]
+    pieces = [
+        memory[begin : begin + opening.piece_bytes]
+        for begin in range(0, opening.num_bytes, opening.piece_bytes)
+    ]
+    for index, piece in enumerate(pieces):
+        links.place(source, _tag(layer, label, 1 + index), piece)
+    for index, (piece, wanted) in enumerate(zip(pieces, opening.hashes, strict=True)):
+        found = links.receive(source, _tag(layer, label, 1 + index), timeout_s=timeout_s)
+        if len(found) != len(piece) or hash_of(found) != wanted:
+            raise CheckpointError(f"layer {layer} did not arrive as rank {source} keeps it")
+        if found is not piece:  # It came before there was memory for it.
+            piece[:] = found
+    tensors = msgspec.json.decode(opening.head, type=tuple[Tensor, ...])
+    return unpacked(tensors, memory[len(opening.head) :])
+
+
+def _tag(layer: int, label: Label, number: int) -> Tag:
+    return Tag(Channel.STATE, label.age, layer, number)

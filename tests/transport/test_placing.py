@@ -1,0 +1,66 @@
+"""Messages that arrive where they are to lie, and never once that is somebody else's."""
+
+import numpy as np
+import pytest
+
+from linked import TIMEOUT_S, begin_all, linked, tag, wait_until
+from planaria.transport.connection import header
+
+NUM_BYTES = 24 << 20  # More than any socket buffer.
+
+
+def test_a_message_arrives_in_the_memory_that_is_given_for_it() -> None:
+    """Not copied: what is received is that memory. Those before and after lie elsewhere."""
+    content = np.random.default_rng(1).integers(0, 256, NUM_BYTES, dtype=np.uint8)
+    memory = np.zeros(NUM_BYTES, dtype=np.uint8)
+    with linked(2) as (left, right):
+        right.place(0, tag(1), memory)
+        for index in range(3):
+            left.send(1, tag(index), content)
+        found = [right.receive(0, tag(index), timeout_s=TIMEOUT_S) for index in range(3)]
+
+        assert found[1] is memory
+        for one in found:
+            np.testing.assert_array_equal(one, content)
+        assert right.received_bytes[tag(1).channel] == 3 * NUM_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [0, 99, 101])
+def test_a_message_of_another_size_lies_elsewhere(num_bytes: int) -> None:
+    memory = np.zeros(num_bytes, dtype=np.uint8)
+    with linked(2) as (left, right):
+        right.place(0, tag(0), memory)
+        left.send(1, tag(0), np.ones(100, dtype=np.uint8))
+        found = right.receive(0, tag(0), timeout_s=TIMEOUT_S)
+
+        assert found.sum() == 100
+        assert not memory.any()
+
+
+def test_one_that_has_arrived_before_lies_elsewhere() -> None:
+    memory = np.zeros(100, dtype=np.uint8)
+    with linked(2) as (left, right):
+        left.send(1, tag(0), np.ones(100, dtype=np.uint8))
+        wait_until(lambda: right.has_any({0: tag(0)}))
+        right.place(0, tag(0), memory)
+
+        assert right.receive(0, tag(0), timeout_s=TIMEOUT_S).sum() == 100
+        assert not memory.any()
+
+
+def test_what_is_still_to_arrive_in_a_newer_epoch_gets_nowhere() -> None:
+    """By then the memory may be of another version; the link serves on."""
+    memory = np.zeros(100, dtype=np.uint8)
+    with linked(2) as ranks:
+        left, right = ranks
+        right.place(0, tag(0), memory)
+        right.place(0, tag(1), memory)
+        raw = left._peers[1].sock
+        raw.send(header(0, tag(0), 100) + bytes([1] * 60))
+        wait_until(lambda: bool(memory[:60].all()))
+        begin_all(ranks, 1)
+        raw.send(bytes([2] * 40))
+        raw.send(header(1, tag(1), 100) + bytes([3] * 100))
+
+        assert right.receive(0, tag(1), timeout_s=TIMEOUT_S).tolist() == [3] * 100
+        assert memory.tolist() == [1] * 60 + [0] * 40
