@@ -68,6 +68,7 @@ chaos: $(READY)
 		tests/processes/test_choosing.py tests/processes/test_paced_links.py \
 		tests/processes/test_copies.py tests/engine/test_copies_under_any_plan.py \
 		tests/processes/test_object_store.py tests/processes/test_memory_checkpointer.py \
+		tests/processes/test_between_collectives.py tests/processes/test_standing_by.py \
 		tests/processes/test_absorbing.py tests/processes/test_morphing.py \
 		tests/processes/test_prediction.py
 	mkdir -p reports

@@ -82,7 +82,7 @@ def interleaving(
         iterations=iterations,
         targets=[1],
         sources=[2],
-        devices_per_node=1,
+        is_far=lambda peer: peer != wires.rank,
     )
 
 

@@ -117,6 +117,7 @@ class Copying:
     def _interleaving(self, start: StartEpoch) -> Interleaving | None:
         """The moments at which copies of an epoch may go; None where they wait for nothing."""
         job, rank, profile = self._job, self._spec.rank, self._spec.profile
+        per_node = self._spec.job.cluster.devices_per_node
         if profile is None or job.mode in ("naive", "blocking"):
             return None
         return Interleaving(
@@ -127,7 +128,7 @@ class Copying:
             iterations=job.profile_iterations - 1,
             targets={target for target, _ in sent_by(rank, start.copies)},
             sources=sent_to(rank, start.copies).keys(),
-            devices_per_node=self._spec.job.cluster.devices_per_node,
+            is_far=lambda peer: peer // per_node != rank // per_node,
         )
 
     def _unload(self, num_bytes: int, *, is_own: bool) -> None:

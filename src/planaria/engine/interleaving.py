@@ -19,7 +19,7 @@ iterations are as they were, and less harm where they are not; the receiver's wa
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Final
 
@@ -47,6 +47,7 @@ class Interleaving:
         gamma: the share of a span that is used; None: as is measured.
         iterations: of which the mean is taken.
         sources: who send copies to this rank.
+        is_far: whether a peer is on another node.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Interleaving:
         iterations: int,
         targets: Collection[int],
         sources: Collection[int],
-        devices_per_node: int,
+        is_far: Callable[[int], bool],
     ) -> None:
         self._links = links
         self._link = link
@@ -82,11 +83,7 @@ class Interleaving:
         self._is_held = False
         self._is_rushed = False
         self._is_closed = False
-        node = links.rank // devices_per_node
-        links.traffic.listen(
-            bytes_per_s=link.bandwidth_bytes_per_s,
-            is_far=lambda peer: peer // devices_per_node != node,
-        )
+        links.traffic.listen(bytes_per_s=link.bandwidth_bytes_per_s, is_far=is_far)
         links.traffic.take()
 
     # -- what the compute thread calls ------------------------------------------------------------
@@ -142,8 +139,13 @@ class Interleaving:
 
     def spans(self, target: int) -> tuple[IdleSpan, ...]:
         """Those in which chunks for a target go."""
+        return self.all_spans.get(target, ())
+
+    @property
+    def all_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
+        """By target those in which chunks go; empty before anything is predicted or measured."""
         with self._changed:
-            return tuple(self._spans.get(target, ()))
+            return {target: tuple(spans) for target, spans in self._spans.items()}
 
     # -- what the thread that sends calls ---------------------------------------------------------
 
@@ -260,6 +262,8 @@ class _Measured:
         self._num_seen += 1
         if self._num_seen == 0:
             return False
+        if self._ends_s and len(self._ends_s[0]) != len(done_s) - 1:
+            self._forget()  # Of another shape: a mean with those before would be of none.
         begin_s = done_s[0]
         for is_out, peer, tag, start_s, until_s in uses:
             key = (is_out, peer, tag.channel, *tag[2:])

@@ -23,7 +23,9 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,21 +35,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.arena import Arena, Bytes, available_bytes
 from planaria.checkpoint.keeper import Kept, attach
-from planaria.checkpoint.retrieval import give, take
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
-from planaria.checkpoint.wire import State, state_of
-from planaria.core.copies import Label, LayerCopy
+from planaria.checkpoint.wire import State, sent_by, sent_to
+from planaria.core.copies import IdleSpan, Label, LayerCopy
+from planaria.engine.collectives import BetweenCollectives, measured_link
 from planaria.engine.gathering import gathered, gathered_as, on_all
-from planaria.engine.shards import HEAD, Held, Shard, Stateful
-from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
+from planaria.engine.restores import TIMEOUT_S, Restores
+from planaria.engine.shards import Held, Stateful
+from planaria.errors import AbortedError, ConfigError, PeerLostError
 from planaria.transport.links import Address, Links
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S: Final = 600.0
 _PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # As torchrun tells it.
 _EPOCH: Final = 0  # Of the links: they live as long as the ranks.
 
@@ -65,20 +67,6 @@ class _Rank(msgspec.Struct, frozen=True):
     labels: dict[int, tuple[Label, ...]]
 
 
-class _Wish(msgspec.Struct, frozen=True):
-    """A rank's part in a restore.
-
-    Attributes:
-        shards: heads of those that it was asked to read.
-        wants: shards that it lacks.
-        reason: why it cannot take part.
-    """
-
-    shards: dict[int, Shard] = {}
-    wants: tuple[int, ...] = ()
-    reason: str = ""
-
-
 class MemoryCheckpointer:
     """Checkpoints in memory of a model and its optimizer; all ranks make one, and use it alike.
 
@@ -89,6 +77,9 @@ class MemoryCheckpointer:
             on all ranks.
         copies: of each shard, its own node's included.
         buffer_bytes: of copies on their way to a node.
+        is_interleaved: whether copies go between the loop's collectives, as far as those are of the
+            gloo backend; else they go at once.
+        profile_iterations: in which collectives are watched before that, and again and again.
         name: tells apart jobs of one user on one machine.
         directory: for the socket of the process that owns the memory; below XDG_RUNTIME_DIR, or
             below /tmp, if it is "".
@@ -107,6 +98,8 @@ class MemoryCheckpointer:
         others: Mapping[str, Stateful] | None = None,
         copies: int = 2,
         buffer_bytes: int = 64 << 20,
+        is_interleaved: bool = True,
+        profile_iterations: int = 20,
         name: str = "job",
         directory: str = "",
         idle_s: float = 600.0,
@@ -120,6 +113,8 @@ class MemoryCheckpointer:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._copies = copies
         self._buffers = Buffers(buffer_bytes, 4)
+        self._profile_iterations = profile_iterations if is_interleaved else 0
+        self._turns: BetweenCollectives | None = None
         place = Path(directory) if directory else _runtime_directory() / name
         slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
         self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
@@ -130,15 +125,16 @@ class MemoryCheckpointer:
         mine = _Rank(f"{socket.gethostname()}:{place}", self._links.address, self._versions())
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
-        self._there = {number: rank.labels for number, rank in enumerate(told)}
+        there = {number: rank.labels for number, rank in enumerate(told)}
+        arenas = (self._arena, *self._older)
+        self._restores = Restores(self._links, self._held, arenas, there)
         addresses = {number: rank.address for number, rank in enumerate(told)}
         others_than_this = addresses.keys() - {self._rank}
         self._links.begin(_EPOCH, addresses=addresses, peers=others_than_this, timeout_s=TIMEOUT_S)
-        told_labels = [labels for there in self._there.values() for labels in there.values()]
-        newest = max((label.epoch for labels in told_labels for label in labels), default=-1)
-        self._epoch = newest + 1  # Of this run's versions.
+        epochs = [n.epoch for rank in told for labels in rank.labels.values() for n in labels]
+        self._epoch = max(epochs, default=-1) + 1  # Of this run's versions.
         # Stays until a version of this run is complete.
-        self._found = next(iter(self._complete()), None)
+        self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
@@ -149,8 +145,8 @@ class MemoryCheckpointer:
 
         A version that turns out to be damaged, or of another model, is named and skipped.
         """
-        for label in self._complete():
-            reason = self._restored(label)
+        for label in self._restores.complete():
+            reason = self._restores.restored(label)
             if not reason:
                 self._found = label
                 return label.age
@@ -158,93 +154,6 @@ class MemoryCheckpointer:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
         self._found = None
         return 0
-
-    def _complete(self) -> list[Label]:
-        """Versions of which there is a copy of every shard, the newest first."""
-        shards: dict[Label, set[int]] = {}
-        for versions in self._there.values():
-            for shard, labels in versions.items():
-                for label in labels:
-                    shards.setdefault(label, set()).add(shard)
-        # `since` of a label is how many shards there are.
-        whole = [label for label, those in shards.items() if len(those) == label.since]
-        return sorted(whole, key=lambda label: (label.age, label.epoch), reverse=True)
-
-    def _restored(self, label: Label) -> str:
-        """Why the version was not taken over by all; empty if it was."""
-        holders = self._holders(label)
-        kept: dict[int, Version] = {}
-        states: dict[int, State] = {}
-        wish = _Wish()
-        try:
-            mine = [n for n, ranks in holders.items() if self._rank in ranks]
-            kept = {n: self._read(n, label) for n in mine}
-            states = {n: state_of(version) for n, version in kept.items()}
-            heads = {n: _head(states[n]) for n in mine if holders[n][0] == self._rank}
-            wish = _Wish(shards=heads)
-        except (CheckpointError, msgspec.DecodeError) as error:
-            wish = _Wish(reason=str(error))
-        told = gathered_as(_Wish, wish)
-        if reason := next((one.reason for one in told if one.reason), ""):
-            return reason
-        shards = {n: shard for one in told for n, shard in one.shards.items()}
-        try:
-            wanted = self._held.wanted(shards, rather=frozenset(states))
-            wish = _Wish(wants=tuple(sorted(wanted - states.keys())))
-        except CheckpointError as error:
-            wish = _Wish(reason=str(error))
-        told = gathered_as(_Wish, wish)
-        if reason := next((one.reason for one in told if one.reason), ""):
-            return reason
-        wish, tensors = _Wish(), {}
-        try:
-            states |= self._exchanged(told, holders, kept, label)
-            tensors = self._held.assembled(shards, {n: states[n] for n in sorted(wanted)})
-        except CheckpointError as error:
-            wish = _Wish(reason=str(error))
-        if reason := next((one.reason for one in gathered_as(_Wish, wish) if one.reason), ""):
-            return reason
-        self._held.load(tensors, shards[min(shards)])  # All can, so all do.
-        return ""
-
-    def _read(self, shard: int, label: Label) -> Version:
-        """Raises a CheckpointError if it is not what was written."""
-        arenas = (self._arena, *self._older)
-        arena = next(one for one in arenas if label in one.versions().get(shard, ()))
-        return arena.read(shard, label)
-
-    def _holders(self, label: Label) -> dict[int, list[int]]:
-        """By shard the ranks that have a copy of the version."""
-        found: dict[int, list[int]] = {}
-        for rank, versions in sorted(self._there.items()):
-            for shard, labels in versions.items():
-                if label in labels:
-                    found.setdefault(shard, []).append(rank)
-        return found
-
-    def _exchanged(
-        self,
-        told: list[_Wish],
-        holders: Mapping[int, list[int]],
-        kept: Mapping[int, Version],
-        label: Label,
-    ) -> dict[int, State]:
-        """The shards that this rank wants; others get theirs of what it has, from several holders
-        at once.
-
-        Raises:
-            CheckpointError: what came is not what was sent.
-        """
-        received: dict[int, State] = {}
-        for target, wish in enumerate(told):
-            for shard in wish.wants:
-                source = holders[shard][target % len(holders[shard])]
-                if source == self._rank:
-                    give(self._links, target, kept[shard])
-        for shard in told[self._rank].wants:
-            source = holders[shard][self._rank % len(holders[shard])]
-            received[shard] = take(self._links, source, shard, label, timeout_s=TIMEOUT_S)
-        return received
 
     # -- forth ------------------------------------------------------------------------------------
 
@@ -254,6 +163,13 @@ class MemoryCheckpointer:
         Returns:
             False if none begins, because the one before is still on its way, or copies failed.
         """
+        with self._turns.unwatched() if self._turns else nullcontext():
+            begins = self._begin(iteration)
+        if self._turns is not None:
+            self._turns.started(begins=begins)
+        return begins
+
+    def _begin(self, iteration: int) -> bool:
         copier = self._copier or self._begun()
         try:
             is_free = not copier.has_begun or copier.has_ended
@@ -269,11 +185,12 @@ class MemoryCheckpointer:
             for arena in self._older:
                 arena.keep((), layers=())
             self._older = []
-        states: dict[int, State] = {}
-        if copier.own:
-            states = {copier.own[0]: self._held.shard(self._shard, self._num_shards)[1]}
-        copier.begin(iteration, states)
+        copier.begin(iteration, self._states() if copier.own else {})
         return True
+
+    def _states(self) -> dict[int, State]:
+        """This rank's shard, as it is now."""
+        return {self._shard: self._held.shard(self._shard, self._num_shards)[1]}
 
     def _begun(self) -> Copier:
         """The copier of this run, which begins with the first version."""
@@ -284,6 +201,8 @@ class MemoryCheckpointer:
         first = self._nodes.index(self._nodes[self._rank])
         own = () if is_replicated and first != self._rank else (self._shard,)
         copies = () if is_replicated else self._copies_of(nodes)
+        self._check_room(own, copies)
+        self._turns = self._between_collectives(copies)
         self._copier = Copier(
             self._links,
             self._arena,
@@ -293,7 +212,7 @@ class MemoryCheckpointer:
             epoch=self._epoch,
             kept=self._found,
             buffers=self._buffers,
-            turns=AtOnce(),
+            turns=self._turns or AtOnce(),
             virtual_bytes=_real,
             fill=_fill,
             unload=nothing_to_unload,
@@ -315,6 +234,54 @@ class MemoryCheckpointer:
             found.append(LayerCopy(rank, rank, tuple(targets)))
         return tuple(found)
 
+    def _check_room(self, own: Sequence[int], copies: Sequence[LayerCopy]) -> None:
+        """Refuses copies for which a node has no memory: of each shard that is kept there a version
+        that is whole, and one on its way.
+
+        Raises:
+            ConfigError: on all ranks.
+        """
+        state = self._states()[self._shard] if own else {}
+        sizes = gathered_as(int, sum(array.nbytes for array in state.values()))
+        kept = Counter[str]()
+        for rank, size in enumerate(sizes):
+            kept[self._nodes[rank]] += size
+        for copy in copies:
+            for target in copy.targets:
+                kept[self._nodes[target]] += sizes[copy.source]
+        here, arenas = self._nodes[self._rank], gathered_as(int, self._arena.num_bytes)
+        there = sum(n for n, node in zip(arenas, self._nodes, strict=True) if node == here)
+        needed, room = 2 * kept[here], available_bytes() + there
+        short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
+        for reason in filter(None, gathered_as(str, short)):
+            raise ConfigError("copies", self._copies, f"{reason}: make fewer, or use more nodes")
+
+    def _between_collectives(self, copies: Sequence[LayerCopy]) -> BetweenCollectives | None:
+        """When copies go, None if at once."""
+        here = self._nodes[self._rank]
+        far = {rank for rank, node in enumerate(self._nodes) if node != here}
+        targets = {target for target, _ in sent_by(self._rank, copies)}
+        sources = sent_to(self._rank, copies).keys()
+        # Of others nobody on the host knows when they are over.
+        is_timed = "gloo" in dist.get_backend()
+        if not self._profile_iterations or not targets or not is_timed:
+            return None
+        return BetweenCollectives(
+            self._links,
+            link=measured_link(self._links, targets=targets, sources=sources),
+            far=far,
+            targets=targets,
+            sources=sources,
+            iterations=self._profile_iterations,
+        )
+
+    @property
+    def idle_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
+        """By rank that copies go to, the spans of an iteration in which they go: `after` so many
+        collectives, and for how long. Empty before they are measured, and where copies go at once.
+        """
+        return self._turns.spans if self._turns else {}
+
     def _failed(self, reason: str) -> None:
         logger.warning("rank %s: copies are not complete: %s", self._rank, reason)
 
@@ -331,6 +298,8 @@ class MemoryCheckpointer:
     def wait_ended(self) -> None:
         """Blocks until what this rank sends of the newest version is kept, and it keeps its own."""
         if self._copier is not None and self._copier.has_begun:
+            if self._turns is not None:
+                self._turns.rush()
             self._wait(self._copier.wait_ended)
 
     def _wait(self, wait: Callable[[], None]) -> None:
@@ -343,6 +312,8 @@ class MemoryCheckpointer:
     def close(self) -> None:
         """Ends copying and gives the memory back: the job is over."""
         self._hook.remove()
+        if self._turns is not None:
+            self._turns.close()
         self._links.abort("it is over", first_epoch=_EPOCH + 1)
         if self._copier is not None:
             self._copier.close()
@@ -355,10 +326,6 @@ class MemoryCheckpointer:
             for shard, labels in arena.versions().items():
                 found[shard] = (*found.get(shard, ()), *labels)
         return found
-
-
-def _head(state: State) -> Shard:
-    return msgspec.json.decode(state[HEAD].tobytes(), type=Shard)
 
 
 def _real(_shard: int) -> int:

@@ -1,0 +1,154 @@
+"""Collectives of a loop of one's own are noted, and copies go between them."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from threading import Thread
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from linked import linked
+from planaria.core.plan import Link
+from planaria.engine.collectives import BetweenCollectives, Collectives, measured_link
+
+
+class Work:
+    """A collective that is over when the test says so."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def get_future(self) -> "Future[None]":
+        return self.future
+
+
+@pytest.fixture
+def noted() -> list[tuple[float, float]]:
+    return []
+
+
+@pytest.fixture
+def watch(
+    noted: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Collectives]:
+    """Of collectives that do nothing."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "all_gather_single", lambda *_, **__: Work())
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: dist.all_reduce(torch.ones(1)))
+    found = Collectives(lambda begun_s, ended_s: noted.append((begun_s, ended_s)))
+    yield found
+    found.close()
+
+
+@pytest.mark.usefixtures("watch")
+def test_one_that_is_waited_for_is_noted_when_it_is_over(noted: list[tuple[float, float]]) -> None:
+    dist.all_reduce(torch.ones(1))
+
+    ((begun_s, ended_s),) = noted
+    assert begun_s <= ended_s
+
+
+@pytest.mark.usefixtures("watch")
+def test_one_under_way_is_noted_when_it_is_over(noted: list[tuple[float, float]]) -> None:
+    work = dist.all_gather_single(torch.ones(1), torch.ones(1), async_op=True)
+    assert noted == []
+    work.get_future().set_result(None)
+
+    assert len(noted) == 1
+
+
+@pytest.mark.usefixtures("watch")
+def test_one_that_is_made_of_another_is_noted_once(noted: list[tuple[float, float]]) -> None:
+    dist.broadcast(torch.ones(1), 0)
+
+    assert len(noted) == 1
+
+
+def test_those_that_are_none_of_the_loops_are_not_noted(
+    watch: Collectives, noted: list[tuple[float, float]]
+) -> None:
+    """Of this thread; another one may be in a backward meanwhile."""
+    with watch.unwatched():
+        dist.all_reduce(torch.ones(1))
+        assert noted == []
+        other = Thread(target=lambda: dist.all_reduce(torch.ones(1)))
+        other.start()
+        other.join()
+
+    assert len(noted) == 1
+
+
+def test_in_the_end_all_is_as_it_was(watch: Collectives, noted: list[tuple[float, float]]) -> None:
+    """Also for whoever kept a function from before."""
+    kept = dist.all_reduce
+    watch.close()
+    kept(torch.ones(1))
+
+    assert dist.all_reduce is not kept
+    assert noted == []
+
+
+def test_a_link_is_measured_while_all_send() -> None:
+    with linked(2) as ranks:
+        found: dict[int, Link] = {}
+
+        def measure(rank: int) -> None:
+            found[rank] = measured_link(ranks[rank], targets=[1 - rank], sources=[1 - rank])
+
+        threads = [Thread(target=measure, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    for link in found.values():
+        assert 0.0 < link.latency_s < 1.0
+        assert link.bandwidth_bytes_per_s > 1e6
+
+
+@pytest.mark.usefixtures("watch")
+def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
+    """They are known by how many are over; before they are, pieces go at once."""
+    with linked(2) as (left, right):
+        turns = [
+            BetweenCollectives(
+                links,
+                link=Link(1e-4, 1e9),
+                far={1 - links.rank},
+                targets={1 - links.rank},
+                sources={1 - links.rank},
+                iterations=2,
+            )
+            for links in (left, right)
+        ]
+        try:
+            for iteration in range(100_000):  # Until letters have come and gone.
+                if turns[0].spans:
+                    break
+                for one in turns:
+                    one.started(begins=True)
+                if not iteration:
+                    turns[0].wait(1, 1 << 20)  # Returns at once.
+                for _ in range(3):
+                    dist.all_reduce(torch.ones(1))
+            spans = turns[0].spans[1]
+        finally:
+            for one in reversed(turns):
+                one.close()
+
+    assert [span.after for span in spans] == sorted(span.after for span in spans)
+    assert 0 <= spans[0].after <= spans[-1].after <= 3
+
+
+def test_watching_needs_collectives_by_any_of_their_names() -> None:
+    """FSDP2 calls some of them, whatever torch calls them by now."""
+    before = dist.all_reduce
+    watch = Collectives(lambda *_: None)
+    try:
+        assert dist.all_reduce is not before
+        names = ("all_gather_single", "all_gather_into_tensor")
+        assert any(hasattr(getattr(dist, name, None), "__wrapped__") for name in names)
+    finally:
+        watch.close()
+    assert dist.all_reduce is before
