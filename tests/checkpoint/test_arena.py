@@ -116,6 +116,32 @@ def test_labels_tell_apart_states_of_one_age(fd: int) -> None:
         arena.read(0, Label(2, 3, 4))
 
 
+def test_versions_that_are_the_same_share_memory_until_the_last_is_dropped(fd: int) -> None:
+    arena = Arena(fd)
+    version = written(arena, 0, OLD)
+    taken, content = arena.num_bytes, version.content.copy()
+    assert arena.share(0, NEW, like=OLD)
+    assert not arena.share(1, NEW, like=OLD)
+
+    assert arena.num_bytes == taken
+    assert Arena(fd).versions() == {0: (OLD, NEW)}
+    arena.keep({NEW}, layers=())
+    assert (arena.read(0, NEW).content == content).all()
+    arena.keep((), layers=())
+    assert arena.num_bytes == 0
+
+
+def test_versions_are_alike_only_if_all_their_bytes_are(fd: int) -> None:
+    arena = Arena(fd)
+    version = written(arena, 0, OLD)
+    other = written(arena, 0, NEW)
+    assert version.is_like(other)
+    other.content[-1] ^= 1
+    other.seal()
+
+    assert not version.is_like(other)
+
+
 @pytest.mark.parametrize("position", [0, 5_000, 9_999])
 def test_a_flipped_bit_is_found(fd: int, position: int) -> None:
     """Wherever it is, the head included."""

@@ -140,6 +140,56 @@ def test_a_version_stays_until_the_next_one_is_complete_everywhere() -> None:
         assert_kept(ranks, 3)
 
 
+def test_a_layer_that_has_not_changed_is_not_sent_again() -> None:
+    """It takes up no more memory either, and is there of both versions; one that changes is."""
+    with copying() as ranks:
+        sent, taken = [], []
+        for age in (5, 6, 7):
+            for rank in ranks:
+                own = {
+                    layer: state(layer, 5 if layer < 2 else age) for layer in OWN[rank.links.rank]
+                }
+                rank.copier.begin(age, own)
+            for rank in ranks:
+                rank.copier.wait_ended()
+                assert not rank.copier.has_failed
+                rank.copier.complete()
+            sent.append(sum(rank.links.sent_bytes[Channel.COPY] for rank in ranks))
+            taken.append(sum(rank.arena.num_bytes for rank in ranks))
+            for rank in ranks:
+                states = rank.kept(Label(-1, 0, age))
+                assert states.keys() == KEPT[rank.links.rank]
+                for layer, found in states.items():
+                    wanted = state(layer, 5 if layer < 2 else age)
+                    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+        assert sent[1] - sent[0] < sent[0]
+        assert taken[2] == taken[1] < 2 * taken[0]
+
+
+def test_a_layer_that_has_not_changed_is_sent_to_whoever_lost_it() -> None:
+    """Its memory was found to lie, say."""
+    with copying() as ranks:
+        for rank in ranks:
+            rank.begin(5)
+        for rank in ranks:
+            rank.copier.wait_ended()
+            rank.copier.complete()
+        version = ranks[2].arena.peek(0, Label(-1, 0, 5))
+        assert version is not None
+        ranks[2].arena.drop(version)
+        for rank in ranks:
+            rank.copier.begin(6, {n: state(n, 5) for n in OWN[rank.links.rank]})
+        for rank in ranks:
+            rank.copier.wait_ended()
+            assert not rank.copier.has_failed
+
+        found = ranks[2].kept(Label(-1, 0, 6))
+        assert found.keys() == KEPT[2]
+        for name, array in state(0, 5).items():
+            assert np.array_equal(found[0][name], array)
+
+
 def test_a_layer_may_change_once_it_is_copied() -> None:
     """What is sent is the copy, though its receivers have not begun yet."""
     with copying() as ranks:

@@ -140,6 +140,14 @@ class Version:
         """Of the hashes of all pieces."""
         return xxhash.xxh3_128_digest(self._hashes.tobytes())
 
+    def is_like(self, other: "Version") -> bool:
+        """Whether it is the same, piece by piece, as another one that was sealed."""
+        mine, theirs = self.entry, other.entry
+        same = (mine.num_bytes, mine.head_bytes, mine.piece_bytes)
+        return same == (theirs.num_bytes, theirs.head_bytes, theirs.piece_bytes) and (
+            mine.digest == other.digest()
+        )
+
     def is_right(self) -> bool:
         """Whether all bytes are those that were written; hashes them."""
         wanted = self._hashes.tolist()
@@ -182,7 +190,7 @@ class Arena:
         """What the extents take up, those to be used again included."""
         with self._lock:
             spare = sum(capacity for extents in self._spare.values() for _, capacity in extents)
-            return spare + sum(entry.capacity for entry in self._entries.values())
+            return spare + sum(capacity for _, capacity in self._extents())
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
         """Of each layer the versions that are whole, ascending."""
@@ -223,8 +231,7 @@ class Arena:
                 head_bytes=len(head),
                 piece_bytes=piece_bytes,
             )
-            free = (i for i in range(_TABLE_BYTES // _ENTRY_BYTES) if i not in self._entries)
-            self._write(next(free), entry)  # Far more than two for each layer that there may be.
+            self._write(self._free_index(), entry)
             version = Version(self._mapped(entry), entry)
         version.content[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         return version
@@ -237,20 +244,33 @@ class Arena:
             self._write(index, whole)
             version.entry = whole
 
+    def peek(self, layer: int, label: Label) -> Version | None:
+        """A whole version, whose bytes nobody has looked at; None if there is none such."""
+        with self._lock:
+            entry = self._whole(layer, label)
+            return Version(self._mapped(entry), entry) if entry else None
+
+    def share(self, layer: int, label: Label, *, like: Label) -> bool:
+        """Makes a version of what is there of another label, for the layer has not changed; False
+        if that is not there. One of that label before is dropped."""
+        with self._lock:
+            entry = self._whole(layer, like)
+            if entry is None:
+                return False
+            self._drop_all(layer, label)
+            self._write(self._free_index(), replace(entry, label=label))
+            return True
+
     def read(self, layer: int, label: Label) -> Version:
         """A whole version. Its memory is valid until it is dropped.
 
         Raises:
             CheckpointError: there is none such, or its bytes are not those that were written.
         """
-        wanted = (_WHOLE, layer, label)
         what = f"the copy of layer {layer} of iteration {label.age} in memory"
-        with self._lock:
-            entries = self._entries.values()
-            entry = next((e for e in entries if (e.state, e.layer, e.label) == wanted), None)
-            if entry is None:
-                raise CheckpointError(f"{what} is not there any more")
-            version = Version(self._mapped(entry), entry)
+        version = self.peek(layer, label)
+        if version is None:
+            raise CheckpointError(f"{what} is not there any more")
         if not version.is_right():
             self.drop(version)
             raise CheckpointError(f"{what} is not what was written there")
@@ -271,6 +291,15 @@ class Arena:
             self._punch_spare(but=layers)
 
     # -- with the lock held -----------------------------------------------------------------------
+
+    def _whole(self, layer: int, label: Label) -> _Entry | None:
+        wanted = (_WHOLE, layer, label)
+        entries = self._entries.values()
+        return next((e for e in entries if (e.state, e.layer, e.label) == wanted), None)
+
+    def _free_index(self) -> int:
+        """There are far more than two for each layer that there may be."""
+        return next(i for i in range(_TABLE_BYTES // _ENTRY_BYTES) if i not in self._entries)
 
     def _extent(self, layer: int, needed: int) -> tuple[int, int]:
         """Where a version of the layer may lie: where an older one lay, or at the end."""
@@ -309,7 +338,8 @@ class Arena:
     def _drop(self, index: int) -> None:
         entry = self._entries.pop(index)
         _STATE.pack_into(self._table, index * _ENTRY_BYTES, _FREE)
-        self._spare.setdefault(entry.layer, []).append((entry.offset, entry.capacity))
+        if entry.offset not in {other.offset for other in self._entries.values()}:
+            self._spare.setdefault(entry.layer, []).append((entry.offset, entry.capacity))
 
     def _punch_spare(self, *, but: Collection[int]) -> None:
         """Gives back the memory of spare extents, but of these layers."""
@@ -321,10 +351,13 @@ class Arena:
     def _punch_gaps(self) -> None:
         """Gives back what is no version's: a process that was killed may have left it."""
         begin = _TABLE_BYTES
-        extents = sorted((entry.offset, entry.capacity) for entry in self._entries.values())
-        for offset, capacity in (*extents, (self._end, 0)):
+        for offset, capacity in (*self._extents(), (self._end, 0)):
             self._punch(begin, offset - begin)
             begin = offset + capacity
+
+    def _extents(self) -> list[tuple[int, int]]:
+        """Of all versions, each once; those of a layer that has not changed share one."""
+        return sorted({(entry.offset, entry.capacity) for entry in self._entries.values()})
 
     def _punch(self, offset: int, num_bytes: int) -> None:
         if num_bytes:

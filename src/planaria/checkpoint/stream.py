@@ -7,6 +7,9 @@ copy is waited for, which is all that training ever waits. Another thread keeps 
 arrives where it is to lie. A piece is hashed there and acknowledged, so that no more than the
 buffers of a receiver are on their way to it; one that is not what was sent is asked for again.
 
+A layer that is what it was in the complete version of its epoch is not sent again: those who still
+have that make it theirs of the new version, too.
+
 A version ends for a rank when all that it sends is acknowledged and all that it is to keep is
 there, or has failed for want of memory, which ends nothing else. Who ends it says so with the next
 commit; if all have, and none has failed, the version is complete, and the one before is dropped.
@@ -28,11 +31,11 @@ import msgspec
 import numpy as np
 
 from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.own import OwnCopies
 from planaria.checkpoint.turns import Buffers, Turns, Unload
 from planaria.checkpoint.wire import (
     Opening,
     State,
-    Tensor,
     answer_tag,
     opening_of,
     opening_tag,
@@ -97,7 +100,7 @@ class Copier:
         self._window = buffers.count if buffers else _WHOLE
         self._turns = turns
         self._virtual_bytes = virtual_bytes
-        self._fill = fill
+        self._copies = OwnCopies(arena, virtual_bytes=virtual_bytes, fill=fill, unload=unload)
         self._unload = unload
         self._tell_failed = failed
         self._timeout_s = timeout_s
@@ -235,7 +238,7 @@ class Copier:
         piece_bytes = self._turns.chunk_bytes(self._most_bytes)
         for layer in self.own:
             try:
-                versions[layer] = self._copied_here(layer, label, states[layer], piece_bytes)
+                versions[layer] = self._copies.made(layer, label, states[layer], piece_bytes)
             except CheckpointError as error:
                 versions[layer] = None
                 self._fail(str(error))
@@ -243,32 +246,16 @@ class Copier:
                 self._copied_s[layer] = self._links.timekeeper.now_s()
                 self._uncopied.discard(layer)
                 self._changed.notify_all()
-        for version in filter(None, versions.values()):  # From here on the layers may change.
-            version.seal()
-            self._arena.finish(version)
+        # From here on the layers may change.
+        kept = self.kept if self.kept and self.kept.epoch == self._epoch else None
+        same = {n for n, one in versions.items() if one and self._copies.is_same(one, kept)}
         unacknowledged: dict[int, deque[_Piece]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
-            self._send(target, layer, label, versions[layer], unacknowledged[target])
+            if layer not in same or not self._has_same(target, layer, label):
+                self._send(target, layer, label, versions[layer], unacknowledged[target])
         for target, pieces in unacknowledged.items():
             while pieces:
                 self._take_answer(target, label, pieces)
-
-    def _copied_here(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:
-        tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
-        head = msgspec.json.encode(tensors)
-        num_bytes = len(head) + sum(array.nbytes for array in state.values())
-        stands_for = self._virtual_bytes(layer) or num_bytes
-        num_pieces = -(-stands_for // piece_bytes)
-        version = self._arena.begin(
-            layer, label, head=head, num_bytes=num_bytes, piece_bytes=-(-num_bytes // num_pieces)
-        )
-        self._unload(self._virtual_bytes(layer), is_own=True)
-        offset = 0
-        for array in state.values():
-            flat = array.reshape(-1).view(np.uint8)
-            self._fill(version.tensors[offset : offset + len(flat)], flat)
-            offset += len(flat)
-        return version
 
     def _send(
         self,
@@ -279,9 +266,7 @@ class Copier:
         unacknowledged: "deque[_Piece]",
     ) -> None:
         """Sends a layer, as its receiver has buffers for it."""
-        opening = opening_of(version) if version else Opening()
-        encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
-        self._links.send(target, opening_tag(label, layer), encoded)
+        self._send_opening(target, layer, label, opening_of(version) if version else Opening())
         if version is None:
             return
         for index in range(version.num_pieces):
@@ -290,6 +275,16 @@ class Copier:
             piece = _Piece(version, index)
             self._send_piece(target, label, piece)
             unacknowledged.append(piece)
+
+    def _has_same(self, target: int, layer: int, label: Label) -> bool:
+        """Tells a receiver that a layer has not changed; whether it still has that."""
+        self._send_opening(target, layer, label, Opening(is_same=True))
+        answer = self._links.receive(target, answer_tag(label, layer, 0), timeout_s=self._timeout_s)
+        return bool(answer[0] == _GOOD[0])
+
+    def _send_opening(self, target: int, layer: int, label: Label, opening: Opening) -> None:
+        encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
+        self._links.send(target, opening_tag(label, layer), encoded)
 
     def _send_piece(self, target: int, label: Label, piece: "_Piece") -> None:
         version, index = piece.version, piece.index
@@ -340,6 +335,13 @@ class Copier:
         for layer in layers:
             raw = yield opening_tag(label, layer)
             opening = msgspec.json.decode(raw.tobytes(), type=Opening)
+            if opening.is_same:
+                has_it = bool(self.kept and self._arena.share(layer, label, like=self.kept))
+                self._links.send(source, answer_tag(label, layer, 0), _GOOD if has_it else _BAD)
+                if has_it:
+                    continue
+                raw = yield opening_tag(label, layer)
+                opening = msgspec.json.decode(raw.tobytes(), type=Opening)
             version = None
             if opening.num_bytes:
                 version = self._opened(layer, label, opening)

@@ -1,6 +1,6 @@
 """How copies travel: who sends which layers in which order, what a layer begins with, and tags."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -26,18 +26,36 @@ class Opening(msgspec.Struct, frozen=True):
 
     Attributes:
         hashes: of its pieces.
+        is_same: it has not changed since the version that is complete everywhere; another one
+            follows only if its receiver has not got that any more.
     """
 
     num_bytes: int = 0
     piece_bytes: int = 1
     head: bytes = b""
     hashes: tuple[int, ...] = ()
+    is_same: bool = False
 
 
 def opening_of(version: Version) -> Opening:
     """What a whole version begins with."""
     num_bytes = len(version.content)
     return Opening(num_bytes, version.piece_bytes, version.head, version.hashes)
+
+
+def head_of(state: State) -> bytes:
+    """What names the tensors of a layer."""
+    tensors = tuple(Tensor(name, a.dtype.str, a.shape) for name, a in state.items())
+    return msgspec.json.encode(tensors)
+
+
+def fill_tensors(version: Version, state: State, fill: Callable[[Bytes, Bytes], None]) -> None:
+    """Copies a layer's tensors, end to end; `fill` copies bytes from its second to its first."""
+    offset = 0
+    for array in state.values():
+        flat = array.reshape(-1).view(np.uint8)
+        fill(version.tensors[offset : offset + len(flat)], flat)
+        offset += len(flat)
 
 
 def state_of(version: Version) -> State:

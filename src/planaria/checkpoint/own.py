@@ -1,0 +1,55 @@
+"""A rank's copies of its own layers, in its own node's memory."""
+
+from collections.abc import Callable
+
+from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.turns import Unload
+from planaria.checkpoint.wire import State, fill_tensors, head_of
+from planaria.core.copies import Label
+
+
+class OwnCopies:
+    """Makes them; for the arguments see Copier in stream.py."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        virtual_bytes: Callable[[int], int],
+        fill: Callable[[Bytes, Bytes], None],
+        unload: Unload,
+    ) -> None:
+        self._arena = arena
+        self._virtual_bytes = virtual_bytes
+        self._fill = fill
+        self._unload = unload
+
+    def made(self, layer: int, label: Label, state: State, piece_bytes: int) -> Version:
+        """A copy of a layer as it is now, whose hashes are still to be made.
+
+        Args:
+            piece_bytes: of which there is one, in the bytes that they stand for.
+
+        Raises:
+            CheckpointError: there is no memory for it.
+        """
+        head = head_of(state)
+        num_bytes = len(head) + sum(array.nbytes for array in state.values())
+        stands_for = self._virtual_bytes(layer) or num_bytes
+        num_pieces = -(-stands_for // piece_bytes)
+        version = self._arena.begin(
+            layer, label, head=head, num_bytes=num_bytes, piece_bytes=-(-num_bytes // num_pieces)
+        )
+        self._unload(self._virtual_bytes(layer), is_own=True)
+        fill_tensors(version, state, self._fill)
+        return version
+
+    def is_same(self, version: Version, kept: Label | None) -> bool:
+        """Hashes a copy, which is whole then; whether it is the same as that of another label, in
+        which case it takes up no memory of its own."""
+        version.seal()
+        older = self._arena.peek(version.layer, kept) if kept else None
+        if kept and older and older.is_like(version):
+            return self._arena.share(version.layer, version.label, like=kept)
+        self._arena.finish(version)
+        return False
