@@ -131,6 +131,19 @@ def test_versions_that_are_the_same_share_memory_until_the_last_is_dropped(fd: i
     assert arena.num_bytes == 0
 
 
+def test_memory_of_another_size_is_given_back(fd: int) -> None:
+    """A layer takes what its versions take, however often its size changes."""
+    arena = Arena(fd)
+    for number in range(1, 12):
+        label = Label(-1, 0, number)
+        version = written(arena, 0, label, num_bytes=100_000 * number)
+        arena.keep({label}, layers={0})
+
+    assert arena.num_bytes < 2.5 * len(version.content)
+    num_blocks = os.fstat(fd).st_blocks
+    assert 512 * num_blocks < 2.5 * len(version.content) + (1 << 18)
+
+
 def test_versions_are_alike_only_if_all_their_bytes_are(fd: int) -> None:
     arena = Arena(fd)
     version = written(arena, 0, OLD)

@@ -177,6 +177,7 @@ def test_machines_are_asked_for_where_nodes_are_lost_or_taken_away() -> None:
     crash = Recovering(epoch=1, kind="crash", nodes=(3,), iteration=0, reason="", lost_s=0.0)
     assert nodes_to_replace(lost) == (3,)
     assert nodes_to_replace(crash) == ()
+    assert nodes_to_replace(Warned(text="node 4 cannot join", gone=(4,))) == (4,)
     changed = Changed(
         epoch=1,
         kinds={1: "preempt", 2: "drain", 5: "join"},

@@ -59,6 +59,21 @@ def test_one_under_way_is_noted_when_it_is_over(noted: list[tuple[float, float]]
 
 
 @pytest.mark.usefixtures("watch")
+def test_one_of_which_nobody_knows_when_it_is_over_is_none_the_worse(
+    noted: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo's scattered sums; the loop must not notice."""
+
+    def get_future(_: Work) -> "Future[None]":
+        raise RuntimeError("Work::getFuture not implemented.")
+
+    monkeypatch.setattr(Work, "get_future", get_future)
+
+    assert isinstance(dist.all_gather_single(torch.ones(1), torch.ones(1)), Work)
+    assert len(noted) == 1
+
+
+@pytest.mark.usefixtures("watch")
 def test_one_that_is_made_of_another_is_noted_once(noted: list[tuple[float, float]]) -> None:
     dist.broadcast(torch.ones(1), 0)
 

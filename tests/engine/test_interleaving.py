@@ -15,7 +15,7 @@ import pytest
 from linked import TIMEOUT_S, wait_until
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
-from planaria.engine.interleaving import Interleaving
+from planaria.engine.interleaving import Interleaving, _Network
 from planaria.errors import AbortedError
 from planaria.transport.links import Channel, Tag
 from planaria.transport.timekeeping import Timekeeper
@@ -272,3 +272,18 @@ def test_a_thread_that_waits_is_told_of_what_is_done(
     begin(turns, wires)
 
     assert chunk.result(TIMEOUT_S)
+
+
+def test_chunks_go_when_nothing_is_done_for_some_iterations(
+    turns: Interleaving, wires: Wires, sender: Sender
+) -> None:
+    """A loop evaluates, or saves to disk: what waits for the next collective would wait in vain."""
+    begin(turns, wires)
+    for _ in range(2):
+        assert sender.chunk().result(TIMEOUT_S) >= 0.0
+    late = sender.chunk()
+    assert not late.done()
+    turns._own = _Network(out=(), into=(), ends_s=(), iteration_s=0.01, jitter_s=0.0)
+    turns.acted()
+
+    assert late.result(TIMEOUT_S) >= 0.0

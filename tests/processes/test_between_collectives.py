@@ -87,6 +87,12 @@ def test_copies_that_a_node_has_no_memory_for_are_refused_with_the_figure(
         with pytest.raises(ConfigError, match="has 100 bytes, and they take") as caught:
             saver.save(1)
         assert caught.value.field == "copies"
+        monkeypatch.undo()
+        assert saver.save(5)
+        with pytest.raises(ConfigError, match="must be above 5, saved before"):
+            saver.save(5)
+        with pytest.raises(ConfigError, match="call it before the first save"):
+            saver.restore()
         saver.close()
     finally:
         dist.destroy_process_group()

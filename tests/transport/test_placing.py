@@ -48,6 +48,34 @@ def test_one_that_has_arrived_before_lies_elsewhere() -> None:
         assert not memory.any()
 
 
+def test_memory_is_free_once_its_message_is_taken_wherever_that_lay() -> None:
+    """A later message of that tag is another one."""
+    memory = np.zeros(100, dtype=np.uint8)
+    with linked(2) as (left, right):
+        left.send(1, tag(0), np.ones(100, dtype=np.uint8))
+        wait_until(lambda: right.has_any({0: tag(0)}))
+        right.place(0, tag(0), memory)
+        right.receive(0, tag(0), timeout_s=TIMEOUT_S)
+        left.send(1, tag(0), np.ones(100, dtype=np.uint8))
+
+        assert right.receive(0, tag(0), timeout_s=TIMEOUT_S).sum() == 100
+        assert not memory.any()
+
+
+def test_nothing_comes_by_a_link_that_is_retired_in_a_newer_epoch() -> None:
+    """Its peer is no member any more, and still sends."""
+    memory = np.zeros(NUM_BYTES, dtype=np.uint8)
+    with linked(2) as (left, right):
+        right.place(0, tag(0), memory)
+        left.send(1, tag(0), np.ones(NUM_BYTES, dtype=np.uint8))
+        wait_until(lambda: bool(memory[0]))
+        right.enter(1, addresses={}, peers=())
+        memory[:] = 0
+        wait_until(lambda: not right._peers)
+
+        assert not memory.any()
+
+
 def test_what_is_still_to_arrive_in_a_newer_epoch_gets_nowhere() -> None:
     """By then the memory may be of another version; the link serves on."""
     memory = np.zeros(100, dtype=np.uint8)

@@ -42,6 +42,7 @@ _ENTRY_BYTES: Final = 128
 _FREE, _WRITING, _WHOLE = 0, 1, 2
 _TABLE_BYTES: Final = 1 << 18
 HASH_BYTES: Final = 8
+_SLACK: Final = 1.125  # Of memory that is used again: hashes take more or less of it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +305,11 @@ class Arena:
     def _extent(self, layer: int, needed: int) -> tuple[int, int]:
         """Where a version of the layer may lie: where an older one lay, or at the end."""
         spare = self._spare.get(layer, [])
-        for extent in spare:
-            if extent[1] == needed:
+        for extent in sorted(spare, key=lambda extent: extent[1]):
+            if needed <= extent[1] <= _SLACK * needed:
                 spare.remove(extent)
                 return extent
+        self._punch_spare_of(layer)  # The layer has another size by now.
         # The kernel would give memory until it kills some process for it.
         if (available := available_bytes()) < needed:
             raise CheckpointError(
@@ -344,9 +346,12 @@ class Arena:
     def _punch_spare(self, *, but: Collection[int]) -> None:
         """Gives back the memory of spare extents, but of these layers."""
         for layer in self._spare.keys() - set(but):
-            for offset, capacity in self._spare.pop(layer):
-                self._maps.pop(offset, None)
-                self._punch(offset, capacity)
+            self._punch_spare_of(layer)
+
+    def _punch_spare_of(self, layer: int) -> None:
+        for offset, capacity in self._spare.pop(layer, ()):
+            self._maps.pop(offset, None)
+            self._punch(offset, capacity)
 
     def _punch_gaps(self) -> None:
         """Gives back what is no version's: a process that was killed may have left it."""

@@ -63,7 +63,7 @@ def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExite
             reason = event.reason
     candidates = {n: candidate for n, candidate in state.candidates.items() if n != node}
     gone = tuple(sorted({*state.gone, node}))
-    warning = Notify(Warned(text=f"node {node} cannot join: {reason}"))
+    warning = Notify(Warned(text=f"node {node} cannot join: {reason}", gone=(node,)))
     return replace(state, candidates=candidates, gone=gone), (Evict((node,)), warning)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.coordinator.trust import trusted_first
-from planaria.core.records import Changed, Recovering, Warned
+from planaria.core.records import Changed, Recovering, ToLauncher, Warned
 
 _PATIENCE: Final = 2.0  # Times what a machine is said to take.
 
@@ -66,9 +66,12 @@ def waiting(rules: Rules, state: JobState, shortage: str) -> Step:
     return replace(state, loss=replace(loss, is_waiting=True)), (Notify(Warned(text=text)),)
 
 
-def nodes_to_replace(message: Recovering | Changed) -> tuple[int, ...]:
-    """The nodes that are lost, or were taken away; those that a user drains are not replaced."""
+def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:
+    """The nodes that are lost, or were taken away, by this; those that a user drains are not
+    replaced."""
     match message:
+        case Warned(gone=nodes):
+            return nodes
         case Recovering(nodes=nodes) if message.kind == "lost":
             return nodes
         case Changed(kinds=kinds):

@@ -324,11 +324,13 @@ class Warned(Message, frozen=True, kw_only=True):
     Attributes:
         undrained: nodes that stay.
         untold: an iteration that is committed though nobody can report it, -1 for none.
+        gone: nodes that waited to be members.
     """
 
     text: str
     undrained: tuple[int, ...] = ()
     untold: int = -1
+    gone: tuple[int, ...] = ()
 
 
 class Ended(Message, frozen=True, kw_only=True):

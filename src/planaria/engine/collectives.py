@@ -81,12 +81,14 @@ class Collectives:
             begun_s = time.monotonic()
             with self.unwatched():
                 work = original(*arguments, **keys)
-            if work is None:
+            try:
+                future = work.get_future() if work is not None else None
+            except RuntimeError:  # Gloo's scattered sums have none.
+                future = None
+            if future is None:
                 self._noted(begun_s, time.monotonic())
             else:
-                work.get_future().add_done_callback(
-                    lambda _: self._noted(begun_s, time.monotonic())
-                )
+                future.add_done_callback(lambda _: self._noted(begun_s, time.monotonic()))
             return work
 
         return watched

@@ -34,6 +34,7 @@ from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
 
 PREDICTED_GAMMA: Final = 0.9
+_PATIENCE: Final = 3.0  # Iterations.
 _GAMMAS: Final = (0.5, 0.95)  # The least and the most that is made of what was measured.
 
 _Key = tuple[bool, int, Channel, int, int]
@@ -98,7 +99,9 @@ class Interleaving:
         uses = [*self._early, *self._links.traffic.take()]
         self._early = [use for use in uses if use.tag.iteration >= iteration]
         own = [use for use in uses if use.tag.iteration == iteration - 1]
-        if self._done_s and self._measured.add(own, self._done_s, end_s=now_s):
+        with self._changed:
+            done_s = tuple(self._done_s)
+        if done_s and self._measured.add(own, done_s, end_s=now_s):
             self._measured_enough()
         self._hear()
         with self._changed:
@@ -170,7 +173,8 @@ class Interleaving:
                 now_s = max(self._free_s, self._links.timekeeper.now_s())
                 moment_s = self._moment_s(target, now_s, lasts_s)
                 if moment_s is None:
-                    self._changed.wait()
+                    if not self._changed.wait(self._patience_s) and not self._is_held:
+                        self._is_rushed = True  # Nothing is done any more: the network is idle.
                     continue
                 left_s = moment_s - time.monotonic()
                 if left_s > 0.0:
@@ -180,6 +184,11 @@ class Interleaving:
                 self._free_s, self._has_sent = moment_s + lasts_s, True
                 self._used_s += lasts_s
                 return
+
+    @property
+    def _patience_s(self) -> float | None:
+        """How long nothing is done before nothing is to be expected."""
+        return _PATIENCE * self._own.iteration_s if self._own else None
 
     def _moment_s(self, target: int, now_s: float, lasts_s: float) -> float | None:
         """When a chunk may go, as far as is known; None: not before something is done."""

@@ -136,6 +136,7 @@ class MemoryCheckpointer:
         # Stays until a version of this run is complete.
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
+        self._saved = -1
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     # -- back -------------------------------------------------------------------------------------
@@ -144,7 +145,12 @@ class MemoryCheckpointer:
         """Takes over the newest version that is there of all shards; its iteration, 0 without one.
 
         A version that turns out to be damaged, or of another model, is named and skipped.
+
+        Raises:
+            ConfigError: something has been saved since.
         """
+        if self._copier is not None:
+            raise ConfigError("restore", "after save", "call it before the first save")
         for label in self._restores.complete():
             reason = self._restores.restored(label)
             if not reason:
@@ -162,7 +168,12 @@ class MemoryCheckpointer:
 
         Returns:
             False if none begins, because the one before is still on its way, or copies failed.
+
+        Raises:
+            ConfigError: there is no memory for copies, or so many iterations were saved before.
         """
+        if iteration <= self._saved:
+            raise ConfigError("iteration", iteration, f"must be above {self._saved}, saved before")
         with self._turns.unwatched() if self._turns else nullcontext():
             begins = self._begin(iteration)
         if self._turns is not None:
@@ -186,6 +197,7 @@ class MemoryCheckpointer:
                 arena.keep((), layers=())
             self._older = []
         copier.begin(iteration, self._states() if copier.own else {})
+        self._saved = iteration
         return True
 
     def _states(self) -> dict[int, State]:

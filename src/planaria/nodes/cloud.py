@@ -11,13 +11,19 @@ import asyncio
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from planaria.coordinator.standby import nodes_to_replace
+from planaria.core.records import Changed, ToLauncher
+
 
 class CloudOperator(Protocol):
     """Gets machines."""
 
-    def replace(self, nodes: Collection[int]) -> None:
-        """The machines of lost nodes go back, and as many others are asked for; those that were
-        asked for before are not again."""
+    def replace(self, nodes: Collection[int], *, are_lost: bool) -> None:
+        """As many other machines are asked for, once for each node. Those of lost nodes go back;
+        of others, once they have left."""
+
+    def heard(self, message: ToLauncher) -> None:
+        """The coordinator has told something; nodes may be lost by it, or gone."""
 
     def close(self) -> None:
         """What has not been granted by now is not wanted any more."""
@@ -44,14 +50,19 @@ class LocalOperator:
         self._granted = granted
         self._timers: dict[int, asyncio.TimerHandle] = {}
 
-    def replace(self, nodes: Collection[int]) -> None:
+    def replace(self, nodes: Collection[int], *, are_lost: bool) -> None:
         """See CloudOperator."""
         if not self._grant_s:
             return
         loop = asyncio.get_running_loop()
         for node in sorted(set(nodes).difference(self._timers)):
-            self._give_back(node)
+            if are_lost:
+                self._give_back(node)
             self._timers[node] = loop.call_later(self._grant_s, self._granted, node)
+
+    def heard(self, message: ToLauncher) -> None:
+        """See CloudOperator."""
+        self.replace(nodes_to_replace(message), are_lost=not isinstance(message, Changed))
 
     def close(self) -> None:
         """See CloudOperator."""

@@ -28,17 +28,14 @@ from itertools import count
 import msgspec
 
 from planaria.checkpoint.tiers import standing, tier_of
-from planaria.coordinator.standby import nodes_to_replace
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
     AgentEnded,
     Beat,
-    Changed,
     Committed,
     Ended,
     Leading,
-    Recovering,
     Running,
     ToLauncher,
     Unsaved,
@@ -293,8 +290,6 @@ class Launcher:
                     case Leading() if self._lost_leader_s:
                         self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
                         self._lost_leader_s = 0.0
-                    case Recovering() | Changed():
-                        self._operator.replace(nodes_to_replace(message))
                     case Warned():
                         self._drains.refused(message.undrained, message.text)
                     case Unsaved():
@@ -302,6 +297,7 @@ class Launcher:
                     case Ended() if not self._ended.done():
                         self._ended.set_result(message)
                         return
+                self._operator.heard(message)
                 self._observer.noticed(message)
 
     def _kill_leader(self, since_s: float) -> None:

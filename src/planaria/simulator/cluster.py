@@ -14,7 +14,7 @@ from planaria.coordinator.standstill import stands_still
 from planaria.coordinator.state import Publish, Published
 from planaria.coordinator.store import Event
 from planaria.core.messages import DrainRequested, StopRequested
-from planaria.core.records import Beat, Changed, Committed, Ended, Recovering, ToLauncher
+from planaria.core.records import Beat, Committed, Ended, ToLauncher
 from planaria.errors import SpoiltError
 from planaria.simulator.agent import SimulatedAgent
 from planaria.simulator.leader import SimulatedLeader
@@ -226,7 +226,7 @@ class SimulatedCluster:
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1
             self._restarts = 0
-        if isinstance(message, Recovering | Changed) and self.job.scenario.grant_s:
+        if self.job.scenario.grant_s:
             self._replace(nodes_to_replace(message))
         if isinstance(message, Ended) and self.ended is None:
             self.ended = message

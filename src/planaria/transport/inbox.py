@@ -40,7 +40,9 @@ class Inbox:
         return next(here, None)
 
     def take(self, peer: int, epoch: int, tag: Tag) -> tuple[Payload, float]:
-        """A message that is here, and when it is due."""
+        """A message that is here, and when it is due; memory that it did not lie in is free."""
+        with self._lock:
+            self._places.pop((peer, epoch, tag), None)
         return self._messages.pop((peer, epoch, tag))
 
     def place(self, peer: int, epoch: int, tag: Tag, memory: Payload) -> None:

@@ -139,6 +139,7 @@ class Links:
         assert epoch >= self.epoch, (epoch, self.epoch)
         with self._changed:
             self._check_epoch(epoch)
+            standing = tuple(self._peers.values())
             self.epoch = epoch
             self.linked_s = 0.0
             self._lost.clear()
@@ -152,7 +153,6 @@ class Links:
                 self._peers[peer].is_used = True
             missing = {peer for peer in self._awaited if peer > self.rank}
             self._changed.notify_all()  # Frees whoever still waits in an older epoch.
-            standing = tuple(self._peers.values())
         for connection in standing:  # Outside of the condition, which its thread may wait for.
             connection.displace()
         for peer in sorted(missing - self._calling.keys()):
@@ -354,6 +354,7 @@ class Links:
                     for message in self._early.pop(peer, ()):
                         connection.append(message)
             if older is not None:
+                older.displace()
                 # The peer's worker was forked anew.
                 self._server.retire(older)
                 if older.is_used:  # This epoch knows another one.
