@@ -86,7 +86,8 @@ def test_machines_are_granted_for_lost_ones_and_stand_by(
 def test_without_a_standby_node_the_others_go_on_until_a_machine_is_granted(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    result = struck(standing_by(tmp_path, server, grant_s=0.2), server, "kill:2@4")
+    """It gets its layers silently, while copies are made of what the others have."""
+    result = struck(standing_by(tmp_path, server, grant_s=0.2, copies=2), server, "kill:2@4")
 
     check(result, server, "kill:2@4")
     lost, joined = recoveries(result)
