@@ -2,7 +2,7 @@
 
 import pytest
 
-from planaria.core.job import PolicyName
+from planaria.core.job import POLICIES, PolicyName
 from planaria.simulator.faults import change_struck, drawn_faults, held_back, witness_lost
 from planaria.simulator.scenario import PLAINEST
 from planaria.simulator.simulation import Draw, run
@@ -72,20 +72,24 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
 
 
 @pytest.mark.parametrize(
-    ("plant", "first"),
+    ("plant", "policies", "first"),
     [
-        (planted_copies.spoilt_copies_are_read, 360),
-        (planted_copies.damaged_saves_are_used_again, 2090),
-        (planted_copies.who_was_granted_is_not_taken, 1000),
+        (planted_copies.spoilt_copies_are_read, POLICIES, 360),
+        (planted_copies.damaged_saves_are_used_again, ("morph",), 210),
+        (planted_copies.who_was_granted_is_not_taken, POLICIES, 1000),
     ],
 )
 def test_the_simulation_finds_a_bug_planted_in_copies_or_grants(
-    plant: Plant, first: int, monkeypatch: pytest.MonkeyPatch
+    plant: Plant,
+    policies: tuple[PolicyName, ...],
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under all policies."""
+    """Damaged saves under the policy that goes back to them."""
     plant(monkeypatch)
 
-    found = (run(seed, keeps_log=False) for seed in range(first, first + WITHIN))
+    seeds = range(first, first + WITHIN)
+    found = (run(seed, keeps_log=False, policies=policies) for seed in seeds)
     assert any(one.violations for one in found)
 
 
