@@ -53,7 +53,13 @@ class Relay:
         async with asyncio.TaskGroup() as connections:
 
             async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                await self._is_whole[node].wait()
+                try:
+                    await self._is_whole[node].wait()
+                except (
+                    asyncio.CancelledError
+                ):  # A handler that is cancelled is logged as a mistake.
+                    writer.close()
+                    return
                 far_reader, far_writer = await asyncio.open_connection(*coordinator)
                 connections.create_task(self._carry(node, reader, far_writer))
                 connections.create_task(self._carry(node, far_reader, writer))
