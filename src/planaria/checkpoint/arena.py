@@ -253,11 +253,12 @@ class Arena:
 
     def share(self, layer: int, label: Label, *, like: Label) -> bool:
         """Makes a version of what is there of another label, for the layer has not changed; False
-        if that is not there. One of that label before is dropped."""
+        if that is not there, or not what was written. One of that label before is dropped."""
+        older = self.peek(layer, like)
+        if older is None or not older.is_right():
+            return False
         with self._lock:
-            entry = self._whole(layer, like)
-            if entry is None:
-                return False
+            entry = older.entry
             self._drop_all(layer, label)
             self._write(self._free_index(), replace(entry, label=label))
             return True

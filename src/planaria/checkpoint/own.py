@@ -45,11 +45,9 @@ class OwnCopies:
         return version
 
     def is_same(self, version: Version, kept: Label | None) -> bool:
-        """Hashes a copy, which is whole then; whether it is the same as that of another label, in
-        which case it takes up no memory of its own."""
+        """Hashes a copy, which is whole then; whether it is the same as that of another label was
+        when it was made. What is in memory now is the new one, in case the old one has changed."""
         version.seal()
-        older = self._arena.peek(version.layer, kept) if kept else None
-        if kept and older and older.is_like(version):
-            return self._arena.share(version.layer, version.label, like=kept)
         self._arena.finish(version)
-        return False
+        older = self._arena.peek(version.layer, kept) if kept else None
+        return older is not None and older.is_like(version)

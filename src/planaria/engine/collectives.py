@@ -83,7 +83,7 @@ class Collectives:
                 work = original(*arguments, **keys)
             try:
                 future = work.get_future() if work is not None else None
-            except RuntimeError:  # Gloo's scattered sums have none.
+            except (AttributeError, RuntimeError):  # Gloo's scattered sums have none.
                 future = None
             if future is None:
                 self._noted(begun_s, time.monotonic())
