@@ -117,8 +117,9 @@ def test_a_job_that_looks_ahead_waits_until_better_plans_have_been_looked_for() 
 
 
 def test_who_fixed_rerouting_by_name_keeps_it() -> None:
-    """To compare it with others."""
-    cluster = lost_one(policy="reroute")
+    """To compare it with others. Looking ahead is for its next answer alone."""
+    cluster = lost_one(policy="reroute", looks_ahead=True)
+    cluster.hear(AnswersFound(cluster.state.epoch))
     train(cluster, 40)
 
     assert of_type(cluster.commands, Changed) == []

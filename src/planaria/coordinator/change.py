@@ -52,6 +52,8 @@ from planaria.policies.unequal import STAY
 JOIN: Final = "join"
 SLOW: Final = "slow"
 REFORM: Final = "reform"
+# Policies whose answer to a loss gives way to a better one at a commit.
+_IMPROVING: Final = ("adaptive", "repartition")
 GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
 
 
@@ -126,11 +128,12 @@ def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
 def _hurried(rules: Rules, state: JobState) -> str:
     """What the nodes train by for now, in words, where a better plan may follow at a commit; empty
     if none may."""
-    if state.is_settled:
+    policy = rules.job.resilience.policy
+    if state.is_settled or policy not in _IMPROVING:
         return ""
     if rules.looks_ahead and state.sought != state.epoch:
         return ""
-    if state.plan.gone and rules.job.resilience.policy == "adaptive":
+    if state.plan.gone and policy == "adaptive":
         return f"microbatches went around node {', '.join(map(str, state.plan.gone))}"
     return "the plan was the best at hand" if rules.looks_ahead else ""
 

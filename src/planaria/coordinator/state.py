@@ -67,8 +67,8 @@ class Rules:
         max_nodes: that there are plans for.
         layer_s: of each layer, forward and backward for a microbatch, as the profile says; empty:
             nobody looks for slow nodes.
-        looks_ahead: answers are looked for before they are needed, better ones than those that were
-            chosen in a hurry, too; without it those are looked for at each commit.
+        looks_ahead: answers are looked for before they are needed, and those that are better than
+            ones chosen in a hurry, too; without it those are looked for at each commit.
         every: what the job can be re-formed to; None: its profile is not corrected.
         policy_of: makes the policy of such plans, which may be priced by another profile.
         first_iteration: where this run starts.

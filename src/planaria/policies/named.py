@@ -78,4 +78,5 @@ def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
 def looks_ahead(job: JobConfig) -> bool:
     """Whether its policy has answers that are worth a search before they are needed."""
     resilience = job.resilience
-    return resilience.failures_ahead > 0 and resilience.policy in ("adaptive", "repartition")
+    is_search = resilience.policy in ("adaptive", "repartition", "reroute")
+    return resilience.failures_ahead > 0 and is_search
