@@ -1,13 +1,16 @@
 """The parts of the command line that start no process."""
 
+import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import Result
 
 import planaria
 from command import PACED, assert_mistake, command, train
+from planaria.planning import read_profile
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +126,38 @@ def test_devices_of_a_node_may_share_a_layer() -> None:
     options = ("--nodes", "6", "--devices-per-node", "8", "-f", "0", "--microbatches", "1")
 
     assert command("plan", "gpt3-2.7b", *options).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("profile", "told"),
+    [("llama2-7b", "Every iteration has room for a version."), ("gpt2", "No copies travel")],
+)
+def test_plan_tells_what_copies_take(profile: str, told: str) -> None:
+    """GPT-2 is in pipelines of one node each, which all hold every layer."""
+    options = (profile, "--nodes", "8", "--copies", "2")
+
+    assert told in command("plan", *options).stdout
+    found = json.loads(command("plan", *options, "--json").stdout)["copies"]
+    assert (found is None) == (profile == "gpt2")
+    assert found is None or found["longer_s"] == 0.0 < found["sends_s"] < found["idle_s"]
+
+
+def test_plan_tells_how_many_iterations_copies_take_that_do_not_fit(tmp_path: Path) -> None:
+    """Links of a thousandth."""
+    profile = msgspec.to_builtins(read_profile(Path("llama2-7b")))
+    for link in profile["links"].values():
+        link["bandwidth_bytes_per_s"] /= 1000
+    slow = tmp_path / "slow.json"
+    slow.write_text(json.dumps(profile))
+
+    shown = " ".join(command("plan", str(slow), "--nodes", "8", "--copies", "2").stdout.split())
+
+    assert re.search(r"A version takes \d+ iterations; if each .* would be .* s longer.", shown)
+
+
+def test_plan_refuses_more_copies_than_nodes() -> None:
+    """A node keeps one copy of a layer."""
+    assert_mistake(command("plan", "gpt2", "--nodes", "3", "--copies", "4"), "copies = 4", "1 to")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ LEVELS = (
         "resources",
         "events_command",
         "placement_command",
+        "plan_command",
         "checkpoint_command",
         "scripts",
         "chaos",

@@ -7,10 +7,6 @@ nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
 import json
 import logging
 import signal
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,10 +18,8 @@ import planaria
 from planaria.chaos_command import chaos
 from planaria.checkpoint_command import checkpoint
 from planaria.command_line import JobFile, Settings, check_writable, exit_codes, write
-from planaria.config_checks import NODES_MAX
 from planaria.core.inject import check_injections, parse_injection
-from planaria.core.node_kinds import parse_node_kinds
-from planaria.core.plan import NodeKind, Plan
+from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.estimator.drift import Compared
@@ -35,20 +29,13 @@ from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
 from planaria.observe.metrics import IterationRecord
 from planaria.placement_command import placement
-from planaria.planner.paper_sets import PAPER_METHOD
-from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
-from planaria.planner.problem import Problem
-from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
-from planaria.planner.unequal import unequal_plans
-from planaria.planning import Planned, check_size, read_profile, short_actions_text
-from planaria.profiles.shipped import NAMES
+from planaria.plan_command import plan
+from planaria.planning import Planned, short_actions_text
 from planaria.scripts import named_job
-from planaria.show.figures import plan_figure
 from planaria.show.gantt import compared_figure
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
-from planaria.show.tables import plan_json, plan_table
 
 app = typer.Typer(
     add_completion=False,
@@ -58,16 +45,10 @@ app = typer.Typer(
 )
 
 
-class Objective(StrEnum):
-    """What `planaria plan` chooses stage partitions by."""
-
-    EXACT = "exact"
-    PAPER = "paper"
-
-
 app.command()(chaos)
 app.command()(events)
 app.command()(placement)
+app.command()(plan)
 app.add_typer(checkpoint, name="checkpoint")
 
 
@@ -177,69 +158,6 @@ def profile(
 
 @app.command()
 @exit_codes()
-def plan(
-    profile: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PROFILE.json|NAME",
-            help=f"A profile, or the name of one that is shipped: {', '.join(NAMES)}.",
-        ),
-    ],
-    nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
-    max_nodes: Annotated[int, typer.Option(help="Nodes that there may be after joins.")] = 0,
-    devices_per_node: Annotated[int, typer.Option(help="Devices in each node.")] = 1,
-    failures: Annotated[int, typer.Option("-f", help="Failures to tolerate at once.")] = 1,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help="Microbatches of the job in an iteration; 4 x devices if not given."),
-    ] = None,
-    objective: Annotated[
-        Objective,
-        typer.Option(help="Plan by simulated time, or as Oobleck does by T1 + T2 + T3."),
-    ] = Objective.EXACT,
-    node_speed: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODES=FACTOR", help="Nodes of another speed, as in 0-3,7=0.5."),
-    ] = None,
-    node_memory: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODES=BYTES", help="Nodes whose devices have another memory."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw stages and timeline to a file: .svg, .png or .pdf."),
-    ] = None,
-) -> None:
-    """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
-    picture = None if plot is None else picture_format("--plot", plot.name)
-    check_writable("--plot", plot)
-    for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
-        if not 1 <= value <= NODES_MAX:
-            raise ConfigError(option, value, f"must be between 1 and {NODES_MAX}")
-    problem = Problem(
-        profile=read_profile(profile),
-        devices_per_node=devices_per_node,
-        num_microbatches=4 * nodes * devices_per_node if microbatches is None else microbatches,
-        failures_tolerated=failures,
-    )
-    check_size(problem, nodes)
-    kinds = parse_node_kinds(nodes, speeds=node_speed or (), memories=node_memory or ())
-    start_s = time.perf_counter()
-    every, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
-    chosen = every.plans[nodes]
-    planning_s = time.perf_counter() - start_s
-    if plot is not None and picture is not None:
-        write(plot, plan_figure(every, chosen, picture=picture))
-    if as_json:
-        shown = plan_json(every, chosen, templates=templates, planning_s=planning_s)
-        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
-        return
-    Console().print(plan_table(every, chosen, templates=templates))
-
-
-@app.command()
-@exit_codes()
 def drain(
     node: Annotated[int, typer.Argument(help="The node that is to leave.")],
     job: Annotated[
@@ -254,31 +172,6 @@ def drain(
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
     Console().print(answer.text)
-
-
-def _plans(
-    problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective, *, max_nodes: int
-) -> tuple[EveryPlan, Sequence[RankedTemplate]]:
-    """The plans for nodes of these kinds, and the templates to choose from; for unequal nodes those
-    that were chosen."""
-    is_paper = objective is Objective.PAPER
-    if max_nodes:
-        if not len(kinds) <= max_nodes <= NODES_MAX:
-            remedy = f"must be between {len(kinds)} and {NODES_MAX}"
-            raise ConfigError("--max-nodes", max_nodes, remedy)
-        check_size(problem, max_nodes, field="--max-nodes")
-    if set(kinds.values()) == {NodeKind()}:
-        made = paper_templates if is_paper else ranked_templates
-        by_size = made(problem, len(kinds), max_nodes=max_nodes)
-        sizes = {size: ranked.template for size, ranked in by_size.items()}
-        method = PAPER_METHOD if is_paper else METHOD
-        every = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
-        return every, tuple(by_size.values())
-    if max_nodes:
-        raise ConfigError("--max-nodes", max_nodes, "is for nodes that are all as the profile says")
-    if is_paper:
-        raise ConfigError("--objective", "paper", "the paper's nodes are all as the profile says")
-    return unequal_plans(problem, kinds)
 
 
 class _Shown:

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.core.copies import IdleSpans
+from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.planner.copies import layer_copies
-from planaria.planner.idle import predicted_idle
+from planaria.planner.idle import Sending, predicted_idle, predicted_sending
 from planaria.planner.placement import paper_placement
 from planaria.planner.problem import Problem
 from planaria.planner.shadows import shadowed
@@ -120,3 +120,49 @@ def _union_s(spans: list[tuple[float, float]]) -> float:
         total_s += max(0.0, end_s - max(start_s, until_s))
         until_s = max(until_s, end_s)
     return total_s
+
+
+def sending_of(plan: Plan, *, layer_bytes: int, chunk_bytes: int = BYTES) -> dict[int, Sending]:
+    """With a link of 1 GB/s, of whose spans half is used."""
+    problem = Problem(profile=PROFILE, devices_per_node=1, num_microbatches=8, failures_tolerated=0)
+    copies = [LayerCopy(layer, plan.holders(layer)[0], (1,)) for layer in (0, 1)]
+    return predicted_sending(
+        problem,
+        plan,
+        [*copies, LayerCopy(NUM_LAYERS - 1, 1, ())],
+        layer_bytes=(layer_bytes,) * NUM_LAYERS,
+        chunk_bytes=chunk_bytes,
+        gamma=0.5,
+    )
+
+
+def test_a_version_that_fits_takes_one_iteration_and_no_time() -> None:
+    """Who has nobody to send to does not send."""
+    (sent,) = sending_of(shaped_plan((2,), 2), layer_bytes=BYTES).values()
+
+    assert sent.num_bytes == 2 * BYTES
+    assert sent.sends_s == pytest.approx(2 * PROFILE.links["inter_node"].seconds(BYTES))
+    assert (sent.iterations, sent.longer_s) == (1, 0.0)
+
+
+def test_a_version_that_does_not_fit_takes_more_iterations_or_makes_one_longer() -> None:
+    """Half of the spans' time is used, less what is lost where the last chunk does not fit."""
+    plan = shaped_plan((2,), 2)
+    (_, found) = idle_of(plan)
+    idle_s = sum(span.lasts_s for span in found[0].spans)
+    last_s = found[0].spans[-1].lasts_s
+
+    (sent,) = sending_of(plan, layer_bytes=round(idle_s * 1e9)).values()
+
+    assert sent.idle_s == pytest.approx(idle_s)
+    assert sent.iterations == 5  # Twice the spans' time and latencies, by half of it in each.
+    least_s = sent.sends_s - 0.5 * (idle_s - last_s) - last_s
+    assert least_s - 1e-9 <= sent.longer_s <= least_s + 0.001 * len(found[0].spans)
+
+
+def test_of_a_version_whose_chunks_fit_nowhere_one_goes_in_each_iteration() -> None:
+    """As the ranks do."""
+    plan = shaped_plan((2,), 2)
+    (sent,) = sending_of(plan, layer_bytes=10**10, chunk_bytes=10**10).values()
+
+    assert sent.iterations == 2

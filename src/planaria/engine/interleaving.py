@@ -29,11 +29,16 @@ import numpy as np
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.errors import AbortedError
-from planaria.planner.interleave import Interval, anchored, best_chunk_bytes, idle_spans
+from planaria.planner.interleave import (
+    PREDICTED_GAMMA,
+    Interval,
+    anchored,
+    best_chunk_bytes,
+    idle_spans,
+)
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
 
-PREDICTED_GAMMA: Final = 0.9
 _PATIENCE: Final = 3.0  # Iterations.
 _GAMMAS: Final = (0.5, 0.95)  # The least and the most that is made of what was measured.
 

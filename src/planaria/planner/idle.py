@@ -1,13 +1,15 @@
-"""In which spans of an iteration copies may go, as the plan's timeline predicts them."""
+"""In which spans of an iteration copies may go, and what they take of them, as the plan's timeline
+predicts it."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from planaria.core.copies import IdleSpans, LayerCopy
-from planaria.core.plan import Plan
+from planaria.core.plan import Link, Plan
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.planner.interleave import Interval, anchored, idle_spans
+from planaria.planner.interleave import Chunk, Interval, anchored, idle_spans, partitioned
 from planaria.planner.problem import Problem
 from planaria.schedule.action import SEND_BACKWARD, SEND_FORWARD, SHADOW, Schedule
 from planaria.schedule.lower import lowered
@@ -21,49 +23,148 @@ def predicted_idle(
     Source: Gemini (SOSP '23), section 5.4, which measures them.
     Differs: known before the first iteration of a plan; and the receiver's way in counts.
     """
-    profile = problem.profile
-    plan = replace(
-        plan, silent={}
-    )  # Who is silent waits for nothing that copies could be late for.
-    schedule = lowered(plan, tied=profile.tied, order=problem.reduction_order)
-    timeline = predicted_timeline(
-        schedule, profile, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
-    )
-    devices_per_node = plan.pipelines[0].template.devices_per_node
-    out, into, ends_s = _taken(schedule, timeline, devices_per_node)
+    ways = _Ways(problem, plan)
     pairs = sorted({(copy.source, target) for copy in copies for target in copy.targets})
     return tuple(
-        IdleSpans(source, target, anchored(idle, sorted(ends_s[source])))
+        IdleSpans(source, target, anchored(ways.idle(source, [target]), ways.ends_s(source)))
         for source, target in pairs
-        for idle in [idle_spans([*out[source], *into[target]], end_s=timeline.iteration_s)]
     )
 
 
-_ByRank = defaultdict[int, list[Interval]]
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What a rank sends of a version of the copies.
+
+    Attributes:
+        num_bytes: to all of its copy holders.
+        sends_s: for how long its chunks take its way.
+        idle_s: of an iteration, in which its way and those of its copy holders are free.
+        iterations: in which a version is sent that need not be there with a commit.
+        longer_s: by so much longer is an iteration whose commit waits for a version.
+    """
+
+    num_bytes: int
+    sends_s: float
+    idle_s: float
+    iterations: int
+    longer_s: float
 
 
-def _taken(
-    schedule: Schedule, timeline: Timeline, devices_per_node: int
-) -> tuple[_ByRank, _ByRank, defaultdict[int, list[float]]]:
-    """By rank: when its way out and its way in are taken, and when what it computes ends."""
-    out: _ByRank = defaultdict(list)
-    into: _ByRank = defaultdict(list)
-    ends_s: defaultdict[int, list[float]] = defaultdict(list)
+def predicted_sending(
+    problem: Problem,
+    plan: Plan,
+    copies: Collection[LayerCopy],
+    *,
+    layer_bytes: Sequence[int],
+    chunk_bytes: int,
+    gamma: float,
+) -> dict[int, Sending]:
+    """What the ranks that send copies send in each version. O(actions + chunks).
 
-    def is_far(ranks: Sequence[int]) -> bool:
-        return len({rank // devices_per_node for rank in ranks}) > 1
+    Args:
+        layer_bytes: of each layer's state.
+        chunk_bytes: of a buffer.
+        gamma: the share of an idle span that is used.
 
-    for rank, lane, action, start_s, end_s in timeline.spans:
-        if lane == "compute":
-            if action.kind is not SHADOW:
-                ends_s[rank].append(end_s)
-        elif lane == "send" and action.kind in (SEND_FORWARD, SEND_BACKWARD):
-            onward = 1 if action.kind is SEND_FORWARD else -1
-            target = schedule.routes[action.microbatch][action.hop + onward].rank
-            if is_far([rank, target]):
-                out[rank].append((start_s, end_s))
-                into[target].append((start_s, end_s))
-        elif lane == "reduce" and is_far(schedule.buckets[action.bucket].ranks):
-            out[rank].append((start_s, end_s))
-            into[rank].append((start_s, end_s))
-    return out, into, ends_s
+    Source: Gemini (SOSP '23), section 5.3, algorithm 2.
+    """
+    ways = _Ways(problem, plan)
+    link = problem.profile.links["inter_node"]
+    targets: defaultdict[int, set[int]] = defaultdict(set)
+    num_bytes: defaultdict[int, int] = defaultdict(int)
+    for copy in (copy for copy in copies if copy.targets):
+        targets[copy.source].update(copy.targets)
+        num_bytes[copy.source] += layer_bytes[copy.layer] * len(copy.targets)
+
+    found = {}
+    for source, size in num_bytes.items():
+        spans_s = [end_s - start_s for start_s, end_s in ways.idle(source, targets[source])]
+        sent = partial(
+            partitioned,
+            num_bytes=size,
+            num_copies=1,
+            chunk_bytes=chunk_bytes,
+            link=link,
+            gamma=gamma,
+        )
+        due = sent(spans_s)
+        found[source] = Sending(
+            num_bytes=size,
+            sends_s=sum(map(link.seconds, map(_size, due))),
+            idle_s=sum(spans_s),
+            iterations=_num_iterations(sent, spans_s),
+            longer_s=max(0.0, _last_s(due, len(spans_s) - 1, link) - spans_s[-1]),
+        )
+    return found
+
+
+def _num_iterations(
+    sent: Callable[[Sequence[float]], Sequence[Chunk]], spans_s: list[float]
+) -> int:
+    """How many iterations of such spans all chunks fit into."""
+    number = 1
+    while True:
+        chunks = sent([*spans_s * number, 0.0])  # The last one takes what does not fit.
+        left = [chunk for chunk in chunks if chunk.span == len(spans_s) * number]
+        if len(left) == len(chunks):  # One goes in each all the same.
+            return max(1, len(chunks))
+        if not left:
+            return 1 + chunks[-1].span // len(spans_s)
+        number *= 2
+
+
+def _last_s(chunks: Sequence[Chunk], span: int, link: Link) -> float:
+    """When the last chunk of a span has arrived, since that began."""
+    return max((c.after_s + link.seconds(_size(c)) for c in chunks if c.span == span), default=0.0)
+
+
+def _size(chunk: Chunk) -> int:
+    return chunk.end_byte - chunk.first_byte
+
+
+class _Ways:
+    """When training takes the ways between nodes, in an iteration of a plan."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        # Who is silent waits for nothing that copies could be late for.
+        plan = replace(plan, silent={})
+        self._devices_per_node = plan.pipelines[0].template.devices_per_node
+        schedule = lowered(plan, tied=problem.profile.tied, order=problem.reduction_order)
+        timeline = predicted_timeline(
+            schedule,
+            problem.profile,
+            plan=plan,
+            reduce_bytes_factor=problem.reduce_bytes_factor,
+        )
+        self._end_s = timeline.iteration_s
+        self._out: defaultdict[int, list[Interval]] = defaultdict(list)
+        self._into: defaultdict[int, list[Interval]] = defaultdict(list)
+        self._ends_s: defaultdict[int, list[float]] = defaultdict(list)
+        self._take(schedule, timeline)
+
+    def idle(self, source: int, targets: Iterable[int]) -> tuple[Interval, ...]:
+        """When a rank's way out and the ways into all of these are free."""
+        into = (taken for target in targets for taken in self._into[target])
+        return idle_spans([*self._out[source], *into], end_s=self._end_s)
+
+    def ends_s(self, rank: int) -> list[float]:
+        """When what it computes ends, ascending."""
+        return sorted(self._ends_s[rank])
+
+    def _take(self, schedule: Schedule, timeline: Timeline) -> None:
+        for rank, lane, action, start_s, end_s in timeline.spans:
+            if lane == "compute":
+                if action.kind is not SHADOW:
+                    self._ends_s[rank].append(end_s)
+            elif lane == "send" and action.kind in (SEND_FORWARD, SEND_BACKWARD):
+                onward = 1 if action.kind is SEND_FORWARD else -1
+                target = schedule.routes[action.microbatch][action.hop + onward].rank
+                if self._is_far([rank, target]):
+                    self._out[rank].append((start_s, end_s))
+                    self._into[target].append((start_s, end_s))
+            elif lane == "reduce" and self._is_far(schedule.buckets[action.bucket].ranks):
+                self._out[rank].append((start_s, end_s))
+                self._into[rank].append((start_s, end_s))
+
+    def _is_far(self, ranks: Sequence[int]) -> bool:
+        return len({rank // self._devices_per_node for rank in ranks}) > 1

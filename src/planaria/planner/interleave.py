@@ -21,6 +21,8 @@ from planaria.core.plan import Link
 
 Interval = tuple[float, float]
 
+PREDICTED_GAMMA: Final = 0.9  # Of spans that nobody has measured yet.
+
 _HALVINGS: Final = 6
 _LEAST_SHARE: Final = 1 / 16  # Of a buffer: no chunk is smaller, but the last one of a copy.
 

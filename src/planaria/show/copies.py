@@ -52,7 +52,8 @@ class Placed:
     def title(self) -> str:
         """In words."""
         num_nodes = len(self.placement.holders)
-        return f"{counted(num_nodes, 'node')}, {_copies_text(self.copies)}, {self.strategy}"
+        copies = f"{counted(self.copies, 'copy')} of each state"
+        return f"{counted(num_nodes, 'node')}, {copies}, {self.strategy}"
 
 
 def placement_table(placed: Placed) -> Group:
@@ -134,7 +135,3 @@ def _alike(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]
     for node, nodes in enumerate(placement.holders):
         found.setdefault(tuple(sorted(nodes)), []).append(node)
     return [(tuple(nodes), kept_by) for kept_by, nodes in found.items()]
-
-
-def _copies_text(copies: int) -> str:
-    return f"{copies} {'copy' if copies == 1 else 'copies'} of each state"

@@ -29,9 +29,12 @@ def layers_text(stage: Stage) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """1 node, 2 nodes."""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    """1 node, 2 nodes; 2 batches, 2 copies."""
+    if count == 1:
+        return f"{count} {noun}"
+    if noun.endswith("py"):
+        return f"{count} {noun.removesuffix('y')}ies"
+    return f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,170 @@
+"""The command `planaria plan`: pipelines for a profile, and what they cost."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from planaria.checkpoint.turns import Buffers
+from planaria.command_line import check_writable, exit_codes, write
+from planaria.config_checks import NODES_MAX
+from planaria.core.job import CheckpointConfig
+from planaria.core.node_kinds import parse_node_kinds
+from planaria.core.plan import NodeKind, Plan
+from planaria.errors import ConfigError
+from planaria.planner.copies import layer_copies
+from planaria.planner.idle import Sending, predicted_sending
+from planaria.planner.interleave import PREDICTED_GAMMA
+from planaria.planner.paper_sets import PAPER_METHOD
+from planaria.planner.placement import check_copies, paper_placement
+from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
+from planaria.planner.problem import Problem
+from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
+from planaria.planner.unequal import unequal_plans
+from planaria.planning import check_size, read_profile
+from planaria.policies.policy import profile_prices
+from planaria.profiles.shipped import NAMES
+from planaria.show.figures import plan_figure
+from planaria.show.page import picture_format
+from planaria.show.sending import sending_json, sending_text
+from planaria.show.tables import plan_json, plan_table
+
+
+class Objective(StrEnum):
+    """What `planaria plan` chooses stage partitions by."""
+
+    EXACT = "exact"
+    PAPER = "paper"
+
+
+@exit_codes()
+def plan(
+    profile: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROFILE.json|NAME",
+            help=f"A profile, or the name of one that is shipped: {', '.join(NAMES)}.",
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(help="Nodes to plan for.")],
+    max_nodes: Annotated[int, typer.Option(help="Nodes that there may be after joins.")] = 0,
+    devices_per_node: Annotated[int, typer.Option(help="Devices in each node.")] = 1,
+    failures: Annotated[int, typer.Option("-f", help="Failures to tolerate at once.")] = 1,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(help="Microbatches of the job in an iteration; 4 x devices if not given."),
+    ] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="Plan by simulated time, or as Oobleck does by T1 + T2 + T3."),
+    ] = Objective.EXACT,
+    node_speed: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NODES=FACTOR", help="Nodes of another speed, as in 0-3,7=0.5."),
+    ] = None,
+    node_memory: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NODES=BYTES", help="Nodes whose devices have another memory."),
+    ] = None,
+    copies: Annotated[
+        int, typer.Option(help="Also tell what so many copies of each layer in memory take.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw stages and timeline to a file: .svg, .png or .pdf."),
+    ] = None,
+) -> None:
+    """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
+    picture = None if plot is None else picture_format("--plot", plot.name)
+    check_writable("--plot", plot)
+    for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
+        if not 1 <= value <= NODES_MAX:
+            raise ConfigError(option, value, f"must be between 1 and {NODES_MAX}")
+    problem = Problem(
+        profile=read_profile(profile),
+        devices_per_node=devices_per_node,
+        num_microbatches=4 * nodes * devices_per_node if microbatches is None else microbatches,
+        failures_tolerated=failures,
+    )
+    check_size(problem, nodes)
+    kinds = parse_node_kinds(nodes, speeds=node_speed or (), memories=node_memory or ())
+    start_s = time.perf_counter()
+    every, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
+    planning_s = time.perf_counter() - start_s
+    if plot is not None and picture is not None:
+        write(plot, plan_figure(every, every.plans[nodes], picture=picture))
+    _print(every, templates, nodes, copies=copies, planning_s=planning_s if as_json else None)
+
+
+def _print(
+    every: EveryPlan,
+    templates: Sequence[RankedTemplate],
+    num_nodes: int,
+    *,
+    copies: int,
+    planning_s: float | None,
+) -> None:
+    """The plan for so many nodes, as tables, or as JSON if it is told what planning took."""
+    plan = every.plans[num_nodes]
+    sending = _sending(every.problem, plan, copies) if copies else {}
+    if planning_s is not None:
+        shown = plan_json(every, plan, templates=templates, planning_s=planning_s)
+        shown |= {"copies": sending_json(sending)} if copies else {}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        return
+    console = Console()
+    console.print(plan_table(every, plan, templates=templates))
+    if copies:
+        console.print(sending_text(sending, copies))
+
+
+def _plans(
+    problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective, *, max_nodes: int
+) -> tuple[EveryPlan, Sequence[RankedTemplate]]:
+    """The plans for nodes of these kinds, and the templates to choose from; for unequal nodes those
+    that were chosen."""
+    is_paper = objective is Objective.PAPER
+    if max_nodes:
+        if not len(kinds) <= max_nodes <= NODES_MAX:
+            remedy = f"must be between {len(kinds)} and {NODES_MAX}"
+            raise ConfigError("--max-nodes", max_nodes, remedy)
+        check_size(problem, max_nodes, field="--max-nodes")
+    if set(kinds.values()) == {NodeKind()}:
+        made = paper_templates if is_paper else ranked_templates
+        by_size = made(problem, len(kinds), max_nodes=max_nodes)
+        sizes = {size: ranked.template for size, ranked in by_size.items()}
+        method = PAPER_METHOD if is_paper else METHOD
+        every = foreseen_plans(problem, len(kinds), sizes, max_nodes=max_nodes, method=method)
+        return every, tuple(by_size.values())
+    if max_nodes:
+        raise ConfigError("--max-nodes", max_nodes, "is for nodes that are all as the profile says")
+    if is_paper:
+        raise ConfigError("--objective", "paper", "the paper's nodes are all as the profile says")
+    return unequal_plans(problem, kinds)
+
+
+def _sending(problem: Problem, plan: Plan, copies: int) -> dict[int, Sending]:
+    """What the ranks of a plan send of copies that travel as a job says by default."""
+    check_copies(len(plan.nodes), copies)
+    defaults = CheckpointConfig()
+    layer_bytes = profile_prices(problem.profile, regroup_s=0.0).layer_bytes
+    return predicted_sending(
+        problem,
+        plan,
+        layer_copies(
+            plan,
+            copies=copies,
+            placement=paper_placement(len(plan.nodes), copies, "mixed"),
+            layer_bytes=layer_bytes,
+        ),
+        layer_bytes=layer_bytes,
+        chunk_bytes=Buffers(defaults.buffer_bytes, defaults.num_buffers).piece_bytes,
+        gamma=PREDICTED_GAMMA,
+    )
