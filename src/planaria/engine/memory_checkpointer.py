@@ -25,7 +25,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ from planaria.engine.collectives import BetweenCollectives, measured_link
 from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.restores import TIMEOUT_S, Restores
 from planaria.engine.shards import Held, Stateful
-from planaria.errors import AbortedError, ConfigError, PeerLostError
+from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.transport.links import Address, Links
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,12 @@ class _Rank(msgspec.Struct, frozen=True):
     node: str
     address: Address
     labels: dict[int, tuple[Label, ...]]
+
+
+class _Labels(msgspec.Struct, frozen=True):
+    """The versions that a rank keeps, by shard."""
+
+    by_shard: dict[int, tuple[Label, ...]]
 
 
 class MemoryCheckpointer:
@@ -125,9 +131,7 @@ class MemoryCheckpointer:
         mine = _Rank(f"{socket.gethostname()}:{place}", self._links.address, self._versions())
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
-        there = {number: rank.labels for number, rank in enumerate(told)}
-        arenas = (self._arena, *self._older)
-        self._restores = Restores(self._links, self._held, arenas, there)
+        self._restores = self._restores_of([rank.labels for rank in told])
         addresses = {number: rank.address for number, rank in enumerate(told)}
         others_than_this = addresses.keys() - {self._rank}
         self._links.begin(_EPOCH, addresses=addresses, peers=others_than_this, timeout_s=TIMEOUT_S)
@@ -144,22 +148,47 @@ class MemoryCheckpointer:
     def restore(self) -> int:
         """Takes over the newest version that is there of all shards; its iteration, 0 without one.
 
-        A version that turns out to be damaged, or of another model, is named and skipped.
+        A version that turns out to be damaged, or of another model, is named and skipped. It may be
+        called in the middle of a run, too: what is on its way is waited for, and may be what is
+        restored.
 
         Raises:
-            ConfigError: something has been saved since.
+            CheckpointError: in the middle of a run no version is there of all shards.
         """
+        with self._unwatched():
+            return self._restored()
+
+    def _restored(self) -> int:
+        is_first = self._copier is None
         if self._copier is not None:
-            raise ConfigError("restore", "after save", "call it before the first save")
+            self._end_run(self._copier)
         for label in self._restores.complete():
             reason = self._restores.restored(label)
             if not reason:
-                self._found = label
+                self._found, self._saved = label, label.age - 1
                 return label.age
             if not self._rank:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
+        if not is_first:
+            raise CheckpointError("no version in memory is complete: the model stays as it is")
         self._found = None
         return 0
+
+    def _end_run(self, copier: Copier) -> None:
+        """What follows is another run, whose states may differ from those of the same iterations
+        before."""
+        self.wait_ended()
+        self._completed(copier)
+        copier.close()
+        self._copier = None
+        self._epoch += 1
+        labels = gathered_as(_Labels, _Labels(self._versions()))
+        self._restores = self._restores_of([one.by_shard for one in labels])
+
+    def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
+        """From the versions that each rank keeps, by shard."""
+        arenas = (self._arena, *self._older)
+        return Restores(self._links, self._held, arenas, dict(enumerate(labels)))
 
     # -- forth ------------------------------------------------------------------------------------
 
@@ -174,31 +203,39 @@ class MemoryCheckpointer:
         """
         if iteration <= self._saved:
             raise ConfigError("iteration", iteration, f"must be above {self._saved}, saved before")
-        with self._turns.unwatched() if self._turns else nullcontext():
+        with self._unwatched():
             begins = self._begin(iteration)
         if self._turns is not None:
             self._turns.started(begins=begins)
         return begins
 
+    def _unwatched(self) -> AbstractContextManager[None]:
+        """Collectives within are none of the loop's."""
+        return self._turns.unwatched() if self._turns else nullcontext()
+
     def _begin(self, iteration: int) -> bool:
         copier = self._copier or self._begun()
+        if not self._completed(copier):
+            return False
+        copier.begin(iteration, self._states() if copier.own else {})
+        self._saved = iteration
+        return True
+
+    def _completed(self, copier: Copier) -> bool:
+        """Whether the newest version has ended on all ranks; if none has failed it is complete."""
         try:
             is_free = not copier.has_begun or copier.has_ended
-            is_whole = not copier.has_begun or not copier.has_failed
+            is_whole = copier.has_begun and not copier.has_failed
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s copies no more: %s", self._rank, error)
             is_free, is_whole = False, False
         are_free, are_whole = on_all(is_free, is_whole)
-        if not are_free:
-            return False
-        if copier.has_begun and are_whole:
+        if are_free and are_whole:
             copier.complete()
             for arena in self._older:
                 arena.keep((), layers=())
             self._older = []
-        copier.begin(iteration, self._states() if copier.own else {})
-        self._saved = iteration
-        return True
+        return are_free
 
     def _states(self) -> dict[int, State]:
         """This rank's shard, as it is now."""
@@ -214,7 +251,7 @@ class MemoryCheckpointer:
         own = () if is_replicated and first != self._rank else (self._shard,)
         copies = () if is_replicated else self._copies_of(nodes)
         self._check_room(own, copies)
-        self._turns = self._between_collectives(copies)
+        self._turns = self._turns or self._between_collectives(copies)
         self._copier = Copier(
             self._links,
             self._arena,
