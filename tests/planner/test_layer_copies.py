@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner.copies import layer_copies
+from planaria.planner.copies import layer_copies, shard_copies
 from planaria.planner.placement import paper_placement
 
 BYTES = (300, 100, 100, 100, 100, 100, 100, 100, 100, 500)
@@ -112,3 +112,24 @@ def test_without_a_placement_copies_are_where_least_is_kept() -> None:
             kept[target] += BYTES[copy.layer]
 
     assert max(kept.values()) == max(BYTES)
+
+
+ranks_of_nodes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)
+
+
+@given(ranks_of_nodes, st.integers(1, 5))
+def test_a_shard_is_kept_on_as_many_nodes_as_is_asked_for(nodes: list[str], copies: int) -> None:
+    """Also where nodes have different numbers of ranks, in any order."""
+    found = shard_copies(nodes, copies)
+
+    assert [(copy.layer, copy.source) for copy in found] == [(n, n) for n in range(len(nodes))]
+    for copy in found:
+        kept_on = [nodes[rank] for rank in (copy.source, *copy.targets)]
+        assert len(set(kept_on)) == len(kept_on) == min(copies, len(set(nodes)))
+
+
+def test_shards_of_a_node_go_to_as_many_ranks_of_the_next() -> None:
+    """So that all take part in sending and in keeping."""
+    found = shard_copies(["a", "a", "b", "b", "c", "c"], 2)
+
+    assert [copy.targets for copy in found] == [(2,), (3,), (4,), (5,), (0,), (1,)]

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.arena import Arena, Version
+from planaria.checkpoint.filling import Fill
 from planaria.checkpoint.turns import Unload
 from planaria.checkpoint.wire import State, fill_tensors, head_of
 from planaria.core.copies import Label
@@ -16,7 +17,7 @@ class OwnCopies:
         arena: Arena,
         *,
         virtual_bytes: Callable[[int], int],
-        fill: Callable[[Bytes, Bytes], None],
+        fill: Fill,
         unload: Unload,
     ) -> None:
         self._arena = arena

@@ -15,8 +15,7 @@ there, or has failed for want of memory, which ends nothing else. Who ends it sa
 commit; if all have, and none has failed, the version is complete, and the one before is dropped.
 
 Source: Gemini (SOSP '23), section 5: sub-buffers, copies sent piece by piece.
-Differs: sent from the own copy, which the node needs anyway, so an optimizer step waits for memory
-and not for the network.
+Differs: sent from the own copy, so an optimizer step waits for memory and not for the network.
 """
 
 import logging
@@ -31,6 +30,7 @@ import msgspec
 import numpy as np
 
 from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.filling import Fill, fill_alone
 from planaria.checkpoint.own import OwnCopies
 from planaria.checkpoint.turns import Buffers, Turns, Unload
 from planaria.checkpoint.wire import (
@@ -64,7 +64,7 @@ class Copier:
         since, epoch: of the labels of this epoch's versions.
         kept: the newest version that was complete when the epoch began, if any.
         buffers: of each receiver for this rank; None: a layer goes whole, whatever its size.
-        fill: copies bytes from the second array to the first.
+        fill: copies this rank's own layers.
         virtual_bytes: that a layer's state stands for where links are paced; 0: what it is.
         unload: takes the time in which bytes get from a device to its host's memory, where they
             only stand for what does.
@@ -85,7 +85,7 @@ class Copier:
         buffers: Buffers | None,
         turns: Turns,
         virtual_bytes: Callable[[int], int],
-        fill: Callable[[Bytes, Bytes], None] = np.copyto,
+        fill: Fill = fill_alone,
         unload: Unload,
         failed: Callable[[str], None],
         timeout_s: float,

@@ -1,12 +1,13 @@
 """How copies travel: who sends which layers in which order, what a layer begins with, and tags."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from planaria.checkpoint.arena import Bytes, Version
+from planaria.checkpoint.filling import Fill
 from planaria.core.copies import Label, LayerCopy
 from planaria.transport.links import Channel, Tag
 
@@ -49,13 +50,14 @@ def head_of(state: State) -> bytes:
     return msgspec.json.encode(tensors)
 
 
-def fill_tensors(version: Version, state: State, fill: Callable[[Bytes, Bytes], None]) -> None:
-    """Copies a layer's tensors, end to end; `fill` copies bytes from its second to its first."""
-    offset = 0
+def fill_tensors(version: Version, state: State, fill: Fill) -> None:
+    """Copies a layer's tensors, end to end."""
+    pairs, offset = [], 0
     for array in state.values():
         flat = array.reshape(-1).view(np.uint8)
-        fill(version.tensors[offset : offset + len(flat)], flat)
+        pairs.append((version.tensors[offset : offset + len(flat)], flat))
         offset += len(flat)
+    fill(pairs)
 
 
 def state_of(version: Version) -> State:

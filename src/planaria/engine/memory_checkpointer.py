@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from planaria.checkpoint.arena import Arena, Bytes, available_bytes
+from planaria.checkpoint.arena import Arena, available_bytes
+from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.keeper import Kept, attach
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
@@ -46,6 +47,7 @@ from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.restores import TIMEOUT_S, Restores
 from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
+from planaria.planner.copies import shard_copies
 from planaria.transport.links import Address, Links
 
 logger = logging.getLogger(__name__)
@@ -141,6 +143,7 @@ class MemoryCheckpointer:
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
         self._saved = -1
+        self._filler = Filler(torch.get_num_threads())
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     # -- back -------------------------------------------------------------------------------------
@@ -244,12 +247,11 @@ class MemoryCheckpointer:
     def _begun(self) -> Copier:
         """The copier of this run, which begins with the first version."""
         is_replicated = self._held.is_replicated
-        nodes = sorted(set(self._nodes), key=self._nodes.index)
         self._num_shards = 1 if is_replicated else self._world_size
         self._shard = 0 if is_replicated else self._rank
         first = self._nodes.index(self._nodes[self._rank])
         own = () if is_replicated and first != self._rank else (self._shard,)
-        copies = () if is_replicated else self._copies_of(nodes)
+        copies = () if is_replicated else shard_copies(self._nodes, self._copies)
         self._check_room(own, copies)
         self._turns = self._turns or self._between_collectives(copies)
         self._copier = Copier(
@@ -263,25 +265,12 @@ class MemoryCheckpointer:
             buffers=self._buffers,
             turns=self._turns or AtOnce(),
             virtual_bytes=_real,
-            fill=_fill,
+            fill=self._filler,
             unload=nothing_to_unload,
             failed=self._failed,
             timeout_s=TIMEOUT_S,
         )
         return self._copier
-
-    def _copies_of(self, nodes: list[str]) -> tuple[LayerCopy, ...]:
-        """Each rank sends its shard to ranks of the nodes behind its own, place by place."""
-        places = {node: [n for n, at in enumerate(self._nodes) if at == node] for node in nodes}
-        found = []
-        for rank, node in enumerate(self._nodes):
-            here = nodes.index(node)
-            targets = []
-            for step in range(1, min(self._copies, len(nodes))):
-                there = places[nodes[(here + step) % len(nodes)]]
-                targets.append(there[places[node].index(rank) % len(there)])
-            found.append(LayerCopy(rank, rank, tuple(targets)))
-        return tuple(found)
 
     def _check_room(self, own: Sequence[int], copies: Sequence[LayerCopy]) -> None:
         """Refuses copies for which a node has no memory: of each shard that is kept there a version
@@ -366,6 +355,7 @@ class MemoryCheckpointer:
         self._links.abort("it is over", first_epoch=_EPOCH + 1)
         if self._copier is not None:
             self._copier.close()
+        self._filler.close()
         self._links.close()
         self._kept.end()
 
@@ -379,14 +369,6 @@ class MemoryCheckpointer:
 
 def _real(_shard: int) -> int:
     return 0
-
-
-def _fill(target: Bytes, source: Bytes) -> None:
-    """Copies bytes with as many threads as torch computes with."""
-    if source.flags.writeable:  # Torch knows no other arrays.
-        torch.from_numpy(target).copy_(torch.from_numpy(source))
-    else:
-        target[:] = source
 
 
 def _own_host() -> str:

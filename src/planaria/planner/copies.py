@@ -73,6 +73,26 @@ def layer_copies(
     return tuple(found[layer] for layer in range(plan.num_layers))
 
 
+def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
+    """Of each rank's shard, which are as many as there are ranks: it is kept by ranks of the nodes
+    behind its own, place by place, on as many other nodes as there are if those are too few.
+
+    Args:
+        nodes: of each rank its node.
+        copies: of each shard, its own node's included.
+    """
+    names = list(dict.fromkeys(nodes))
+    places = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in names}
+    found = []
+    for rank, node in enumerate(nodes):
+        place, targets = places[node].index(rank), []
+        for step in range(1, min(copies, len(names))):
+            there = places[names[(names.index(node) + step) % len(names)]]
+            targets.append(there[place % len(there)])
+        found.append(LayerCopy(rank, rank, tuple(targets)))
+    return tuple(found)
+
+
 def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
     """By layer the nodes that have it, be it to compute it or not."""
     per_node = plan.pipelines[0].template.devices_per_node
