@@ -7,6 +7,7 @@ PlanariaError
 |-- ScheduleError        a schedule breaks a rule
 |   `-- DeadlockError    a schedule cannot finish
 |-- CheckpointError      a checkpoint cannot be written or read
+|   |-- UnreadableError  a disk or store refuses to give what it has
 |   `-- SpoiltError      a version on disk is not what was saved
 |-- AuthenticationError  the other end of a connection does not know the job's token
 |-- PeerLostError        a link to another rank is gone
@@ -77,16 +78,22 @@ class CheckpointError(PlanariaError):
     """When a checkpoint cannot be written whole, or fails its checks when it is read."""
 
 
+class UnreadableError(CheckpointError):
+    """When a disk or a store refuses to give what it has, which may be whole."""
+
+
 class SpoiltError(CheckpointError):
     """When a layer of a complete version of the disk tier cannot be read as it was saved.
 
     Attributes:
         source: the name of the version.
+        is_damaged: it is not what was saved; otherwise the storage refuses it.
     """
 
-    def __init__(self, source: str, reason: str) -> None:
+    def __init__(self, source: str, reason: str, *, is_damaged: bool = True) -> None:
         super().__init__(reason)
         self.source = source
+        self.is_damaged = is_damaged
 
 
 class AuthenticationError(PlanariaError):

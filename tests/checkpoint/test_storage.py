@@ -1,6 +1,7 @@
 """Directories and object stores keep versions alike; what they refuse is told by name."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,24 @@ from planaria.checkpoint.tiers import Manifest, Tier, tier_of
 from planaria.errors import CheckpointError, ConfigError
 
 LAYERS = 3
+
+
+def test_a_version_that_is_removed_while_it_is_listed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the coordinator, because another writer of it failed."""
+    tier = tier_of(str(tmp_path))
+    tier.write_layer(1, 0, 0, {"parameter/w": np.zeros(3)})
+    iterdir = Path.iterdir
+
+    def removed_first(path: Path) -> Iterator[Path]:
+        if path.name == "1-0":
+            shutil.rmtree(path, ignore_errors=True)
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", removed_first)
+    assert tier.storage.entries("1-0") == {}
+    assert tier.versions() == ()
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,18 @@ def test_a_job_that_saved_nothing_leaves_its_start_behind(tmp_path: Path) -> Non
     assert newest.iteration == 5
 
 
+def test_a_job_whose_saves_are_all_damaged_does_not_begin_anew_when_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """A person has to look at them first."""
+    told = _Told(tmp_path)
+    told.publish(4)
+    told.publisher.set_aside("4-0")
+    told.publisher.publish_start(1)
+
+    assert told.tier.newest() is None
+
+
 def test_a_damaged_save_is_out_of_use_but_stays(tmp_path: Path) -> None:
     """Else it would be kept as the newest, and the good one that follows be removed."""
     told = _Told(tmp_path)

@@ -12,6 +12,7 @@ from object_store import object_store
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
+from planaria.errors import InsufficientError
 from planaria.library import Job, Silent
 from planaria.nodes.forkserver import ForkServer
 from planaria.planning import fork_server
@@ -100,6 +101,28 @@ def test_a_save_that_a_store_refuses_is_named_and_training_goes_on(
     assert result.report.final.iteration == ITERATIONS
     (note,) = [note for note in told.notes if "2-0" in note]
     assert "AccessDenied" in note
+
+
+def test_saves_that_a_store_does_not_give_are_as_good_as_before_another_time(
+    store: Store, tmp_path: Path
+) -> None:
+    """They were set aside as damaged once, and a resumed job began anew from its seed."""
+    job = saving(store.url, tmp_path)
+    job = replace(job, training=replace(job.training, iterations=12))
+    struck = replace(job, cluster=replace(job.cluster, max_nodes=3, standby=1))
+    store.late_s = lambda method, path: inf if method == "GET" and "/layer-" in path else 0.0
+    faults = [parse_injection("kill:0,1@7.backward")]
+
+    result = Job(struck).run(injections=faults, server=store.server)
+
+    assert isinstance(result.error, InsufficientError)
+    assert "AccessDenied" in str(result.error)
+    saves = [version.name for version in tier_of(store.url).versions() if version.manifest]
+    assert saves
+    assert not any(name.startswith("0-") for name in saves)
+    store.late_s = _nothing
+    resumed = Job(job).train(resume=True, server=store.server)
+    assert resumed.report.iterations[0].iteration == int(saves[0].partition("-")[0])
 
 
 @pytest.mark.long

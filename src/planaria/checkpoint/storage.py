@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from planaria.errors import CheckpointError, ConfigError
+from planaria.errors import CheckpointError, ConfigError, UnreadableError
 
 # A request that a store leaves unanswered for so long fails, and is tried again. Whether it has TLS
 # is the user's to say.
@@ -38,7 +38,8 @@ class Entry:
 
 
 class Storage(Protocol):
-    """Named contents. All methods raise a CheckpointError where the storage refuses."""
+    """Named contents. All methods raise a CheckpointError where the storage refuses: an
+    UnreadableError where it might give what it has another time."""
 
     def where(self, name: str) -> str:
         """The place of a content, or of the versions themselves if name is "", for people."""
@@ -97,10 +98,10 @@ class Directory:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+            raise UnreadableError(f"cannot read {self.path}: {error.strerror}") from error
         found = {}
-        for directory in filter(Path.is_dir, directories):
-            for path in directory.iterdir():
+        for directory in directories:
+            for path in _files(directory):
                 with suppress(FileNotFoundError):  # It was removed meanwhile.
                     stat = path.stat()
                     entry = Entry(stat.st_size, stat.st_mtime)
@@ -111,7 +112,8 @@ class Directory:
         try:
             return (self.path / name).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"cannot read {self.path / name}: {error.strerror}") from error
+            kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
+            raise kind(f"cannot read {self.path / name}: {error.strerror}") from error
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
         def place(partial: Path, path: Path) -> None:
@@ -189,14 +191,15 @@ class Objects:
             parts = self._obstore.list(self._store, prefix=prefix)
             found = [one for part in parts for one in part]
         except self._errors as error:
-            raise CheckpointError(f"cannot list {self.where(version)}: {_told(error)}") from error
+            raise UnreadableError(f"cannot list {self.where(version)}: {_told(error)}") from error
         return {one["path"]: Entry(one["size"], one["last_modified"].timestamp()) for one in found}
 
     def read(self, name: str) -> bytes:
         try:
             return bytes(self._obstore.get(self._store, name).bytes())
         except self._errors as error:
-            raise CheckpointError(f"cannot read {self.where(name)}: {_told(error)}") from error
+            kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
+            raise kind(f"cannot read {self.where(name)}: {_told(error)}") from error
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
         check_member(self.where(name), may_write)
@@ -244,6 +247,16 @@ def _told(error: Exception) -> str:
     first = next(iter(text.splitlines()), type(error).__name__).rstrip(" .:")
     said = "".join(f", {found}" for found in _SAID.findall(text))
     return f"{first}{said}"
+
+
+def _files(directory: Path) -> list[Path]:
+    """What is in a directory; nothing if it is none, or was removed meanwhile."""
+    try:
+        return list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UnreadableError(f"cannot read {directory}: {error.strerror}") from error
 
 
 def _partial(path: Path) -> Path:

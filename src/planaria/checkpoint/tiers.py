@@ -28,7 +28,7 @@ from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 from planaria.checkpoint.storage import Entry, Storage, check_member, storage_of
 from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UnreadableError
 
 # numpy has no bfloat16: an array of this type carries its bits, a.view(np.uint16) shows them.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -51,7 +51,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _MANIFEST = "manifest.json"
 _SET_ASIDE = "damaged.json"
-_UNPUBLISHED = "no manifest: never published"
+UNPUBLISHED = "no manifest: never published"
 _VERSION_NAME = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 
 
@@ -170,6 +170,20 @@ class Tier:
                 there.setdefault((int(match[1]), int(match[2])), {})[name] = entry
         return tuple(self._version(*n, there[n]) for n in sorted(there, reverse=True))
 
+    def manifest(self, version: str) -> Manifest:
+        """That of a complete version.
+
+        Raises:
+            CheckpointError: it is not complete.
+        """
+        try:
+            return self._manifest(version, self.storage.entries(version))
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            where = self.storage.where(version)
+            raise CheckpointError(f"{where} is not complete any more: {error}") from error
+
     def newest(self) -> Manifest | None:
         """The newest complete version; its hashes are checked when its layers are read."""
         return next((v.manifest for v in self.versions() if v.manifest is not None), None)
@@ -212,7 +226,7 @@ class Tier:
         abandoned = {
             index
             for index, version in enumerate(versions)
-            if index > complete[0] and version.reason == _UNPUBLISHED
+            if index > complete[0] and version.reason == UNPUBLISHED
         }
         doomed = [versions[index].name for index in sorted(surplus | abandoned, reverse=True)]
         for name in doomed:
@@ -246,29 +260,33 @@ class Tier:
 
     def _version(self, iteration: int, epoch: int, entries: Mapping[str, Entry]) -> Version:
         version = version_name(iteration, epoch)
-        manifest, reason = self._manifest(version, entries)
+        manifest, reason = None, ""
+        try:
+            manifest = self._manifest(version, entries)
+        except CheckpointError as error:
+            reason = str(error)
         return Version(
             iteration,
             epoch,
-            None if reason else manifest,
+            manifest,
             reason,
             num_bytes=sum(entry.num_bytes for entry in entries.values()),
             modified_s=max(entry.modified_s for entry in entries.values()),
         )
 
-    def _manifest(self, version: str, entries: Mapping[str, Entry]) -> tuple[Manifest | None, str]:
-        """What it says, and why it cannot be used."""
+    def _manifest(self, version: str, entries: Mapping[str, Entry]) -> Manifest:
+        """Raises a CheckpointError that says why it cannot be used."""
         if f"{version}/{_MANIFEST}" not in entries:
             is_aside = f"{version}/{_SET_ASIDE}" in entries
-            return None, "it was damaged, and set aside" if is_aside else _UNPUBLISHED
+            raise CheckpointError("it was damaged, and set aside" if is_aside else UNPUBLISHED)
+        content = self.storage.read(f"{version}/{_MANIFEST}")
         try:
-            content = self.storage.read(f"{version}/{_MANIFEST}")
             manifest = msgspec.json.decode(content, type=Manifest)
-        except CheckpointError as error:
-            return None, str(error)
         except msgspec.DecodeError as error:
-            return None, f"bad manifest: {error}"
-        return manifest, _unusable(version, entries, manifest)
+            raise CheckpointError(f"bad manifest: {error}") from error
+        if reason := _unusable(version, entries, manifest):
+            raise CheckpointError(reason)
+        return manifest
 
 
 def _is_layer(name: str) -> bool:

@@ -49,7 +49,8 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
     node = event.rank // state.devices_per_node
     first: Command = Notify(Warned(text=f"node {node}: {event.reason}; it is not used"))
     if event.source:
-        state, first = without_spoilt(state, event.source), SetAside(event.source)
+        state = without_spoilt(state, event.source)
+        first = SetAside(event.source) if event.is_damaged else first
     state, commands = lost(rules, state, "copy", (), reason=event.reason, now_s=now_s, node=node)
     return state, (first, *commands)
 

@@ -184,12 +184,14 @@ class CopySpoilt(Message, frozen=True, kw_only=True):
 
     Attributes:
         source: the version of the disk tier; "" for a copy in memory, which is dropped.
+        is_damaged: otherwise its storage refuses to give it.
     """
 
     rank: int
     epoch: int
     reason: str
     source: str = ""
+    is_damaged: bool = True
 
 
 class CopiesFailed(Message, frozen=True, kw_only=True):

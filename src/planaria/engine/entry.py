@@ -20,7 +20,7 @@ from planaria.engine.apply import (
 )
 from planaria.engine.copying import Copying
 from planaria.engine.stage import Stage, State
-from planaria.errors import CheckpointError, SpoiltError
+from planaria.errors import CheckpointError, SpoiltError, UnreadableError
 from planaria.transport.links import Links
 
 LINK_TIMEOUT_S = 60.0
@@ -83,12 +83,10 @@ def loaded_layers(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, S
     """
     if not source:
         return {}
-    found = next((v for v in tier.versions() if v.name == source), None)
-    if found is None or found.manifest is None:
-        why = found.reason if found else "it is gone"
-        where = tier.storage.where(source)
-        raise SpoiltError(source, f"{where} is not complete any more: {why}")
     try:
-        return {layer: tier.read_layer(found.manifest, layer) for layer in layers}
+        manifest = tier.manifest(source)
+        return {layer: tier.read_layer(manifest, layer) for layer in layers}
+    except UnreadableError as error:
+        raise SpoiltError(source, str(error), is_damaged=False) from error
     except CheckpointError as error:
         raise SpoiltError(source, str(error)) from error

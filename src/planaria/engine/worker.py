@@ -78,7 +78,13 @@ def _complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
         case CorruptedError():
             return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
         case SpoiltError():
-            return CopySpoilt(rank=rank, epoch=epoch, reason=str(error), source=error.source)
+            return CopySpoilt(
+                rank=rank,
+                epoch=epoch,
+                reason=str(error),
+                source=error.source,
+                is_damaged=error.is_damaged,
+            )
         case CheckpointError():
             return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))
         case PeerLostError():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from planaria.checkpoint.tiers import Manifest, Tier
+from planaria.checkpoint.tiers import UNPUBLISHED, Manifest, Tier
 from planaria.coordinator.state import Discard, Publish, Published
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
@@ -99,10 +99,10 @@ class Publisher:
 
     def publish_start(self, epoch: int) -> None:
         """A job that has saved nothing can still be resumed: from its seed or given weights."""
-        if self._tier.newest() is not None:
-            return
         manifest = Manifest(iteration=0, epoch=epoch, job=self._fingerprint, layers=())
         try:
-            self._tier.publish(manifest)
+            # What was saved and cannot be read now is no reason to begin anew without a word.
+            if all(version.reason == UNPUBLISHED for version in self._tier.versions()):
+                self._tier.publish(manifest)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
