@@ -3,8 +3,7 @@
 import shutil
 from pathlib import Path
 
-import psutil
-
+from planaria.checkpoint.room import available_bytes
 from planaria.checkpoint.storage import is_url
 from planaria.errors import ConfigError
 from planaria.planning import Planned
@@ -19,7 +18,7 @@ def check_room(planned: Planned) -> None:
     if planned.config.model.kind == "paced":  # Its profile tells the bytes of another model.
         return
     _check_disk(planned)
-    check_memory(planned, free_bytes=psutil.virtual_memory().available)
+    check_memory(planned, free_bytes=available_bytes())
 
 
 def _check_disk(planned: Planned) -> None:

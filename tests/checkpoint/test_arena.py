@@ -193,6 +193,16 @@ def test_a_piece_is_taken_only_as_it_was_sent(fd: int) -> None:
     assert (version.piece(1) == 9).all()
 
 
+def test_more_versions_than_the_table_has_room_for_are_refused(fd: int) -> None:
+    """And those that there are stay."""
+    arena = Arena(fd)
+    for layer in range(2048):
+        written(arena, layer, OLD, num_bytes=64)
+    with pytest.raises(CheckpointError, match="2048 copies of layers are all that a rank can keep"):
+        written(arena, 2048, OLD, num_bytes=64)
+    assert sorted(arena.versions()) == list(range(2048))
+
+
 def test_without_memory_the_version_is_refused(fd: int) -> None:
     """With what it takes, and nothing is left of it."""
     arena = Arena(fd)

@@ -21,16 +21,14 @@ import os
 import struct
 import threading
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import xxhash
 
+from planaria.checkpoint.room import available_bytes
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 
@@ -213,7 +211,7 @@ class Arena:
             piece_bytes: of which there is one hash.
 
         Raises:
-            CheckpointError: there is no memory for it.
+            CheckpointError: there is no memory for it, or there are too many.
         """
         assert piece_bytes > 0
         assert len(head) <= num_bytes
@@ -221,6 +219,7 @@ class Arena:
             self._drop_all(layer, label)
             hashes = _num_pieces(num_bytes, piece_bytes) * HASH_BYTES
             needed = _padded(_padded(num_bytes, HASH_BYTES) + hashes, mmap.ALLOCATIONGRANULARITY)
+            index = self._free_index()
             offset, capacity = self._extent(layer, needed)
             entry = _Entry(
                 state=_WRITING,
@@ -232,7 +231,7 @@ class Arena:
                 head_bytes=len(head),
                 piece_bytes=piece_bytes,
             )
-            self._write(self._free_index(), entry)
+            self._write(index, entry)
             version = Version(self._mapped(entry), entry)
         version.content[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         return version
@@ -300,8 +299,10 @@ class Arena:
         return next((e for e in entries if (e.state, e.layer, e.label) == wanted), None)
 
     def _free_index(self) -> int:
-        """There are far more than two for each layer that there may be."""
-        return next(i for i in range(_TABLE_BYTES // _ENTRY_BYTES) if i not in self._entries)
+        for index in range(_TABLE_BYTES // _ENTRY_BYTES):
+            if index not in self._entries:
+                return index
+        raise CheckpointError(f"{len(self._entries)} copies of layers are all that a rank can keep")
 
     def _extent(self, layer: int, needed: int) -> tuple[int, int]:
         """Where a version of the layer may lie: where an older one lay, or at the end."""
@@ -380,16 +381,6 @@ class Arena:
         rest = (*entry.label, *fields, entry.piece_bytes, entry.digest)
         _ENTRY.pack_into(self._table, at, _FREE, entry.layer, *rest)
         _STATE.pack_into(self._table, at, entry.state)
-
-
-def available_bytes() -> int:
-    """The memory that this process could still have, of the machine's or of its control group's."""
-    available: int = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # No control group, or one without a limit.
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
-    return available
 
 
 def _num_pieces(num_bytes: int, piece_bytes: int) -> int:

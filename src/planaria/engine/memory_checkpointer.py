@@ -35,9 +35,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from planaria.checkpoint.arena import Arena, available_bytes
+from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.keeper import Kept, attach
+from planaria.checkpoint.room import available_bytes
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State, sent_by, sent_to

@@ -1,0 +1,25 @@
+"""How much memory there is for copies."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+_GROUP: Final = Path("/sys/fs/cgroup")
+
+
+def available_bytes(group: Path = _GROUP) -> int:
+    """The memory that this process could still have, of the machine's or of its control group's."""
+    available: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # No control group, or one without a limit.
+        limit = int((group / "memory.max").read_text())
+        taken = int((group / "memory.current").read_text())
+        available = min(available, limit - taken + _reclaimable_bytes(group))
+    return available
+
+
+def _reclaimable_bytes(group: Path) -> int:
+    """Of what a group takes: copies of files that are on disk, and were not read lately."""
+    lines = (group / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
