@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 
 from linked import TIMEOUT_S, is_blocked, linked, wait_until
-from planaria.checkpoint.arena import Arena, Version, arena_fd
+from planaria.checkpoint.arena import Arena, Bytes, Version, arena_fd
 from planaria.checkpoint.stream import TRIES, Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State, copy_peers, state_of
 from planaria.core.copies import Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
-from planaria.transport.links import Channel, Links
+from planaria.transport.links import Channel, Links, Tag
 
 # Layers 0 and 1 are held by rank 0, layer 2 by rank 1; rank 2 holds none.
 OWN = ((0, 1), (2,), ())
 COPIES = (LayerCopy(0, 0, (1, 2)), LayerCopy(1, 0, (2,)), LayerCopy(2, 1, (0,)))
 KEPT = {0: {0, 1, 2}, 1: {0, 2}, 2: {0, 1}}
 SIZE = 300_000
+EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 BUFFERS = Buffers(1 << 18, 4)
 
 
@@ -266,6 +267,38 @@ def test_a_piece_that_is_not_what_was_sent_is_asked_for_again(
 
         assert len(tried) > 20
         assert_kept(ranks, 2)
+
+
+@pytest.mark.parametrize("position", [0, 9, 40, -1])
+def test_what_a_layer_begins_with_is_asked_for_again_too(
+    position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of its hash, or of what it says, is wrong the first time that it comes, be it that a
+    layer comes or that it has not changed."""
+    spoilt: set[tuple[int, int, Tag]] = set()
+    send = Links.send
+
+    def sent(links: Links, peer: int, tag: Tag, content: Bytes = EMPTY, **rest: int) -> None:
+        key = (links.rank, peer, tag)
+        if tag.channel is Channel.COPY and tag.b == 0 and key not in spoilt:
+            spoilt.add(key)
+            content = content.copy()
+            content[position] ^= 4
+        send(links, peer, tag, content, **rest)
+
+    monkeypatch.setattr(Links, "send", sent)
+    with copying() as ranks:
+        for age in (2, 3):
+            for rank in ranks:  # The state of age 2 again.
+                own = OWN[rank.links.rank]
+                rank.copier.begin(age, {layer: state(layer, 2) for layer in own})
+            for rank in ranks:
+                rank.copier.wait_ended()
+                assert not rank.copier.has_failed
+                rank.copier.complete()
+        assert len(spoilt) == 2 * 4
+        for rank in ranks:
+            assert rank.kept(Label(-1, 0, 3)).keys() == KEPT[rank.links.rank]
 
 
 def test_a_link_that_spoils_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from planaria.checkpoint.arena import Bytes, Version, hash_of
-from planaria.checkpoint.wire import Opening, State, Tensor, opening_of, unpacked
+from planaria.checkpoint.wire import State, Tensor, opening_of, sealed, unpacked, unsealed
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 from planaria.transport.links import Channel, Links, Tag
@@ -24,9 +24,7 @@ def give(links: Links, target: int, version: Version) -> None:
     Raises:
         PeerLostError: there is no link to the target any more.
     """
-    encoded = msgspec.json.encode(opening_of(version))
-    tag = _tag(version.layer, version.label, _OPENING)
-    links.send(target, tag, np.frombuffer(encoded, dtype=np.uint8))
+    links.send(target, _tag(version.layer, version.label, _OPENING), sealed(opening_of(version)))
     for index in range(version.num_pieces):
         tag = _tag(version.layer, version.label, 1 + index)
         links.send(target, tag, version.piece(index))
@@ -53,7 +51,9 @@ def take(
         PeerLostError, AbortedError: the source is gone.
     """
     raw = links.receive(source, _tag(layer, label, _OPENING), timeout_s=timeout_s)
-    opening = msgspec.json.decode(raw.tobytes(), type=Opening)
+    opening = unsealed(raw)
+    if opening is None:
+        raise CheckpointError(f"what a copy of layer {layer} begins with is not what was sent")
     if memory is None:
         memory = np.empty(opening.num_bytes, dtype=np.uint8)
     memory = memory[: opening.num_bytes]

@@ -21,25 +21,27 @@ Differs: sent from the own copy, so an optimizer step waits for memory and not f
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-import msgspec
-import numpy as np
-
-from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.arena import Arena, Version
+from planaria.checkpoint.arrivals import Arrivals
 from planaria.checkpoint.filling import Fill, fill_alone
 from planaria.checkpoint.own import OwnCopies
 from planaria.checkpoint.turns import Buffers, Turns, Unload
 from planaria.checkpoint.wire import (
+    GOOD,
     Opening,
     State,
     answer_tag,
+    opening_answer_tag,
     opening_of,
     opening_tag,
     piece_tag,
+    sealed,
     sent_by,
     sent_to,
 )
@@ -51,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 TRIES: Final = 3  # Of a piece.
 _WHOLE: Final = 1 << 62  # More than any layer has.
-_GOOD: Final = np.ones(1, dtype=np.uint8)
-_BAD: Final = np.zeros(1, dtype=np.uint8)
 
 
 class Copier:
@@ -101,12 +101,19 @@ class Copier:
         self._turns = turns
         self._virtual_bytes = virtual_bytes
         self._copies = OwnCopies(arena, virtual_bytes=virtual_bytes, fill=fill, unload=unload)
-        self._unload = unload
         self._tell_failed = failed
         self._timeout_s = timeout_s
         self._sends = sent_by(links.rank, copies)
-        self._receives = sent_to(links.rank, copies)
-        self._all_kept = {*own, *(n for layers in self._receives.values() for n in layers)}
+        self._arrivals = Arrivals(
+            links,
+            arena,
+            sent_to(links.rank, copies),
+            virtual_bytes=virtual_bytes,
+            unload=unload,
+            failed=self._fail,
+            timeout_s=timeout_s,
+        )
+        self._all_kept = {*own, *self._arrivals.layers}
         self._changed = threading.Condition()  # Guards all that follows.
         self._label: Label | None = None
         self._uncopied: set[int] = set()
@@ -118,14 +125,8 @@ class Copier:
         self._error: Exception | None = None
         self._queues: list[SimpleQueue[_Begun | None]] = []
         self._threads: list[threading.Thread] = []
-        for name, function in (("copy", self._give), ("keep", self._keep)):
-            queue: SimpleQueue[_Begun | None] = SimpleQueue()
-            thread = threading.Thread(
-                target=self._serve, args=(queue, function), name=name, daemon=True
-            )
-            self._queues.append(queue)
-            self._threads.append(thread)
-            thread.start()
+        self._start("copy", self._give)
+        self._start("keep", self._keep)
 
     # -- what the compute thread calls ------------------------------------------------------------
 
@@ -199,6 +200,15 @@ class Copier:
 
     # -- threads ----------------------------------------------------------------------------------
 
+    def _start(self, name: str, function: Callable[[Label, Mapping[int, State]], None]) -> None:
+        queue: SimpleQueue[_Begun | None] = SimpleQueue()
+        thread = threading.Thread(
+            target=self._serve, args=(queue, function), name=name, daemon=True
+        )
+        self._queues.append(queue)
+        self._threads.append(thread)
+        thread.start()
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -230,6 +240,10 @@ class Copier:
         if not is_told:
             self._tell_failed(reason)
 
+    def _keep(self, label: Label, _: Mapping[int, State]) -> None:
+        """Keeps what others send of a version."""
+        self._arrivals.keep(label, self.kept)
+
     # -- giving -----------------------------------------------------------------------------------
 
     def _give(self, label: Label, states: Mapping[int, State]) -> None:
@@ -249,13 +263,13 @@ class Copier:
         # From here on the layers may change.
         kept = self.kept if self.kept and self.kept.epoch == self._epoch else None
         same = {n for n, one in versions.items() if one and self._copies.is_same(one, kept)}
-        unacknowledged: dict[int, deque[_Piece]] = {target: deque() for target, _ in self._sends}
+        unanswered: dict[int, deque[_Sent]] = {target: deque() for target, _ in self._sends}
         for target, layer in self._sends:
             if layer not in same or not self._has_same(target, layer, label):
-                self._send(target, layer, label, versions[layer], unacknowledged[target])
-        for target, pieces in unacknowledged.items():
-            while pieces:
-                self._take_answer(target, label, pieces)
+                self._send(target, layer, label, versions[layer], unanswered[target])
+        for target, sent in unanswered.items():
+            while sent:
+                self._take_answer(target, sent)
 
     def _send(
         self,
@@ -263,132 +277,64 @@ class Copier:
         layer: int,
         label: Label,
         version: Version | None,
-        unacknowledged: "deque[_Piece]",
+        unanswered: "deque[_Sent]",
     ) -> None:
         """Sends a layer, as its receiver has buffers for it."""
-        self._send_opening(target, layer, label, opening_of(version) if version else Opening())
-        if version is None:
-            return
-        for index in range(version.num_pieces):
-            while len(unacknowledged) >= self._window:
-                self._take_answer(target, label, unacknowledged)
-            piece = _Piece(version, index)
-            self._send_piece(target, label, piece)
-            unacknowledged.append(piece)
+        opening = opening_of(version) if version else Opening()
+        say = partial(self._send_opening, target, layer, label, opening)
+        say()
+        unanswered.append(_Sent(opening_answer_tag(label, layer), say, is_piece=False))
+        for index in range(version.num_pieces if version else 0):
+            while sum(one.is_piece for one in unanswered) >= self._window:
+                self._take_answer(target, unanswered)
+            assert version is not None
+            say = partial(self._send_piece, target, version, index)
+            say()
+            unanswered.append(_Sent(answer_tag(label, layer, index), say))
 
     def _has_same(self, target: int, layer: int, label: Label) -> bool:
         """Tells a receiver that a layer has not changed; whether it still has that."""
         self._send_opening(target, layer, label, Opening(is_same=True))
-        answer = self._links.receive(target, answer_tag(label, layer, 0), timeout_s=self._timeout_s)
-        return bool(answer[0] == _GOOD[0])
+        return self._is_good(target, opening_answer_tag(label, layer))
 
     def _send_opening(self, target: int, layer: int, label: Label, opening: Opening) -> None:
-        encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
-        self._links.send(target, opening_tag(label, layer), encoded)
+        self._links.send(target, opening_tag(label, layer), sealed(opening))
 
-    def _send_piece(self, target: int, label: Label, piece: "_Piece") -> None:
-        version, index = piece.version, piece.index
+    def _send_piece(self, target: int, version: Version, index: int) -> None:
         content = version.piece(index)
-        tag = piece_tag(label, version.layer, index)
+        tag = piece_tag(version.label, version.layer, index)
         stands_for = self._virtual_bytes(version.layer) * len(content) // len(version.content)
         self._turns.wait(target, stands_for or len(content))
         self._links.send(target, tag, content, virtual_bytes=stands_for)
 
-    def _take_answer(self, target: int, label: Label, unacknowledged: "deque[_Piece]") -> None:
-        """Waits for what the receiver says of the oldest piece; sends it again if it has to.
+    def _take_answer(self, target: int, unanswered: "deque[_Sent]") -> None:
+        """Waits for what the receiver says of the oldest message; sends it again if it has to.
 
         Raises:
             PeerLostError: it never arrives as it was sent.
         """
-        piece = unacknowledged[0]
-        tag = answer_tag(label, piece.version.layer, piece.index)
-        answer = self._links.receive(target, tag, timeout_s=self._timeout_s)
-        if answer[0] == _GOOD[0]:
-            unacknowledged.popleft()
-        elif piece.tries < TRIES:
-            piece.tries += 1
-            self._send_piece(target, label, piece)
+        sent = unanswered[0]
+        if self._is_good(target, sent.answer):
+            unanswered.popleft()
+        elif sent.tries < TRIES:
+            sent.tries += 1
+            sent.say()
         else:
-            what = f"a copy of layer {piece.version.layer}"
+            what = f"a copy of layer {sent.answer.a}"
             raise PeerLostError(target, f"{what} did not arrive as it was sent, {TRIES} times")
 
-    # -- keeping ----------------------------------------------------------------------------------
-
-    def _keep(self, label: Label, _: Mapping[int, State]) -> None:
-        """Keeps what others send of a version."""
-        steps = {
-            source: self._kept_from(source, label, layers)
-            for source, layers in self._receives.items()
-        }
-        wanted = {source: next(step) for source, step in steps.items()}
-        while wanted:
-            source, received = self._links.receive_any(wanted, timeout_s=self._timeout_s)
-            try:
-                wanted[source] = steps[source].send(received)
-            except StopIteration:
-                del wanted[source]
-
-    def _kept_from(
-        self, source: int, label: Label, layers: Sequence[int]
-    ) -> Generator[Tag, Bytes, None]:
-        """Asks for the messages of one source, in the order in which it sends them."""
-        for layer in layers:
-            raw = yield opening_tag(label, layer)
-            opening = msgspec.json.decode(raw.tobytes(), type=Opening)
-            if opening.is_same:
-                has_it = bool(self.kept and self._arena.share(layer, label, like=self.kept))
-                self._links.send(source, answer_tag(label, layer, 0), _GOOD if has_it else _BAD)
-                if has_it:
-                    continue
-                raw = yield opening_tag(label, layer)
-                opening = msgspec.json.decode(raw.tobytes(), type=Opening)
-            version = None
-            if opening.num_bytes:
-                version = self._opened(layer, label, opening)
-            for index in range(len(opening.hashes)):
-                self._place(source, version, index)
-            for index, value in enumerate(opening.hashes):
-                is_good = False
-                while not is_good:
-                    message = yield piece_tag(label, layer, index)
-                    stands_for = self._virtual_bytes(layer) * len(message) // opening.num_bytes
-                    self._unload(stands_for, is_own=False)
-                    is_good = version is None or version.take(index, message, value)
-                    answer = _GOOD if is_good else _BAD
-                    if not is_good:
-                        self._place(source, version, index)
-                        logger.warning("a piece of a copy from rank %s is bad", source)
-                    self._links.send(source, answer_tag(label, layer, index), answer)
-            if version is not None:
-                self._arena.finish(version)
-
-    def _place(self, source: int, version: Version | None, index: int) -> None:
-        """Has a piece arrive where it is to lie, unless it has begun to arrive."""
-        if version is not None:
-            tag = piece_tag(version.label, version.layer, index)
-            self._links.place(source, tag, version.piece(index))
-
-    def _opened(self, layer: int, label: Label, opening: Opening) -> Version | None:
-        """Room for a layer that comes; None if there is none, and what comes is not kept."""
-        try:
-            return self._arena.begin(
-                layer,
-                label,
-                head=opening.head,
-                num_bytes=opening.num_bytes,
-                piece_bytes=opening.piece_bytes,
-            )
-        except CheckpointError as error:
-            self._fail(str(error))
-            return None
+    def _is_good(self, target: int, answer: Tag) -> bool:
+        raw = self._links.receive(target, answer, timeout_s=self._timeout_s)
+        return bool(raw[0] == GOOD[0])
 
 
 @dataclass(slots=True)
-class _Piece:
-    """One that is not acknowledged yet."""
+class _Sent:
+    """A message that is not answered yet, which `say` sends once more."""
 
-    version: Version
-    index: int
+    answer: Tag
+    say: Callable[[], None]
+    is_piece: bool = True
     tries: int = 1
 
 

@@ -1,15 +1,22 @@
 """How copies travel: who sends which layers in which order, what a layer begins with, and tags."""
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planaria.checkpoint.arena import Bytes, Version
+from planaria.checkpoint.arena import Bytes, Version, hash_of
 from planaria.checkpoint.filling import Fill
 from planaria.core.copies import Label, LayerCopy
 from planaria.transport.links import Channel, Tag
+
+GOOD: Final = np.ones(1, dtype=np.uint8)  # What a receiver says of what has come.
+BAD: Final = np.zeros(1, dtype=np.uint8)
+
+_HASH: Final = struct.Struct("!Q")
 
 State = Mapping[str, npt.NDArray[np.generic]]
 
@@ -42,6 +49,20 @@ def opening_of(version: Version) -> Opening:
     """What a whole version begins with."""
     num_bytes = len(version.content)
     return Opening(num_bytes, version.piece_bytes, version.head, version.hashes)
+
+
+def sealed(opening: Opening) -> Bytes:
+    """An opening as it travels, behind a hash of it."""
+    encoded = np.frombuffer(msgspec.json.encode(opening), dtype=np.uint8)
+    return np.concatenate([np.frombuffer(_HASH.pack(hash_of(encoded)), dtype=np.uint8), encoded])
+
+
+def unsealed(raw: Bytes) -> Opening | None:
+    """The opening; None if what has come is not what was sent."""
+    encoded = raw[_HASH.size :]
+    if raw[: _HASH.size].tobytes() != _HASH.pack(hash_of(encoded)):
+        return None
+    return msgspec.json.decode(encoded.tobytes(), type=Opening)
 
 
 def head_of(state: State) -> bytes:
@@ -115,4 +136,9 @@ def piece_tag(label: Label, layer: int, index: int) -> Tag:
 
 def answer_tag(label: Label, layer: int, index: int) -> Tag:
     """Of what its receiver says of a piece."""
-    return Tag(Channel.COPY_TAKEN, label.age, layer, index)
+    return Tag(Channel.COPY_TAKEN, label.age, layer, 1 + index)
+
+
+def opening_answer_tag(label: Label, layer: int) -> Tag:
+    """Of what its receiver says of what a layer begins with."""
+    return Tag(Channel.COPY_TAKEN, label.age, layer, 0)
