@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from planaria.checkpoint.arena import Bytes
 from planaria.engine import memory_checkpointer
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.errors import ConfigError
@@ -43,12 +44,21 @@ def rank(number: int, answers: Connection, directory: str) -> None:
             optimizer.zero_grad()
             begun.append(saver.save(iteration + 1))
             states[iteration + 1] = state_of(model, optimizer)
+        if number == 1:  # Rank 0 has its own.
+            saver.wait_ended()
+            for label in saver._arena.versions()[0]:
+                flipped(saver._arena.read(0, label).content)
         first = saver.restore()
         is_same = all(map(torch.equal, state_of(model, optimizer), states[first]))
         backs.append((first, is_same))
     answers.send((number, begun[:ITERATIONS], saver.idle_spans, backs))
     saver.close()
     dist.destroy_process_group()
+
+
+def flipped(content: Bytes) -> None:
+    """A bit is wrong from now on."""
+    content[len(content) // 2] ^= 4
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -60,7 +70,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
 
 def test_fsdp_copies_go_between_collectives(tmp_path: Path) -> None:
     """The first versions go before anything is known of the network. Going back in the middle of a
-    run ends in the state of the newest version, and copies go on from there."""
+    run ends in the state of the newest version, and copies go on from there; also where one of two
+    copies of a shard is damaged."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [

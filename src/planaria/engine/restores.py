@@ -6,6 +6,7 @@ that, from several at once. Nothing of the model changes before all ranks have a
 Source: DESIGN 6 (checkpoints): a copy taken under one plan loads under any other.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -19,6 +20,8 @@ from planaria.engine.gathering import gathered_as
 from planaria.engine.shards import HEAD, Held, Shard
 from planaria.errors import CheckpointError
 from planaria.transport.links import Links
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 600.0
 
@@ -35,6 +38,13 @@ class _Wish(msgspec.Struct, frozen=True):
     shards: dict[int, Shard] = {}
     wants: tuple[int, ...] = ()
     reason: str = ""
+
+
+class _Sound(msgspec.Struct, frozen=True):
+    """What a rank has of a version: shards, and why copies of others are of no use."""
+
+    shards: tuple[int, ...]
+    bad: tuple[str, ...]
 
 
 class Restores:
@@ -71,17 +81,19 @@ class Restores:
 
     def restored(self, label: Label) -> str:
         """Why the version was not taken over by all; empty if it was."""
-        holders = self._holders(label)
-        kept: dict[int, Version] = {}
-        states: dict[int, State] = {}
+        kept, bad = self._kept(label)
+        sound = gathered_as(_Sound, _Sound(shards=tuple(kept), bad=bad))
+        holders = {
+            n: [r for r, one in enumerate(sound) if n in one.shards] for n in range(label.since)
+        }
+        if not all(holders.values()):
+            return next(reason for one in sound for reason in one.bad)
+        states = {n: state_of(version) for n, version in kept.items()}
         wish = _Wish()
         try:
-            mine = [n for n, ranks in holders.items() if self._rank in ranks]
-            kept = {n: self._read(n, label) for n in mine}
-            states = {n: state_of(version) for n, version in kept.items()}
-            heads = {n: _head(states[n]) for n in mine if holders[n][0] == self._rank}
+            heads = {n: _head(states[n]) for n in kept if holders[n][0] == self._rank}
             wish = _Wish(shards=heads)
-        except (CheckpointError, msgspec.DecodeError) as error:
+        except msgspec.DecodeError as error:
             wish = _Wish(reason=str(error))
         told = gathered_as(_Wish, wish)
         if reason := next((one.reason for one in told if one.reason), ""):
@@ -106,19 +118,19 @@ class Restores:
         self._held.load(tensors, shards[min(shards)])  # All can, so all do.
         return ""
 
-    def _read(self, shard: int, label: Label) -> Version:
-        """Raises a CheckpointError if it is not what was written."""
-        arena = next(one for one in self._arenas if label in one.versions().get(shard, ()))
-        return arena.read(shard, label)
-
-    def _holders(self, label: Label) -> dict[int, list[int]]:
-        """By shard the ranks that have a copy of the version."""
-        found: dict[int, list[int]] = {}
-        for rank, versions in sorted(self._there.items()):
-            for shard, labels in versions.items():
+    def _kept(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:
+        """The shards that this rank has a copy of, and why some are of no use any more: others may
+        have copies of those."""
+        found, bad = {}, []
+        for arena in self._arenas:
+            for shard, labels in arena.versions().items():
                 if label in labels:
-                    found.setdefault(shard, []).append(rank)
-        return found
+                    try:
+                        found[shard] = arena.read(shard, label)
+                    except CheckpointError as error:
+                        logger.warning("rank %s: %s", self._rank, error)
+                        bad.append(str(error))
+        return found, tuple(bad)
 
     def _exchanged(
         self,
