@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from planaria.checkpoint.arena import Arena, Version, arena_fd, hash_of
+from planaria.checkpoint.arena import Arena, arena_fd
+from planaria.checkpoint.version import Version, hash_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 
@@ -78,6 +79,27 @@ def test_what_is_dropped_makes_room_for_the_next_version(fd: int) -> None:
 
     assert len(sizes - {(0, 0)}) == 1
     assert arena.versions() == {0: (Label(-1, 0, 5),)}
+
+
+def test_memory_that_was_reserved_is_what_versions_are_written_to(fd: int) -> None:
+    """Two of each layer, head and hashes included; what is too small is given back."""
+    arena = Arena(fd)
+    arena.reserve({0: 10_000, 1: 10_000, 2: 100})
+    reserved = arena.num_bytes
+    for label in (OLD, NEW):
+        for layer in range(2):
+            written(arena, layer, label)
+    assert arena.num_bytes == reserved
+
+    written(arena, 2, OLD)
+    small, large = 4096, 12_288
+    assert arena.num_bytes == reserved - 2 * small + large
+
+
+def test_what_there_is_no_memory_for_is_not_reserved(fd: int) -> None:
+    """It is refused when it is needed."""
+    with pytest.raises(CheckpointError, match="no memory for a copy of layer 0"):
+        Arena(fd).reserve({0: 1 << 50})
 
 
 def test_memory_of_layers_that_are_kept_no_more_is_given_back(fd: int) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.checkpoint import filling
-from planaria.checkpoint.arena import Bytes
 from planaria.checkpoint.filling import Fill, Filler, fill_alone
+from planaria.checkpoint.version import Bytes
 
 sizes = st.lists(st.integers(0, 100), max_size=8)
 

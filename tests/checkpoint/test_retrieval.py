@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from linked import TIMEOUT_S, linked
-from planaria.checkpoint.arena import Arena, Bytes, Version, arena_fd
+from planaria.checkpoint.arena import Arena, arena_fd
 from planaria.checkpoint.filling import fill_alone
 from planaria.checkpoint.retrieval import give, take
+from planaria.checkpoint.version import Bytes, Version
 from planaria.checkpoint.wire import fill_tensors, head_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError

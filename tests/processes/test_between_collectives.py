@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from planaria.checkpoint.arena import Bytes
+from planaria.checkpoint.version import Bytes
 from planaria.engine import memory_checkpointer
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.errors import ConfigError

@@ -2,7 +2,8 @@
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from planaria.observe.metrics import IterationRecord
 from planaria.planner.copies import layer_copies
 from planaria.planner.placement import paper_placement
 from planaria.planning import given_profile, plan_job
+from planaria.resources import copies_bytes
 
 ITERATIONS = 10
+PAGES_BYTES, TABLE_BYTES = 8192, 1 << 18
 BACK_WITHIN_S = 3.0
 MARGIN = 3.0  # The goal is measured by `make bench`; other tests may run beside this one.
 
@@ -208,6 +211,53 @@ class _Notes(Silent):
         self.notes.append(text)
 
 
+def _arenas(server: ForkServer) -> Iterator[Path]:
+    """The files of all arenas of a job, several times each."""
+    for process in psutil.Process(server.pid).children(recursive=True):
+        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(OSError):  # It was closed meanwhile.
+                if "memfd:planaria-copies" in os.readlink(entry):
+                    yield entry
+
+
+class _Scales(Silent):
+    """Weighs the memory of all arenas after each iteration.
+
+    Attributes:
+        most_bytes: of all together; num_arenas: that there were.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+        self.most_bytes, self.num_arenas = 0, 0
+
+    def committed(self, record: IterationRecord) -> None:
+        del record
+        files = {}
+        for entry in _arenas(self._server):
+            with suppress(OSError):  # It was closed meanwhile.
+                stat = entry.stat()
+                files[stat.st_ino] = 512 * stat.st_blocks
+        taken_bytes = sum(files.values())
+        self.most_bytes = max(self.most_bytes, taken_bytes)
+        self.num_arenas = max(self.num_arenas, len(files))
+
+
+def test_copies_take_no_more_memory_than_was_asked_for_up_front(
+    server: ForkServer, run: Run, job: JobConfig
+) -> None:
+    """But for the table of each arena, and for what is left of a version's last page."""
+    scales = _Scales(server)
+    result = run("crash:0,1,2,3,4,5@5.forward", display=scales)
+
+    planned = result.planned
+    num_kept = sum(map(len, planned.plan.held_by_rank.values())) + planned.plan.num_layers
+    most_bytes = copies_bytes(planned) - 6 * job.checkpoint.buffer_bytes
+    assert scales.num_arenas == 6
+    assert most_bytes / 2 < scales.most_bytes
+    assert scales.most_bytes <= most_bytes + 2 * num_kept * PAGES_BYTES + 6 * TABLE_BYTES
+
+
 class _Flipper(_Notes):
     """Flips bits of all copies that one rank keeps, after an iteration."""
 
@@ -220,10 +270,9 @@ class _Flipper(_Notes):
     def committed(self, record: IterationRecord) -> None:
         if record.iteration != self._iteration or self.num_flipped:
             return
-        for process in psutil.Process(self._server.pid).children(recursive=True):
-            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-                if not self.num_flipped and "memfd:planaria-copies" in os.readlink(entry):
-                    self._flip(entry)
+        for entry in _arenas(self._server):
+            if not self.num_flipped:
+                self._flip(entry)
 
     def _flip(self, entry: Path) -> None:
         """Everything behind the table that is not a hole."""

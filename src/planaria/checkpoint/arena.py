@@ -20,49 +20,24 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-import xxhash
 
 from planaria.checkpoint.room import available_bytes
+from planaria.checkpoint.version import HASH_BYTES, Entry, Version, num_pieces, padded
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
-
-Bytes = npt.NDArray[np.uint8]
 
 _ENTRY: Final = struct.Struct("=QQqqqQQQQQ16s")  # Its state is the first word, and written last.
 _STATE: Final = struct.Struct("=Q")
 _ENTRY_BYTES: Final = 128
 _FREE, _WRITING, _WHOLE = 0, 1, 2
 _TABLE_BYTES: Final = 1 << 18
-HASH_BYTES: Final = 8
 _SLACK: Final = 1.125  # Of memory that is used again: hashes take more or less of it.
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One version, as the table has it.
-
-    Attributes:
-        offset, capacity: of its extent, whole pages.
-        num_bytes: of head and tensors.
-        piece_bytes: how many of them a hash is of.
-        digest: of the hashes.
-    """
-
-    state: int
-    layer: int
-    label: Label
-    offset: int
-    capacity: int
-    num_bytes: int
-    head_bytes: int
-    piece_bytes: int
-    digest: bytes = bytes(16)
+_SPARE: Final = 32  # One in so many bytes is for hashes, and for what was not known.
 
 
 def arena_fd() -> int:
@@ -70,95 +45,6 @@ def arena_fd() -> int:
     fd = os.memfd_create("planaria-copies")
     os.ftruncate(fd, _TABLE_BYTES)
     return fd
-
-
-class Version:
-    """One version of a layer that is being written, or is whole.
-
-    Attributes:
-        entry: as the table has it.
-        content: head and tensors.
-        num_pieces: that are hashed each by itself.
-    """
-
-    def __init__(self, memory: mmap.mmap, entry: _Entry) -> None:
-        self.layer = entry.layer
-        self.label = entry.label
-        self.num_pieces = _num_pieces(entry.num_bytes, entry.piece_bytes)
-        self.entry = entry
-        self.content: Bytes = np.frombuffer(memory, dtype=np.uint8, count=entry.num_bytes)
-        self._hashes: npt.NDArray[np.uint64] = np.frombuffer(
-            memory,
-            dtype=np.uint64,
-            count=self.num_pieces,
-            offset=_padded(entry.num_bytes, HASH_BYTES),
-        )
-
-    @property
-    def piece_bytes(self) -> int:
-        """Of head and tensors, that one hash is of."""
-        return self.entry.piece_bytes
-
-    @property
-    def head(self) -> bytes:
-        """What names the tensors."""
-        return self.content[: self.entry.head_bytes].tobytes()
-
-    @property
-    def tensors(self) -> Bytes:
-        """Their bytes, end to end."""
-        return self.content[self.entry.head_bytes :]
-
-    def piece(self, index: int) -> Bytes:
-        """The bytes of a piece of head and tensors."""
-        begin = index * self.entry.piece_bytes
-        return self.content[begin : begin + self.entry.piece_bytes]
-
-    def seal(self) -> None:
-        """Hashes all pieces, whose bytes are there, and notes that."""
-        for index in range(self.num_pieces):
-            self._hashes[index] = hash_of(self.piece(index))
-
-    def take(self, index: int, piece: Bytes, value: int) -> bool:
-        """Takes in a piece that has come, which may lie in its place already; False if it has
-        another hash."""
-        target = self.piece(index)
-        if len(piece) != len(target) or hash_of(piece) != value:
-            return False
-        if piece.ctypes.data != target.ctypes.data:
-            target[:] = piece
-        self._hashes[index] = value
-        return True
-
-    @property
-    def hashes(self) -> tuple[int, ...]:
-        """Of all pieces, which were sealed or taken."""
-        return tuple(self._hashes.tolist())
-
-    def digest(self) -> bytes:
-        """Of the hashes of all pieces."""
-        return xxhash.xxh3_128_digest(self._hashes.tobytes())
-
-    def is_like(self, other: "Version") -> bool:
-        """Whether it is the same, piece by piece, as another one that was sealed."""
-        mine, theirs = self.entry, other.entry
-        same = (mine.num_bytes, mine.head_bytes, mine.piece_bytes)
-        return same == (theirs.num_bytes, theirs.head_bytes, theirs.piece_bytes) and (
-            mine.digest == other.digest()
-        )
-
-    def is_right(self) -> bool:
-        """Whether all bytes are those that were written; hashes them."""
-        wanted = self._hashes.tolist()
-        found = (hash_of(self.piece(index)) for index in range(self.num_pieces))
-        return self.entry.digest == self.digest() and all(
-            a == b for a, b in zip(wanted, found, strict=True)
-        )
-
-
-def hash_of(piece: Bytes) -> int:
-    """The xxh3_64 of some bytes."""
-    return xxhash.xxh3_64_intdigest(piece.data)
 
 
 class Arena:
@@ -175,7 +61,7 @@ class Arena:
         self._lock = threading.Lock()  # Guards all that follows.
         self._table = mmap.mmap(fd, _TABLE_BYTES)
         self._end = os.fstat(fd).st_size
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._maps: dict[int, mmap.mmap] = {}  # By where an extent begins.
         self._spare: dict[int, list[tuple[int, int]]] = {}  # Extents by layer, to be used again.
         states = np.frombuffer(self._table, dtype=np.uint64)[:: _ENTRY_BYTES // _STATE.size]
@@ -217,11 +103,11 @@ class Arena:
         assert len(head) <= num_bytes
         with self._lock:
             self._drop_all(layer, label)
-            hashes = _num_pieces(num_bytes, piece_bytes) * HASH_BYTES
-            needed = _padded(_padded(num_bytes, HASH_BYTES) + hashes, mmap.ALLOCATIONGRANULARITY)
+            hashes = num_pieces(num_bytes, piece_bytes) * HASH_BYTES
+            needed = padded(padded(num_bytes, HASH_BYTES) + hashes, mmap.ALLOCATIONGRANULARITY)
             index = self._free_index()
             offset, capacity = self._extent(layer, needed)
-            entry = _Entry(
+            entry = Entry(
                 state=_WRITING,
                 layer=layer,
                 label=label,
@@ -235,6 +121,24 @@ class Arena:
             version = Version(self._mapped(entry), entry)
         version.content[: len(head)] = np.frombuffer(head, dtype=np.uint8)
         return version
+
+    def reserve(self, sizes: Mapping[int, int]) -> None:
+        """Takes, and touches, memory for two versions of layers of which there are none: the first
+        ones would wait for it.
+
+        Args:
+            sizes: of head and tensors, by layer, roughly.
+
+        Raises:
+            CheckpointError: there is not so much.
+        """
+        with self._lock:
+            for layer, num_bytes in sizes.items():
+                capacity = padded(num_bytes + num_bytes // _SPARE, mmap.ALLOCATIONGRANULARITY)
+                for _ in range(2):
+                    extent = self._allocated(layer, capacity)
+                    self._map(*extent)
+                    self._spare.setdefault(layer, []).append(extent)
 
     def finish(self, version: Version) -> None:
         """All pieces of a version are there, and their hashes: it is whole."""
@@ -293,7 +197,7 @@ class Arena:
 
     # -- with the lock held -----------------------------------------------------------------------
 
-    def _whole(self, layer: int, label: Label) -> _Entry | None:
+    def _whole(self, layer: int, label: Label) -> Entry | None:
         wanted = (_WHOLE, layer, label)
         entries = self._entries.values()
         return next((e for e in entries if (e.state, e.layer, e.label) == wanted), None)
@@ -312,6 +216,10 @@ class Arena:
                 spare.remove(extent)
                 return extent
         self._punch_spare_of(layer)  # The layer has another size by now.
+        return self._allocated(layer, needed)
+
+    def _allocated(self, layer: int, needed: int) -> tuple[int, int]:
+        """New memory at the end."""
         # The kernel would give memory until it kills some process for it.
         if (available := available_bytes()) < needed:
             raise CheckpointError(
@@ -327,12 +235,14 @@ class Arena:
         self._end += needed
         return offset, needed
 
-    def _mapped(self, entry: _Entry) -> mmap.mmap:
-        if entry.offset not in self._maps:
+    def _mapped(self, entry: Entry) -> mmap.mmap:
+        return self._map(entry.offset, entry.capacity)
+
+    def _map(self, offset: int, capacity: int) -> mmap.mmap:
+        if offset not in self._maps:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(self._fd, entry.capacity, flags=flags, offset=entry.offset)
-            self._maps[entry.offset] = memory
-        return self._maps[entry.offset]
+            self._maps[offset] = mmap.mmap(self._fd, capacity, flags=flags, offset=offset)
+        return self._maps[offset]
 
     def _drop_all(self, layer: int, label: Label) -> None:
         for index, entry in list(self._entries.items()):
@@ -370,22 +280,14 @@ class Arena:
         if num_bytes:
             mmap.mmap(self._fd, num_bytes, offset=offset).madvise(mmap.MADV_REMOVE)
 
-    def _read(self, index: int) -> _Entry:
+    def _read(self, index: int) -> Entry:
         state, layer, *rest = _ENTRY.unpack_from(self._table, index * _ENTRY_BYTES)
-        return _Entry(state, layer, Label(*rest[:3]), *rest[3:])
+        return Entry(state, layer, Label(*rest[:3]), *rest[3:])
 
-    def _write(self, index: int, entry: _Entry) -> None:
+    def _write(self, index: int, entry: Entry) -> None:
         self._entries[index] = entry
         at = index * _ENTRY_BYTES
         fields = (entry.offset, entry.capacity, entry.num_bytes, entry.head_bytes)
         rest = (*entry.label, *fields, entry.piece_bytes, entry.digest)
         _ENTRY.pack_into(self._table, at, _FREE, entry.layer, *rest)
         _STATE.pack_into(self._table, at, entry.state)
-
-
-def _num_pieces(num_bytes: int, piece_bytes: int) -> int:
-    return -(-num_bytes // piece_bytes)
-
-
-def _padded(num_bytes: int, multiple: int) -> int:
-    return -(-num_bytes // multiple) * multiple

@@ -7,8 +7,9 @@ is not what was sent is asked for again.
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from planaria.checkpoint.arena import Arena, Bytes, Version
+from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.turns import Unload
+from planaria.checkpoint.version import Bytes, Version
 from planaria.checkpoint.wire import (
     BAD,
     GOOD,

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
-from planaria.checkpoint.arena import Arena, Version
+from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.filling import Fill
 from planaria.checkpoint.turns import Unload
+from planaria.checkpoint.version import Version
 from planaria.checkpoint.wire import State, fill_tensors, head_of
 from planaria.core.copies import Label
 

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from planaria.checkpoint.arena import Bytes, Version, hash_of
+from planaria.checkpoint.version import Bytes, Version, hash_of
 from planaria.checkpoint.wire import State, Tensor, opening_of, sealed, unpacked, unsealed
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError

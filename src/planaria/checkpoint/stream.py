@@ -27,11 +27,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from planaria.checkpoint.arena import Arena, Version
+from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.arrivals import Arrivals
 from planaria.checkpoint.filling import Fill, fill_alone
 from planaria.checkpoint.own import OwnCopies
 from planaria.checkpoint.turns import Buffers, Turns, Unload
+from planaria.checkpoint.version import Version
 from planaria.checkpoint.wire import (
     GOOD,
     Opening,

@@ -10,6 +10,7 @@ Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 5.
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.stream import Copier
@@ -22,6 +23,7 @@ from planaria.core.plan import Link, Plan
 from planaria.core.specs import NodeSpec
 from planaria.engine.interleaving import Interleaving
 from planaria.engine.stage import Stage
+from planaria.errors import CheckpointError
 from planaria.transport.links import Links
 
 
@@ -105,8 +107,23 @@ class Copying:
             failed=lambda reason: self._send(CopiesFailed(rank=rank, epoch=epoch, reason=reason)),
             timeout_s=self._timeout_s,
         )
+        if self._kept is None and not self._arena.num_bytes:  # The job begins.
+            with suppress(CheckpointError):  # The first version says so.
+                self._arena.reserve(self._sizes(start, own))
         if not unprotected:
             self._begin(start.iteration)
+
+    def _sizes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
+        """Of layers that this rank keeps, the bytes, as far as it can know them."""
+        held = self._stage.layers
+        found = {n: sum(view.nbytes for view in held[n].state_views().values()) for n in own}
+        profile = self._spec.profile
+        if profile is not None and self._spec.job.model.kind != "paced":
+            for layers in sent_to(self._spec.rank, start.copies).values():
+                told = [profile.layers[n] for n in layers]
+                sizes = [layer.parameter_bytes + layer.optimizer_bytes for layer in told]
+                found |= dict(zip(layers, sizes, strict=True))
+        return found
 
     def _buffers(self) -> Buffers | None:
         job = self._job

@@ -12,8 +12,9 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.arena import Arena, Version
+from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.retrieval import give, take
+from planaria.checkpoint.version import Version
 from planaria.checkpoint.wire import State, state_of
 from planaria.core.copies import Label
 from planaria.engine.gathering import gathered_as
