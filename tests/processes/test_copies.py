@@ -119,6 +119,16 @@ def test_the_workers_of_all_nodes_die_at_once(run: Run) -> None:
     assert event.downtime_s < MARGIN * BACK_WITHIN_S
 
 
+def test_nodes_of_several_devices_keep_copies(server: ForkServer, job: JobConfig) -> None:
+    """Each rank of a node has an arena, and sends to one of another node."""
+    config = replace(job, cluster=replace(job.cluster, nodes=3, devices_per_node=2))
+    result = struck(config, server, "crash:0,1,2@5.forward")
+
+    (event,) = recoveries(result)
+    assert event.source_tier == "memory"
+    assert digests(result) == calm_digests(server, ITERATIONS)
+
+
 @pytest.mark.long
 def test_they_are_lost_again_before_a_new_version_is_complete(run: Run) -> None:
     """The version that all went back to is kept until then."""

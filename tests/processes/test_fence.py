@@ -63,32 +63,39 @@ class _StopsOnceAlone(Silent):
 
 
 class _Times(Silent):
-    """Notes when the node was lost."""
+    """Notes when the node was lost, and how many of its epoch's files were being written then."""
 
-    def __init__(self) -> None:
-        self.lost_s = 0.0
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.lost_s, self.num_partial = 0.0, 0
 
     def note(self, text: str) -> None:
         if text.startswith("lost"):
             self.lost_s = time.time()
+            self.num_partial = len(list(self._directory.glob("*-0/*.partial")))
 
 
 @pytest.mark.long
 def test_a_node_that_hung_while_it_saved_writes_nothing_more(
-    server: ForkServer, tmp_path: Path
+    tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops with a save under way, and goes on when its epoch is long over."""
+    """It stops with a layer on its way to the disk, and goes on when its epoch is long over."""
+    monkeypatch.setattr("planaria.library._WORKER", "slow_writer:main")
     config = chaos_job("gpt2", tmp_path / "run", server, iterations=60)
     config = replace(
         config,
         cluster=replace(config.cluster, lease_s=LEASE_S),
         checkpoint=replace(config.checkpoint, persist_every=1, keep=0),
     )
-    display = _Times()
-
-    result = struck(config, server, f"hang={3 * LEASE_S}:0@4.start", display=display)
+    display = _Times(Path(config.checkpoint.directory))
+    own = fork_server(config, search_path=[TESTS])
+    try:
+        result = struck(config, own, f"hang={3 * LEASE_S}:0@4.start", display=display)
+    finally:
+        own.close()
 
     assert result.error is None
+    assert display.num_partial  # Of node 0, or of one that has long ended its own.
     written_s = [
         path.stat().st_mtime
         for path in Path(config.checkpoint.directory).glob("*-0/*")
