@@ -1,6 +1,7 @@
 """What the coordinator expects of the next failure: learned or told, in bursts, after restarts."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +170,25 @@ def test_what_is_not_saved_is_what_was_trained_and_what_will_be_but_not_beyond_a
     assert never.unsaved_samples == pytest.approx(101 * NUM_MICROBATCHES)
     assert often.unsaved_samples == 5 * NUM_MICROBATCHES
     assert published.unsaved_samples == pytest.approx(100 * NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize(
+    ("copies", "every", "at_risk"), [(1, "auto", 101), (2, "auto", 2), (3, 4, 8)]
+)
+def test_copies_in_other_nodes_memory_leave_two_versions_at_risk(
+    copies: int, every: Any, at_risk: int
+) -> None:
+    """Its own is lost with a node."""
+    rules = small_rules(failure_rate=36.0)
+    checkpoint = replace(rules.job.checkpoint, copies=copies, every=every)
+    rules = replace(rules, job=replace(rules.job, checkpoint=checkpoint))
+    state = trained(rules).state
+    found = Survivors().propose(
+        PLAN, survivors(PLAN, (3,), epoch=1), NodesLost((3,), 0), rules.prices
+    )
+
+    expected = outlook(rules, state, found, NOW_S)
+    assert expected.unsaved_samples == pytest.approx(at_risk * NUM_MICROBATCHES)
 
 
 def test_a_save_may_be_published_before_its_iteration_counts() -> None:

@@ -10,6 +10,7 @@ from planaria.core.records import Candidate
 from planaria.policies.policy import Outlook, best_transition, expected_samples_per_s
 
 _S_PER_HOUR: Final = 3600.0
+_BACK_MAX: Final = 2  # Versions of copies: one is on its way when the nodes are lost.
 
 
 def candidates_of(
@@ -60,16 +61,19 @@ def outlook(
     """The rate and the size of failures, and what is not saved when the next one is to be expected.
 
     The last is what there is since the newest save of this run, and what the fastest of the answers
-    makes until then; no more than is trained between two saves, where the job saves as it goes.
+    makes until then; no more than is trained between two saves, where the job saves as it goes, and
+    no more than all go back to copies in other nodes' memory, which are taken to survive.
     """
-    training, every = rules.job.training, rules.job.checkpoint.persist_every
+    training, job = rules.job.training, rules.job.checkpoint
     to_failure_s = time_to_failure_s(rules, state, now_s)
     saved = max(rules.first_iteration, state.published)
     fastest_s = min(transition.iteration_s for transition in transitions)
     # A save may be published before the last report of its iteration is in.
     num_unsaved = max(0.0, state.next_iteration - saved + to_failure_s / fastest_s)
-    if every:
-        num_unsaved = min(num_unsaved, every)
+    if job.persist_every:
+        num_unsaved = min(num_unsaved, job.persist_every)
+    if job.copies > 1:
+        num_unsaved = min(num_unsaved, _BACK_MAX * (1 if job.every == "auto" else job.every))
     return Outlook(
         failures_per_s=1.0 / to_failure_s,
         unsaved_samples=num_unsaved * training.global_batch_size,
