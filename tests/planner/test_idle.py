@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.core.copies import IdleSpans, LayerCopy
-from planaria.core.plan import Plan
+from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.planner.copies import layer_copies
 from planaria.planner.idle import Sending, predicted_idle, predicted_sending
@@ -166,3 +166,22 @@ def test_of_a_version_whose_chunks_fit_nowhere_one_goes_in_each_iteration() -> N
     (sent,) = sending_of(plan, layer_bytes=10**10, chunk_bytes=10**10).values()
 
     assert sent.iterations == 2
+
+
+def test_the_devices_of_a_node_share_its_ways() -> None:
+    """Two ranks of a node send as much as one of two such nodes, and twice the time."""
+    template = PipelineTemplate(tuple(Stage(i, i + 1, 1) for i in range(4)), 2)
+    plan = plain_plan(0, (Pipeline(template, (0, 1)),), (4,))
+    profile = replace(PROFILE, layers=PROFILE.layers[:4])
+    problem = Problem(profile=profile, devices_per_node=2, num_microbatches=4, failures_tolerated=0)
+    copies = [LayerCopy(layer, layer, ((layer + 2) % 4,)) for layer in range(4)]
+
+    found = predicted_sending(
+        problem, plan, copies, layer_bytes=(BYTES,) * 4, chunk_bytes=BYTES, gamma=0.5
+    )
+    idle = {one.source: one.spans for one in predicted_idle(problem, plan, copies)}
+
+    assert {node: sent.num_bytes for node, sent in found.items()} == {0: 2 * BYTES, 1: 2 * BYTES}
+    # What rank 1 sends to the other node takes rank 0's way, too, and is known by rank 0's work.
+    assert sum(span.lasts_s for span in idle[0]) == pytest.approx(found[0].idle_s)
+    assert sum(span.lasts_s for span in idle[1]) == pytest.approx(found[0].idle_s)

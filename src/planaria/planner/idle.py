@@ -26,19 +26,20 @@ def predicted_idle(
     ways = _Ways(problem, plan)
     pairs = sorted({(copy.source, target) for copy in copies for target in copy.targets})
     return tuple(
-        IdleSpans(source, target, anchored(ways.idle(source, [target]), ways.ends_s(source)))
+        IdleSpans(source, target, anchored(idle, ways.ends_s(source)))
         for source, target in pairs
+        for idle in [ways.idle(ways.node_of(source), [ways.node_of(target)])]
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What a rank sends of a version of the copies.
+    """What the ranks of a node send of a version of the copies, over the way that they share.
 
     Attributes:
-        num_bytes: to all of its copy holders.
+        num_bytes: to all of their copy holders.
         sends_s: for how long its chunks take its way.
-        idle_s: of an iteration, in which its way and those of its copy holders are free.
+        idle_s: of an iteration, in which that way and those of the copy holders are free.
         iterations: in which a version is sent that need not be there with a commit.
         longer_s: by so much longer is an iteration whose commit waits for a version.
     """
@@ -59,7 +60,7 @@ def predicted_sending(
     chunk_bytes: int,
     gamma: float,
 ) -> dict[int, Sending]:
-    """What the ranks that send copies send in each version. O(actions + chunks).
+    """By node that sends copies what it sends in each version. O(actions + chunks).
 
     Args:
         layer_bytes: of each layer's state.
@@ -73,12 +74,13 @@ def predicted_sending(
     targets: defaultdict[int, set[int]] = defaultdict(set)
     num_bytes: defaultdict[int, int] = defaultdict(int)
     for copy in (copy for copy in copies if copy.targets):
-        targets[copy.source].update(copy.targets)
-        num_bytes[copy.source] += layer_bytes[copy.layer] * len(copy.targets)
+        node = ways.node_of(copy.source)
+        targets[node].update(map(ways.node_of, copy.targets))
+        num_bytes[node] += layer_bytes[copy.layer] * len(copy.targets)
 
     found = {}
-    for source, size in num_bytes.items():
-        spans_s = [end_s - start_s for start_s, end_s in ways.idle(source, targets[source])]
+    for node, size in num_bytes.items():
+        spans_s = [end_s - start_s for start_s, end_s in ways.idle(node, targets[node])]
         sent = partial(
             partitioned,
             num_bytes=size,
@@ -88,7 +90,7 @@ def predicted_sending(
             gamma=gamma,
         )
         due = sent(spans_s)
-        found[source] = Sending(
+        found[node] = Sending(
             num_bytes=size,
             sends_s=sum(map(link.seconds, map(_size, due))),
             idle_s=sum(spans_s),
@@ -123,7 +125,8 @@ def _size(chunk: Chunk) -> int:
 
 
 class _Ways:
-    """When training takes the ways between nodes, in an iteration of a plan."""
+    """When training takes the ways between nodes, in an iteration of a plan: each node has one out
+    and one in, whatever devices it has."""
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         # Who is silent waits for nothing that copies could be late for.
@@ -142,29 +145,34 @@ class _Ways:
         self._ends_s: defaultdict[int, list[float]] = defaultdict(list)
         self._take(schedule, timeline)
 
+    def node_of(self, rank: int) -> int:
+        """Where it is."""
+        return rank // self._devices_per_node
+
     def idle(self, source: int, targets: Iterable[int]) -> tuple[Interval, ...]:
-        """When a rank's way out and the ways into all of these are free."""
+        """When a node's way out and the ways into all of these are free."""
         into = (taken for target in targets for taken in self._into[target])
         return idle_spans([*self._out[source], *into], end_s=self._end_s)
 
     def ends_s(self, rank: int) -> list[float]:
-        """When what it computes ends, ascending."""
+        """When what a rank computes ends, ascending."""
         return sorted(self._ends_s[rank])
 
     def _take(self, schedule: Schedule, timeline: Timeline) -> None:
         for rank, lane, action, start_s, end_s in timeline.spans:
+            node = self.node_of(rank)
             if lane == "compute":
                 if action.kind is not SHADOW:
                     self._ends_s[rank].append(end_s)
             elif lane == "send" and action.kind in (SEND_FORWARD, SEND_BACKWARD):
                 onward = 1 if action.kind is SEND_FORWARD else -1
                 target = schedule.routes[action.microbatch][action.hop + onward].rank
-                if self._is_far([rank, target]):
-                    self._out[rank].append((start_s, end_s))
-                    self._into[target].append((start_s, end_s))
+                if self.node_of(target) != node:
+                    self._out[node].append((start_s, end_s))
+                    self._into[self.node_of(target)].append((start_s, end_s))
             elif lane == "reduce" and self._is_far(schedule.buckets[action.bucket].ranks):
-                self._out[rank].append((start_s, end_s))
-                self._into[rank].append((start_s, end_s))
+                self._out[node].append((start_s, end_s))
+                self._into[node].append((start_s, end_s))
 
     def _is_far(self, ranks: Sequence[int]) -> bool:
-        return len({rank // self._devices_per_node for rank in ranks}) > 1
+        return len(set(map(self.node_of, ranks))) > 1

@@ -10,13 +10,13 @@ from planaria.show.words import bytes_text, counted, seconds_text
 
 
 def sending_text(sending: Mapping[int, Sending], copies: int) -> Text:
-    """Of the rank whose copies take longest, which is what a version waits for."""
+    """Of the node whose copies take longest, which is what a version waits for."""
     if not sending:
         return Text("No copies travel: every node keeps its own, and all hold every layer.")
-    rank, slowest = _slowest(sending)
+    node, slowest = _slowest(sending)
     text = Text.assemble(
         (f"{counted(copies, 'copy')} of each layer", "bold"),
-        f": of a version rank {rank} sends {bytes_text(slowest.num_bytes)}, which takes "
+        f": of a version node {node} sends {bytes_text(slowest.num_bytes)}, which takes "
         f"{seconds_text(slowest.sends_s)} of the {seconds_text(slowest.idle_s)} in which its "
         "network is idle in an iteration.\n",
     )
@@ -32,9 +32,9 @@ def sending_json(sending: Mapping[int, Sending]) -> dict[str, Any] | None:
     """The same; None if no copies travel."""
     if not sending:
         return None
-    rank, slowest = _slowest(sending)
+    node, slowest = _slowest(sending)
     return {
-        "rank": rank,
+        "node": node,
         "bytes": slowest.num_bytes,
         "sends_s": slowest.sends_s,
         "idle_s": slowest.idle_s,
@@ -44,9 +44,9 @@ def sending_json(sending: Mapping[int, Sending]) -> dict[str, Any] | None:
 
 
 def _slowest(sending: Mapping[int, Sending]) -> tuple[int, Sending]:
-    """The rank, the lowest of equals."""
-    rank = min(
+    """The node, the lowest of equals."""
+    node = min(
         sending,
-        key=lambda r: (-sending[r].iterations, -sending[r].longer_s, -sending[r].sends_s, r),
+        key=lambda n: (-sending[n].iterations, -sending[n].longer_s, -sending[n].sends_s, n),
     )
-    return rank, sending[rank]
+    return node, sending[node]
