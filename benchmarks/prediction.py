@@ -3,8 +3,9 @@
 Paced: layers sleep and links are paced. First the layers alone, forward and backward in one
 process, against the seconds of their profile. Then twelve unequal layers on six to nine nodes, and
 Llama-2 7B on 8 and 32: in equal pipelines of so many stages (PP) times so many pipelines (DP), as
-the planner would have them, and as each policy (`--policy`, once or more) goes on after losses.
-Device memory is left out, so that every layout is a plan.
+the planner would have them, and as each policy (`--policy`, once or more; all of them but rollback,
+which without nodes on standby is reinstantiate) goes on after losses. Each has to meet the goals by
+itself. Device memory is left out, so that every layout is a plan.
 
 Transitions: the same pipelines lose a node in each of four iterations, and all else that is paced
 takes TRANSITION_SCALE times as long. For 32 nodes share this machine: what all of them compute in a
@@ -35,7 +36,7 @@ from pathlib import Path
 import torch
 
 from planaria.core.inject import parse_injection
-from planaria.core.job import ResilienceConfig
+from planaria.core.job import POLICIES
 from planaria.core.plan import ModelProfile, Pipeline, Plan, on_one_device, plain_plan
 from planaria.core.specs import Prepared
 from planaria.engine.paced import WIDTH, paced_model
@@ -73,7 +74,7 @@ def main() -> int:
     """Prints a line for each; 1 if an error is above its goal."""
     arguments = _arguments()
     parts = [part for part in PARTS if arguments.only in ("", part)]
-    policies = arguments.policy or [ResilienceConfig().policy]
+    policies = arguments.policy or [name for name in POLICIES if name != "rollback"]
     is_met = True
     if "paced" in parts:
         is_met &= _paced(policies)
@@ -101,7 +102,9 @@ def _paced(policies: Sequence[str]) -> bool:
     errors = Errors()
     for nodes in (6, 7, 8, 9):
         _measure(f"{nodes} nodes", EXAMPLE, server, errors, nodes=nodes)
+    are_exact = alone <= LAYERS_GOAL and _are_exact("small jobs", errors)
     for policy in policies:
+        errors = Errors()
         for num_stages, num_pipelines in LAYOUTS:
             _measure(
                 f"Llama, PP {num_stages} x DP {num_pipelines}",
@@ -113,34 +116,43 @@ def _paced(policies: Sequence[str]) -> bool:
                 policy=policy,
             )
         _measure("Llama, as planned", LLAMA, server, errors, nodes=32, policy=policy)
+        are_exact &= _are_exact(policy, errors)
     server.close()
+    return are_exact
+
+
+def _are_exact(name: str, errors: Errors) -> bool:
+    """Prints what came of iterations; whether it is within the goals."""
     mean, worst = statistics.mean(errors.iterations), max(errors.iterations)
-    are_exact = mean <= MEAN_GOAL and worst <= WORST_GOAL and alone <= LAYERS_GOAL
+    is_met = mean <= MEAN_GOAL and worst <= WORST_GOAL
     print(
-        f"mean error {100 * mean:.2f}%, worst {100 * worst:.2f}%: {_verdict(are_exact)} "
-        f"the goals of {100 * MEAN_GOAL:.0f}% and {100 * WORST_GOAL:.0f}%"
+        f"{name}: mean error {100 * mean:.2f}% of {len(errors.iterations)}, worst "
+        f"{100 * worst:.2f}%: {_verdict(is_met)} the goals of {100 * MEAN_GOAL:.0f}% and "
+        f"{100 * WORST_GOAL:.0f}%"
     )
     if errors.transitions:
         print(f"mean error of their transitions {100 * statistics.mean(errors.transitions):.1f}%")
-    return are_exact
+    return is_met
 
 
 def _transitions(policies: Sequence[str]) -> bool:
     """Jobs that lose one node after the other; whether the mean error is within its goal."""
     print(f"{'recovery':<44} {'predicted':>10} {'measured':>10} {'error':>7}")
     server = fork_server(Job.from_file(LLAMA).config)
-    errors: list[float] = []
+    are_met = True
     for policy in policies:
+        errors: list[float] = []
         for num_stages, num_pipelines in LAYOUTS:
             errors += _recovered(policy, num_stages, num_pipelines, server)
+        mean = statistics.mean(errors)
+        is_met = mean <= TRANSITION_GOAL
+        are_met &= is_met
+        print(
+            f"{policy}: mean error of {len(errors)} transitions {100 * mean:.1f}%, worst "
+            f"{100 * max(errors):.1f}%: {_verdict(is_met)} the goal of {100 * TRANSITION_GOAL:.0f}%"
+        )
     server.close()
-    mean = statistics.mean(errors)
-    is_met = mean <= TRANSITION_GOAL
-    print(
-        f"mean error of transitions {100 * mean:.1f}%, worst {100 * max(errors):.1f}%: "
-        f"{_verdict(is_met)} the goal of {100 * TRANSITION_GOAL:.0f}%"
-    )
-    return is_met
+    return are_met
 
 
 def _recovered(policy: str, num_stages: int, num_pipelines: int, server: ForkServer) -> list[float]:
