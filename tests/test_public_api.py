@@ -76,6 +76,7 @@ COMMANDS = {
         "--json",
         "--node-speed",
         "--node-memory",
+        "--copies",
         "--plot",
     },
 }
