@@ -23,7 +23,7 @@ from planaria.planner.placement import (
     paper_probability,
 )
 from planaria.planner.spread import Limits, optimised_placement, risk
-from planaria.planner.survival import Estimate, Failures, survival_probability
+from planaria.planner.survival import Estimate, Failures, survival_by_lost
 from planaria.show.copies import Placed, placement_figure, placement_table
 from planaria.show.page import picture_format
 
@@ -88,7 +88,7 @@ def placement(
     found, risks = _found(nodes, copies, strategy, memory=memory, failures=failures)
     shown = range(1, min(nodes, 2 * copies) + 1)
     numbers = (num_lost,) if as_json and plot is None else sorted({*shown, num_lost})
-    by_lost = {n: _survival(found, copies, strategy, num_lost=n) for n in numbers}
+    by_lost = _survival(found, copies, strategy, numbers=numbers)
     placed = Placed(strategy.value, found, copies, by_lost, risks)
     if plot is not None and picture is not None:
         write(plot, placement_figure(placed, picture=picture))
@@ -135,13 +135,20 @@ def _found(
     return found, {name: risk(failures, one.holders) for name, one in placements.items()}
 
 
-def _survival(found: Placement, copies: int, strategy: Strategy, *, num_lost: int) -> Estimate:
+def _survival(
+    found: Placement, copies: int, strategy: Strategy, *, numbers: Sequence[int]
+) -> Mapping[int, Estimate]:
+    """By these numbers of lost nodes."""
     num_nodes = len(found.holders)
-    if strategy is not Strategy.OPTIMISED:
-        paper = _PAPERS[strategy]
-        return Estimate(paper_probability(num_nodes, copies, paper, num_lost=num_lost))
-    rng = np.random.default_rng(0)
-    return survival_probability(num_nodes, found.holders, num_lost=num_lost, rng=rng)
+    if strategy is Strategy.OPTIMISED:
+        rng = np.random.default_rng(0)
+        by_lost = survival_by_lost(num_nodes, found.holders, most_lost=max(numbers), rng=rng)
+        return {number: by_lost[number] for number in numbers}
+    paper = _PAPERS[strategy]
+    return {
+        number: Estimate(paper_probability(num_nodes, copies, paper, num_lost=number))
+        for number in numbers
+    }
 
 
 def _json(placed: Placed, num_lost: int) -> dict[str, Any]:

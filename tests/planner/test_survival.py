@@ -14,7 +14,7 @@ from planaria.planner.placement import paper_placement, paper_probability
 from planaria.planner.survival import (
     Failures,
     minimal,
-    survival_probability,
+    survival_by_lost,
     survival_under,
     survivals,
 )
@@ -59,6 +59,15 @@ KEPT = st.lists(st.frozensets(st.integers(0, 7), min_size=1, max_size=5), min_si
 @given(KEPT)
 def test_any_placement_survives_as_often_as_all_losses_say(kept: list[frozenset[int]]) -> None:
     assert survivals(8, kept) == looked_at(8, tuple(kept))
+
+
+@given(KEPT, st.integers(0, 8))
+def test_few_lost_nodes_are_counted_without_the_others(
+    kept: list[frozenset[int]], most_lost: int
+) -> None:
+    found = survivals(8, kept, most_lost=most_lost)
+
+    assert found == looked_at(8, tuple(kept))[: most_lost + 1]
 
 
 @given(
@@ -135,22 +144,21 @@ def test_a_thousand_nodes_are_counted() -> None:
     """In the closed form, and where nodes are grouped in another way."""
     pairs = tuple((node, node ^ 512) for node in range(1024))
 
-    found = survival_probability(1024, pairs, num_lost=2, rng=np.random.default_rng(0))
+    found = survival_by_lost(1024, pairs, most_lost=8, rng=np.random.default_rng(0))
 
-    assert found.error == 0.0
-    assert found.probability == paper_probability(1024, 2, "group", num_lost=2)
+    for num_lost, estimate in enumerate(found):
+        assert estimate.error == 0.0
+        closed = paper_probability(1024, 2, "group", num_lost=num_lost)
+        assert estimate.probability == pytest.approx(closed, abs=1e-12)
 
 
 def test_what_cannot_be_counted_is_drawn_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within five standard errors of the exact value, which is never told as without error."""
     holders = paper_placement(12, 3, "ring").holders
-    exact = [paper_probability(12, 3, "ring", num_lost=lost) for lost in (2, 5, 8, 11)]
+    exact = [paper_probability(12, 3, "ring", num_lost=lost) for lost in range(12)]
     monkeypatch.setattr(survival, "STATES_MAX", 1)
 
-    drawn = [
-        survival_probability(12, holders, num_lost=lost, rng=np.random.default_rng(lost))
-        for lost in (2, 5, 8, 11)
-    ]
+    drawn = survival_by_lost(12, holders, most_lost=11, rng=np.random.default_rng(0))
 
     for estimate, expected in zip(drawn, exact, strict=True):
         assert 0.0 < estimate.error < 0.01

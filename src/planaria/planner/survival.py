@@ -16,13 +16,19 @@ together with all others of their failure domain. `group_survivals`, `ring_survi
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import comb, sqrt
+from heapq import heappop, heappush
+from math import comb
+from operator import mul
 from typing import Final
 
 import numpy as np
 
 STATES_MAX: Final = 1 << 14  # 1,000 nodes in a ring of 3 have 9.
+WAYS_MAX: Final = 1 << 21  # States of all nodes, of those that are counted in a second or two.
 NUM_DRAWS: Final = 100_000
+_CELLS_MAX: Final = 1 << 24  # Draws times nodes; of more than 167 nodes there are fewer draws.
+NODE_FAILURE: Final = 0.01  # Of a node by itself, where nobody tells.
+DOMAIN_FAILURE: Final = 0.001  # Of a failure domain with all its nodes.
 _CELLS_AT_ONCE: Final = 1 << 22
 
 Holders = frozenset[int]
@@ -63,53 +69,76 @@ class Failures:
 def minimal(kept_by: Iterable[Collection[int]]) -> tuple[Holders, ...]:
     """Each set of nodes once, without those that are lost only if a smaller one is."""
     found: list[Holders] = []
+    by_first: defaultdict[int, list[Holders]] = defaultdict(list)
     distinct = {frozenset(nodes) for nodes in kept_by}
     for holders in sorted(distinct, key=lambda one: (len(one), sorted(one))):
-        if not any(smaller <= holders for smaller in found):
+        if not any(smaller <= holders for node in holders for smaller in by_first[node]):
             found.append(holders)
+            by_first[min(holders)].append(holders)
     return tuple(found)
 
 
-def survival_probability(
-    num_nodes: int, kept_by: Iterable[Collection[int]], *, num_lost: int, rng: np.random.Generator
-) -> Estimate:
-    """That nothing is lost when so many nodes are, any of them alike.
+def survival_by_lost(
+    num_nodes: int, kept_by: Iterable[Collection[int]], *, most_lost: int, rng: np.random.Generator
+) -> tuple[Estimate, ...]:
+    """That nothing is lost when 0, 1, .. most_lost nodes are, any of them alike.
 
     Args:
         kept_by: the nodes that keep each piece.
         rng: for what cannot be counted.
     """
     kept = minimal(kept_by)
+    states_max = min(STATES_MAX, WAYS_MAX // num_nodes)
     try:
-        number = survivals(num_nodes, kept)[num_lost]
+        numbers = survivals(num_nodes, kept, most_lost=most_lost, states_max=states_max)
     except TooManyStatesError:
-        return _drawn(num_nodes, kept, num_lost=num_lost, rng=rng)
-    return Estimate(number / comb(num_nodes, num_lost))
+        return _drawn(num_nodes, kept, most_lost=most_lost, rng=rng)
+    return tuple(Estimate(number / comb(num_nodes, lost)) for lost, number in enumerate(numbers))
 
 
 # -- counted --------------------------------------------------------------------------------------
 
 
-def survivals(num_nodes: int, kept_by: Iterable[Collection[int]]) -> tuple[int, ...]:
-    """Of all sets of 0, 1, .. num_nodes lost nodes, how many lose nothing.
+def survivals(
+    num_nodes: int,
+    kept_by: Iterable[Collection[int]],
+    *,
+    most_lost: int | None = None,
+    states_max: int = STATES_MAX,
+) -> tuple[int, ...]:
+    """Of all sets of 0, 1, .. most_lost lost nodes, how many lose nothing.
 
-    O(nodes^2 * states) digits.
+    O(nodes * most_lost * states) numbers of as many digits as there are nodes.
+
+    Args:
+        most_lost: all nodes if not given; the fewer, the fewer states there are.
 
     Raises:
-        TooManyStatesError: see STATES_MAX.
+        TooManyStatesError: there are more than states_max.
     """
+    most = num_nodes if most_lost is None else most_lost
     digits = num_nodes + 1  # No number of sets is longer, so that one whole number has them all.
     fates = ((1, False, 0), (1 << digits, True, 0))
-    kept = minimal(kept_by)
-    total = _total(_in_order(num_nodes, kept), kept, lambda _node, _down: fates)
-    return tuple(int(total) >> (digits * n) & ((1 << digits) - 1) for n in range(num_nodes + 1))
+    kept = minimal(nodes for nodes in kept_by if len(nodes) <= most)
+    shown = (1 << digits * (most + 1)) - 1
+    order = _in_order(num_nodes, kept)
+    total = _total(
+        order,
+        kept,
+        lambda _node, _down: fates,
+        times=lambda one, other: int(one) * int(other) & shown,
+        states_max=states_max,
+    )
+    return tuple(int(total) >> (digits * n) & ((1 << digits) - 1) for n in range(most + 1))
 
 
-def survival_under(failures: Failures, kept_by: Iterable[Collection[int]]) -> float:
+def survival_under(
+    failures: Failures, kept_by: Iterable[Collection[int]], *, states_max: int = STATES_MAX
+) -> float:
     """The probability that nothing is lost.
 
     Raises:
-        TooManyStatesError: see STATES_MAX.
+        TooManyStatesError: there are more than states_max.
     """
     kept, domains = minimal(kept_by), tuple(failures.domains)
     order = _in_order(len(failures.node), (*kept, *domains))
@@ -129,11 +158,16 @@ def survival_under(failures: Failures, kept_by: Iterable[Collection[int]]) -> fl
         yield (1.0 - together) * alone, True, down & ~bit
         yield (1.0 - together) * (1.0 - alone), False, down & ~bit
 
-    return float(_total(order, kept, fates))
+    return float(_total(order, kept, fates, times=mul, states_max=states_max))
 
 
 def _total(
-    order: Sequence[int], kept: Sequence[Holders], fates: Callable[[int, int], Iterable[_Fate]]
+    order: Sequence[int],
+    kept: Sequence[Holders],
+    fates: Callable[[int, int], Iterable[_Fate]],
+    *,
+    times: Callable[[float, float], float],
+    states_max: int,
 ) -> float:
     """The sum over all ways in which nothing is lost of the product of what they multiply by."""
     place = {node: index for index, node in enumerate(order)}
@@ -150,10 +184,10 @@ def _total(
         for (unsaved, down), total in totals.items():
             for factor, is_lost, down_after in fates(node, down):
                 left = unsaved | begins[node] if is_lost else unsaved & ~keeps[node]
-                if factor and not left & ends[node]:
-                    after[left, down_after] += total * factor
+                if not left & ends[node] and (product := times(total, factor)):
+                    after[left, down_after] += product
         totals = after
-        if len(totals) > STATES_MAX:
+        if len(totals) > states_max:
             raise TooManyStatesError(f"{len(totals)} ways to go on after node {node}")
     return sum(totals.values())
 
@@ -165,23 +199,27 @@ def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
         for node in group:
             of_node[node].append(index)
     missing = [set(group) for group in groups]
-    order: list[int] = []
-    near: set[int] = set()
+    # Of each node how many groups it would begin, less those that it would end.
+    opens = [sum(len(groups[index]) > 1 for index in of_node[node]) for node in range(num_nodes)]
+    near: list[tuple[int, int]] = []  # What is no longer so is passed over.
     left = dict.fromkeys(range(num_nodes))
-
-    def opened(node: int) -> tuple[int, int]:
-        new = sum(len(missing[index]) == len(groups[index]) for index in of_node[node])
-        done = sum(len(missing[index]) == 1 for index in of_node[node])
-        return new - done, node
-
+    order: list[int] = []
     while left:
-        node = min(near, key=opened) if near else next(iter(left))
+        node = next(iter(left))
+        while near:
+            opened, first = heappop(near)
+            if first in left and opened == opens[first]:
+                node = first
+                break
         del left[node]
         order.append(node)
         for index in of_node[node]:
+            is_new = len(missing[index]) == len(groups[index])
             missing[index].discard(node)
-            near |= missing[index]
-        near.discard(node)
+            if is_new or len(missing[index]) == 1:
+                for other in missing[index]:
+                    opens[other] -= is_new + (len(missing[index]) == 1)
+                    heappush(near, (opens[other], other))
     return order
 
 
@@ -189,20 +227,26 @@ def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
 
 
 def _drawn(
-    num_nodes: int, kept: Sequence[Holders], *, num_lost: int, rng: np.random.Generator
-) -> Estimate:
-    """The share of drawn losses that lose nothing; its error is never 0, whatever was drawn."""
-    num_alive, at_once = 0, max(1, _CELLS_AT_ONCE // num_nodes)
-    for begin in range(0, NUM_DRAWS, at_once):
-        number = min(at_once, NUM_DRAWS - begin)
+    num_nodes: int, kept: Sequence[Holders], *, most_lost: int, rng: np.random.Generator
+) -> tuple[Estimate, ...]:
+    """The shares of drawn losses that lose nothing; their errors are never 0, whatever was drawn.
+
+    A draw is an order in which nodes are lost, so it serves for every number of them.
+    """
+    num_draws = max(1, min(NUM_DRAWS, _CELLS_MAX // num_nodes))
+    at_once = max(1, _CELLS_AT_ONCE // num_nodes)
+    num_losing = np.zeros(num_nodes + 1, dtype=np.int64)  # By how many are lost when something is.
+    for begin in range(0, num_draws, at_once):
+        number = min(at_once, num_draws - begin)
         ranks = rng.random((number, num_nodes)).argsort(axis=1).argsort(axis=1)
-        is_lost = ranks < num_lost
-        loses = np.zeros(number, dtype=bool)
+        first = np.full(number, num_nodes)
         for holders in kept:
-            loses |= is_lost[:, sorted(holders)].all(axis=1)
-        num_alive += number - int(loses.sum())
-    share = (num_alive + 1) / (NUM_DRAWS + 2)
-    return Estimate(num_alive / NUM_DRAWS, sqrt(share * (1.0 - share) / NUM_DRAWS))
+            np.minimum(first, ranks[:, sorted(holders)].max(axis=1) + 1, out=first)
+        num_losing += np.bincount(first, minlength=num_nodes + 1)
+    num_alive = num_draws - num_losing.cumsum()[: most_lost + 1]
+    shares = (num_alive + 1) / (num_draws + 2)
+    errors = np.sqrt(shares * (1.0 - shares) / num_draws)
+    return tuple(map(Estimate, (num_alive / num_draws).tolist(), errors.tolist()))
 
 
 # -- in closed form -------------------------------------------------------------------------------
