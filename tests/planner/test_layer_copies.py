@@ -95,7 +95,8 @@ def test_copies_share_no_domain_where_there_are_enough(
     num_nodes = len(plan.nodes)
     domain_of = {node: node // rack for node in plan.nodes}
     racks = [[n for n in plan.nodes if n // rack == index] for index in set(domain_of.values())]
-    found = layer_copies(plan, copies=copies, placement=None, layer_bytes=BYTES, domains=racks)
+    placement = paper_placement(num_nodes, min(copies, num_nodes), "mixed")
+    found = layer_copies(plan, copies=copies, placement=placement, layer_bytes=BYTES, domains=racks)
     for copy in found:
         taken = {domain_of[node] for node in plan.holders(copy.layer)}
         free = len(racks) - len(taken)
@@ -104,14 +105,18 @@ def test_copies_share_no_domain_where_there_are_enough(
         assert len(copy.targets) == min(copies - 1, num_nodes - len(plan.holders(copy.layer)))
 
 
-def test_without_a_placement_copies_are_where_least_is_kept() -> None:
-    plan = shaped_plan((5,), 6)
+def test_copies_that_a_domain_keeps_from_their_place_are_where_least_is_kept() -> None:
+    """Of a pipeline of eight nodes in two racks: none of a rack the largest layer ahead."""
+    plan, racks = shaped_plan((8,), 8), (range(4), range(4, 8))
     kept = Counter[int]()
-    for copy in layer_copies(plan, copies=2, placement=None, layer_bytes=BYTES):
+    placement = paper_placement(8, 2, "mixed")
+    for copy in layer_copies(plan, copies=2, placement=placement, layer_bytes=BYTES, domains=racks):
         for target in copy.targets:
             kept[target] += BYTES[copy.layer]
 
-    assert max(kept.values()) == max(BYTES)
+    for rack in racks:
+        assert max(kept[node] for node in rack) - min(kept[node] for node in rack) <= max(BYTES)
+    assert set(kept) == set(range(8))
 
 
 ranks_of_nodes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)

@@ -1,13 +1,15 @@
 """Who keeps copies of which layers in memory, in an epoch, and when they travel."""
 
+from functools import partial
 from typing import Final
 
 from planaria.coordinator.state import Rules
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.planner.copies import layer_copies
+from planaria.planner.fewer_sets import optimised_copies
 from planaria.planner.idle import predicted_idle
-from planaria.planner.placement import Placement, paper_placement
+from planaria.planner.placement import PaperStrategy, paper_placement
 
 SCHEDULED: Final = ("interleaved", "unpipelined")  # Modes in which copies wait for idle spans.
 
@@ -20,20 +22,13 @@ def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
     copies = min(job.copies, num_nodes)
     if not copies:
         return ()
-    return layer_copies(
-        plan,
-        copies=copies,
-        placement=_placement(job.strategy, num_nodes, copies),
-        domains=job.failure_domains,
-        layer_bytes=rules.prices.layer_bytes,
+    placed = optimised_copies
+    if job.strategy != "optimised":  # `mixed` is `group` where groups come out even.
+        strategy: PaperStrategy = "ring" if job.strategy == "ring" else "mixed"
+        placed = partial(layer_copies, placement=paper_placement(num_nodes, copies, strategy))
+    return placed(
+        plan, copies=copies, domains=job.failure_domains, layer_bytes=rules.prices.layer_bytes
     )
-
-
-def _placement(strategy: str, num_nodes: int, copies: int) -> Placement | None:
-    """Of nodes' states, None where layers need none; `mixed` is `group` where groups are even."""
-    if strategy == "optimised":
-        return None
-    return paper_placement(num_nodes, copies, "ring" if strategy == "ring" else "mixed")
 
 
 def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[IdleSpans, ...]:

@@ -153,7 +153,7 @@ class CheckpointConfig:
         "mixed",
         "which nodes keep copies of whose layers; mixed: in groups of as many nodes as copies, and "
         "a ring of what is left; group: mixed where groups do not come out even; ring; optimised: "
-        "wherever least is kept so far",
+        "mixed, or what loses layers less often without any node that keeps more",
     )
     failure_domains: tuple[tuple[int, ...], ...] = _key(
         (), "nodes that may fail together, by number, as [[0, 1], [2, 3]]; copies go elsewhere"

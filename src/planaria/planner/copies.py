@@ -12,8 +12,10 @@ Differs: Gemini has no replicas, so each of its machines sends all that it has; 
 holders sends a layer, the one that has least to send by then.
 """
 
+from bisect import insort
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
@@ -24,53 +26,70 @@ def layer_copies(
     plan: Plan,
     *,
     copies: int,
-    placement: Placement | None,
+    placement: Placement,
     layer_bytes: Sequence[int],
     domains: Sequence[Collection[int]] = (),
 ) -> tuple[LayerCopy, ...]:
-    """The further copies of all layers, ascending. O(layers * nodes * log nodes).
+    """The further copies of all layers, ascending. O(layers * nodes).
 
     There are fewer than copies - 1 where nodes that hold a layer are all that there are.
 
     Args:
         copies: k, the sender's own included.
-        placement: of as many nodes as the plan has, by their places in plan.nodes; None: copies
-            are wherever least is kept.
+        placement: of as many nodes as the plan has, by their places in plan.nodes.
         layer_bytes: of each layer's state.
         domains: nodes that may fail together; copies are outside of those of the layer's holders,
             and of other copies, where that can be.
     """
     per_node = plan.pipelines[0].template.devices_per_node
-    preferred: dict[int, tuple[int, ...]] = {}
-    if placement is not None:
-        assert len(placement.holders) == len(plan.nodes)
-        preferred = {
-            node: tuple(plan.nodes[place] for place in places[1:])
-            for node, places in zip(plan.nodes, placement.holders, strict=True)
-        }
+    preferred = {
+        node: frozenset(plan.nodes[place] for place in places[1:])
+        for node, places in zip(plan.nodes, placement.holders, strict=True)
+    }
     domain_of = {node: index for index, nodes in enumerate(domains) for node in nodes}
-    holders = _holding_nodes(plan)
+    holders, sources = _holding_nodes(plan), _computing_ranks(plan)
     sent: Counter[int] = Counter()
     kept: Counter[int] = Counter()
+    by_kept = [(0, node) for node in plan.nodes]
     found: dict[int, LayerCopy] = {}
     for layer in sorted(range(plan.num_layers), key=lambda n: (-layer_bytes[n], n)):
-        without = [node for node in plan.nodes if node not in holders[layer]]
-        source = min(plan.holders(layer), key=lambda rank: (sent[rank], rank))
-        node = source // per_node
+        source = min(sources[layer], key=lambda rank: (sent[rank], rank))
+        first = preferred[source // per_node] - holders[layer]
         # Of those that the placement does not tell the one that keeps least.
-        without.sort(key=lambda n: (n not in preferred.get(node, ()), kept[n], n))
-        chosen: list[int] = []
-        for _ in range(min(copies - 1, len(without))):
-            struck = {domain_of.get(n) for n in (*holders[layer], *chosen)} - {None}
-            best = min(without, key=lambda n: domain_of.get(n) in struck)
-            without.remove(best)
-            chosen.append(best)
+        others = (n for _, n in by_kept if n not in first and n not in holders[layer])
+        chosen = _apart(
+            chain(sorted(first, key=lambda n: (kept[n], n)), others),
+            number=min(copies - 1, len(plan.nodes) - len(holders[layer])),
+            struck={domain_of[n] for n in holders[layer] if n in domain_of},
+            domain_of=domain_of,
+        )
         for target in chosen:
             sent[source] += layer_bytes[layer]
+            by_kept.remove((kept[target], target))
             kept[target] += layer_bytes[layer]
+            insort(by_kept, (kept[target], target))
         targets = tuple(target * per_node + source % per_node for target in chosen)
         found[layer] = LayerCopy(layer, source, targets)
     return tuple(found[layer] for layer in range(plan.num_layers))
+
+
+def _apart(
+    nodes: Iterable[int], *, number: int, struck: set[int], domain_of: Mapping[int, int]
+) -> list[int]:
+    """The first so many of no domain that is struck or that another one is in, and of the others
+    where those are too few."""
+    chosen, others = list[int](), list[int]()
+    for node in nodes:
+        if len(chosen) == number:
+            break
+        if node not in domain_of:
+            chosen.append(node)
+        elif domain_of[node] not in struck:
+            chosen.append(node)
+            struck.add(domain_of[node])
+        else:
+            others.append(node)
+    return chosen + others[: number - len(chosen)]
 
 
 def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
@@ -93,6 +112,18 @@ def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
     return tuple(found)
 
 
+def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[int], ...]:
+    """Of each layer the nodes that have it or keep one of these copies, by their places in
+    plan.nodes."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    place = {node: index for index, node in enumerate(plan.nodes)}
+    held = _holding_nodes(plan)
+    nodes = [{place[node] for node in held[layer]} for layer in range(plan.num_layers)]
+    for copy in copies:
+        nodes[copy.layer].update(place[target // per_node] for target in copy.targets)
+    return tuple(map(frozenset, nodes))
+
+
 def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
     """By layer the nodes that have it, be it to compute it or not."""
     per_node = plan.pipelines[0].template.devices_per_node
@@ -101,3 +132,12 @@ def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
         for layer in layers:
             nodes[layer].add(rank // per_node)
     return {layer: frozenset(those) for layer, those in nodes.items()}
+
+
+def _computing_ranks(plan: Plan) -> Sequence[Sequence[int]]:
+    """By layer its plan.holders."""
+    ranks: list[list[int]] = [[] for _ in range(plan.num_layers)]
+    for rank in plan.ranks:
+        for layer in plan.layers_by_rank[rank]:
+            ranks[layer].append(rank)
+    return ranks

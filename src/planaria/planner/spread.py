@@ -62,7 +62,7 @@ def optimised_placement(
     check_copies(num_nodes, copies)
     rng = Random(seed)
     found: dict[frozenset[tuple[int, Holders]], tuple[Holders, ...]] = {}
-    for start in _starts(num_nodes, copies, failures):
+    for start in starts(num_nodes, copies, failures):
         for holders in (start, _walked(_Walk(start, failures, limits), rng)):
             if not _Walk(holders, failures, limits).overflow:
                 found[frozenset(enumerate(holders))] = holders
@@ -74,7 +74,12 @@ def optimised_placement(
         ) + (f", {missing} bytes short in all" if missing > 0 else "; have fewer, or allow more")
         raise ConfigError("copies", copies, remedy)
     best = min(found.values(), key=lambda holders: risk(failures, holders))
-    return Placement(tuple((node, *sorted(holders - {node})) for node, holders in enumerate(best)))
+    return as_placement(best)
+
+
+def as_placement(holders: Sequence[Holders]) -> Placement:
+    """Of the nodes that keep each node's state."""
+    return Placement(tuple((node, *sorted(one - {node})) for node, one in enumerate(holders)))
 
 
 def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
@@ -82,10 +87,10 @@ def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
     try:
         return 1.0 - survival_under(failures, holders)
     except TooManyStatesError:
-        return sum(_all_lost(failures, one) for one in minimal(holders))
+        return sum(all_lost(failures, one) for one in minimal(holders))
 
 
-def _all_lost(failures: Failures, holders: Holders) -> float:
+def all_lost(failures: Failures, holders: Holders) -> float:
     """The probability that all of these nodes are lost."""
     probability, left = 1.0, set(holders)
     for domain, together in failures.domains.items():
@@ -99,7 +104,7 @@ def _all_lost(failures: Failures, holders: Holders) -> float:
 # -- where walks begin ----------------------------------------------------------------------------
 
 
-def _starts(num_nodes: int, copies: int, failures: Failures) -> Iterable[tuple[Holders, ...]]:
+def starts(num_nodes: int, copies: int, failures: Failures) -> Iterable[tuple[Holders, ...]]:
     """Each shape, of nodes in their order and of nodes whose neighbours share no domain."""
     shapes = [
         tuple(frozenset(one) for one in paper_placement(num_nodes, copies, "mixed").holders),
@@ -215,7 +220,7 @@ class _Walk:
 
     def _all_lost(self, holders: Holders) -> float:
         if holders not in self._lost:
-            self._lost[holders] = _all_lost(self._failures, holders)
+            self._lost[holders] = all_lost(self._failures, holders)
         return self._lost[holders]
 
 

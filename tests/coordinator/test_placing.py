@@ -1,0 +1,61 @@
+"""Who keeps copies of which layers, as a job asks for it."""
+
+from dataclasses import replace
+from math import comb
+from typing import Any
+
+import pytest
+
+from coordinated import small_rules
+from jobs import shaped_plan
+from planaria.coordinator.placing import copies_of
+from planaria.coordinator.state import Rules
+from planaria.core.job import CheckpointConfig
+from planaria.core.plan import Plan
+from planaria.planner.copies import keeping_places
+from planaria.planner.survival import survivals
+
+
+def placed_by(**keys: Any) -> Rules:
+    """A job with these keys of its checkpoints."""
+    rules = small_rules()
+    return replace(rules, job=replace(rules.job, checkpoint=CheckpointConfig(**keys)))
+
+
+def survives(rules: Rules, plan: Plan, num_lost: int) -> float:
+    """That all layers do when so many nodes are lost."""
+    num_nodes, kept_by = len(plan.nodes), keeping_places(plan, copies_of(rules, plan))
+    return survivals(num_nodes, kept_by)[num_lost] / comb(num_nodes, num_lost)
+
+
+def test_optimised_is_not_worse_than_mixed() -> None:
+    """One pipeline, in which each layer is held by one node, so that placements tell most."""
+    plan = shaped_plan((6,), 6)
+
+    assert survives(placed_by(copies=2, strategy="mixed"), plan, 2) == pytest.approx(0.8)
+    assert survives(placed_by(copies=2, strategy="optimised"), plan, 2) == pytest.approx(0.8)
+    assert survives(placed_by(copies=2, strategy="ring"), plan, 2) == pytest.approx(0.6)
+
+
+def test_optimised_is_better_than_mixed_under_failure_domains() -> None:
+    """Racks of four: neither has both copies in one, and optimised has fewer pairs to lose."""
+    plan, racks = shaped_plan((8,), 8), ((0, 1, 2, 3), (4, 5, 6, 7))
+    mixed = placed_by(copies=2, strategy="mixed", failure_domains=racks)
+    optimised = placed_by(copies=2, strategy="optimised", failure_domains=racks)
+
+    for rules in (mixed, optimised):
+        assert all(copy.source // 4 != copy.targets[0] // 4 for copy in copies_of(rules, plan))
+    assert survives(optimised, plan, 2) > survives(mixed, plan, 2)
+
+
+@pytest.mark.parametrize("strategy", ["mixed", "group", "ring", "optimised"])
+def test_a_job_that_asks_for_more_copies_than_nodes_has_one_on_each(strategy: str) -> None:
+    """As after losses."""
+    plan = shaped_plan((3,), 6)
+    copies = copies_of(placed_by(copies=5, strategy=strategy), plan)
+
+    assert keeping_places(plan, copies) == (frozenset({0, 1, 2}),) * plan.num_layers
+
+
+def test_a_job_without_copies_has_none() -> None:
+    assert copies_of(placed_by(copies=0, strategy="optimised"), shaped_plan((3,), 6)) == ()
