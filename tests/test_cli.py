@@ -155,6 +155,22 @@ def test_plan_tells_how_many_iterations_copies_take_that_do_not_fit(tmp_path: Pa
     assert re.search(r"A version takes \d+ iterations; if each .* would be .* s longer.", shown)
 
 
+def test_plan_tells_what_survives_with_copies_and_without() -> None:
+    """Four pipelines of two nodes: each layer has four holders, and a fifth node keeps a copy."""
+    options = ("llama2-7b", "--nodes", "8", "--copies", "2")
+
+    found = json.loads(command("plan", *options, "--json").stdout)["copies"]["survival"]
+    shown = command("plan", *options).stdout
+
+    assert [row["lost"] for row in found] == [1, 2, 3, 4]
+    assert found[0]["live"] == found[0]["kept"] == 1.0
+    assert all(row["live"] <= row["kept"] for row in found)
+    assert any(row["live"] < row["kept"] for row in found)
+    assert all(row["live_error"] == row["kept_error"] == 0.0 for row in found)
+    for row in (row for row in found if row["live"] < 1.0):
+        assert f"{100.0 * row['live']:.2f}%" in shown
+
+
 def test_plan_refuses_more_copies_than_nodes() -> None:
     """A node keeps one copy of a layer."""
     assert_mistake(command("plan", "gpt2", "--nodes", "3", "--copies", "4"), "copies = 4", "1 to")

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from planaria.errors import ConfigError
 from planaria.planner.copies import layer_copies
 from planaria.planner.idle import Sending, predicted_sending
 from planaria.planner.interleave import PREDICTED_GAMMA
+from planaria.planner.layer_survival import LayerSurvival, layer_survival
 from planaria.planner.paper_sets import PAPER_METHOD
 from planaria.planner.placement import check_copies, paper_placement
 from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
@@ -33,6 +35,7 @@ from planaria.profiles.shipped import NAMES
 from planaria.show.figures import plan_figure
 from planaria.show.page import picture_format
 from planaria.show.sending import sending_json, sending_text
+from planaria.show.surviving import survival_json, survival_table
 from planaria.show.tables import plan_json, plan_table
 
 
@@ -113,16 +116,19 @@ def _print(
 ) -> None:
     """The plan for so many nodes, as tables, or as JSON if it is told what planning took."""
     plan = every.plans[num_nodes]
-    sending = _sending(every.problem, plan, copies) if copies else {}
+    sending, survival = _copied(every.problem, plan, copies) if copies else ({}, ())
     if planning_s is not None:
         shown = plan_json(every, plan, templates=templates, planning_s=planning_s)
-        shown |= {"copies": sending_json(sending)} if copies else {}
+        if copies:
+            told = sending_json(sending)
+            shown["copies"] = told and told | {"survival": survival_json(survival)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     console = Console()
     console.print(plan_table(every, plan, templates=templates))
     if copies:
         console.print(sending_text(sending, copies))
+        console.print(survival_table(survival))
 
 
 def _plans(
@@ -150,21 +156,22 @@ def _plans(
     return unequal_plans(problem, kinds)
 
 
-def _sending(problem: Problem, plan: Plan, copies: int) -> dict[int, Sending]:
-    """What the ranks of a plan send of copies that travel as a job says by default."""
+def _copied(
+    problem: Problem, plan: Plan, copies: int
+) -> tuple[Mapping[int, Sending], Sequence[LayerSurvival]]:
+    """What the ranks of a plan send of copies that travel as a job says by default, and what
+    survives with these."""
     check_copies(len(plan.nodes), copies)
     defaults = CheckpointConfig()
     layer_bytes = profile_prices(problem.profile, regroup_s=0.0).layer_bytes
-    return predicted_sending(
+    placement = paper_placement(len(plan.nodes), copies, "mixed")
+    placed = layer_copies(plan, copies=copies, placement=placement, layer_bytes=layer_bytes)
+    sending = predicted_sending(
         problem,
         plan,
-        layer_copies(
-            plan,
-            copies=copies,
-            placement=paper_placement(len(plan.nodes), copies, "mixed"),
-            layer_bytes=layer_bytes,
-        ),
+        placed,
         layer_bytes=layer_bytes,
         chunk_bytes=Buffers(defaults.buffer_bytes, defaults.num_buffers).piece_bytes,
         gamma=PREDICTED_GAMMA,
     )
+    return sending, layer_survival(plan, placed, copies=copies, rng=np.random.default_rng(0))

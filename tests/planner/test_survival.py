@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from planaria.planner import survival
 from planaria.planner.placement import paper_placement, paper_probability
 from planaria.planner.survival import (
+    Estimate,
     Failures,
     minimal,
     survival_by_lost,
@@ -153,13 +154,15 @@ def test_a_thousand_nodes_are_counted() -> None:
 
 
 def test_what_cannot_be_counted_is_drawn_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within five standard errors of the exact value, which is never told as without error."""
+    """Within five standard errors of the exact value, and told to have one as soon as as many are
+    lost as keep a piece."""
     holders = paper_placement(12, 3, "ring").holders
     exact = [paper_probability(12, 3, "ring", num_lost=lost) for lost in range(12)]
     monkeypatch.setattr(survival, "STATES_MAX", 1)
 
     drawn = survival_by_lost(12, holders, most_lost=11, rng=np.random.default_rng(0))
 
-    for estimate, expected in zip(drawn, exact, strict=True):
+    assert drawn[:3] == (Estimate(1.0),) * 3
+    for estimate, expected in zip(drawn[3:], exact[3:], strict=True):
         assert 0.0 < estimate.error < 0.01
         assert abs(estimate.probability - expected) < 5.0 * estimate.error

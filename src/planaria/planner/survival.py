@@ -229,7 +229,8 @@ def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
 def _drawn(
     num_nodes: int, kept: Sequence[Holders], *, most_lost: int, rng: np.random.Generator
 ) -> tuple[Estimate, ...]:
-    """The shares of drawn losses that lose nothing; their errors are never 0, whatever was drawn.
+    """The shares of drawn losses that lose nothing; their errors are never 0, whatever was drawn,
+    but where no piece is kept by as few nodes as are lost.
 
     A draw is an order in which nodes are lost, so it serves for every number of them.
     """
@@ -246,6 +247,7 @@ def _drawn(
     num_alive = num_draws - num_losing.cumsum()[: most_lost + 1]
     shares = (num_alive + 1) / (num_draws + 2)
     errors = np.sqrt(shares * (1.0 - shares) / num_draws)
+    errors[: min(map(len, kept), default=num_nodes + 1)] = 0.0
     return tuple(map(Estimate, (num_alive / num_draws).tolist(), errors.tolist()))
 
 

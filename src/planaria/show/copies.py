@@ -78,8 +78,10 @@ def placement_table(placed: Placed) -> Group:
 
 
 def probability_text(estimate: Estimate) -> str:
-    """In percent, with its error if it has one."""
+    """In percent, with its error if it has one; never rounded to certainty."""
     error = f" +- {100.0 * estimate.error:.2f}%" if estimate.error else ""
+    if not error and 0.99995 <= estimate.probability < 1.0:
+        return "> 99.99%"
     return f"{100.0 * estimate.probability:.2f}%{error}"
 
 
