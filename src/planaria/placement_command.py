@@ -13,7 +13,7 @@ from rich.console import Console
 
 from planaria.command_line import check_writable, exit_codes, write
 from planaria.config_checks import NODES_MAX
-from planaria.core.node_kinds import parse_nodes
+from planaria.core.node_kinds import parse_nodes, parse_value
 from planaria.errors import ConfigError
 from planaria.planner.placement import (
     PaperStrategy,
@@ -23,7 +23,13 @@ from planaria.planner.placement import (
     paper_probability,
 )
 from planaria.planner.spread import Limits, optimised_placement, risk
-from planaria.planner.survival import Estimate, Failures, survival_by_lost
+from planaria.planner.survival import (
+    DOMAIN_FAILURE,
+    NODE_FAILURE,
+    Estimate,
+    Failures,
+    survival_by_lost,
+)
 from planaria.show.copies import Placed, placement_figure, placement_table
 from planaria.show.page import picture_format
 
@@ -62,13 +68,23 @@ def placement(
     ] = None,
     node_failure: Annotated[
         float, typer.Option(metavar="P", help="Probability of a node to fail by itself.")
-    ] = 0.01,
+    ] = NODE_FAILURE,
+    probability: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NODES=P", help="The same of some nodes, as in 0-3,7=0.1; repeatable."
+        ),
+    ] = None,
     domain_failure: Annotated[
         float, typer.Option(metavar="P", help="Probability of a domain to fail with its nodes.")
-    ] = 0.001,
+    ] = DOMAIN_FAILURE,
     memory: Annotated[
         int | None,
         typer.Option(help="States that a node can keep, its own included; as many as copies."),
+    ] = None,
+    receive: Annotated[
+        int | None,
+        typer.Option(help="States that a node can receive for each checkpoint; all it can keep."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
@@ -78,14 +94,12 @@ def placement(
     """Places copies of the nodes' state on other nodes, and tells how likely all of it survives."""
     picture = None if plot is None else picture_format("--plot", plot.name)
     check_writable("--plot", plot)
-    if not 1 <= nodes <= NODES_MAX:
-        raise ConfigError("--nodes", nodes, f"must be between 1 and {NODES_MAX}")
-    check_copies(nodes, copies)
     num_lost = copies if lost is None else lost
-    if not 0 <= num_lost <= nodes:
-        raise ConfigError("--lost", num_lost, f"must be between 0 and {nodes}, the nodes")
-    failures = _failures(nodes, domain or (), node=node_failure, domain=domain_failure)
-    found, risks = _found(nodes, copies, strategy, memory=memory, failures=failures)
+    _check_numbers(nodes, copies, num_lost)
+    node = _probabilities(nodes, node_failure, probability or ())
+    failures = Failures(node, _domains(nodes, domain or (), domain_failure))
+    limits = _limits(nodes, copies, strategy, memory=memory, receive=receive)
+    found, risks = _found(nodes, copies, strategy, limits=limits, failures=failures)
     shown = range(1, min(nodes, 2 * copies) + 1)
     numbers = (num_lost,) if as_json and plot is None else sorted({*shown, num_lost})
     by_lost = _survival(found, copies, strategy, numbers=numbers)
@@ -98,15 +112,42 @@ def placement(
     Console().print(placement_table(placed))
 
 
-def _failures(num_nodes: int, domains: Sequence[str], *, node: float, domain: float) -> Failures:
-    """What may be lost, as the options say.
+def _check_numbers(nodes: int, copies: int, num_lost: int) -> None:
+    if not 1 <= nodes <= NODES_MAX:
+        raise ConfigError("--nodes", nodes, f"must be between 1 and {NODES_MAX}")
+    check_copies(nodes, copies)
+    if not 0 <= num_lost <= nodes:
+        raise ConfigError("--lost", num_lost, f"must be between 0 and {nodes}, the nodes")
+
+
+def _probabilities(num_nodes: int, of_all: float, some: Sequence[str]) -> tuple[float, ...]:
+    """Of each node to fail by itself; of what names one twice the last holds.
 
     Raises:
-        ConfigError: a probability is none, or a node is in two domains.
+        ConfigError: one is none, or of a node that there is not.
     """
-    for option, value in (("--node-failure", node), ("--domain-failure", domain)):
-        if not 0.0 < value < 1.0:
-            raise ConfigError(option, value, "is a probability: above 0 and below 1")
+    _check_probability("--node-failure", of_all, of_all)
+    found = [of_all] * num_nodes
+    for text in some:
+        nodes, value = parse_value("--probability", text, num_nodes)
+        _check_probability("--probability", text, value)
+        for node in nodes:
+            found[node] = value
+    return tuple(found)
+
+
+def _check_probability(option: str, given: str | float, value: float) -> None:
+    if not 0.0 < value < 1.0:
+        raise ConfigError(option, given, "is a probability: above 0 and below 1")
+
+
+def _domains(num_nodes: int, domains: Sequence[str], each: float) -> dict[frozenset[int], float]:
+    """Nodes that fail together, and how likely they do.
+
+    Raises:
+        ConfigError: the probability is none, or a node is in two domains.
+    """
+    _check_probability("--domain-failure", each, each)
     together: dict[frozenset[int], float] = {}
     for text in domains:
         nodes = frozenset(parse_nodes("--domain", text, num_nodes))
@@ -114,21 +155,33 @@ def _failures(num_nodes: int, domains: Sequence[str], *, node: float, domain: fl
             if nodes & other:
                 remedy = f"node {min(nodes & other)} is in another domain already"
                 raise ConfigError("--domain", text, remedy)
-        together[nodes] = domain
-    return Failures((node,) * num_nodes, together)
+        together[nodes] = each
+    return together
+
+
+def _limits(
+    nodes: int, copies: int, strategy: Strategy, *, memory: int | None, receive: int | None
+) -> Limits:
+    """What each node can keep and receive.
+
+    Raises:
+        ConfigError: something is told for a strategy that does not look at it.
+    """
+    for option, value in (("--memory", memory), ("--receive", receive)):
+        if value is not None and strategy is not Strategy.OPTIMISED:
+            raise ConfigError(option, value, "is for --strategy optimised")
+    kept = copies if memory is None else memory
+    received = kept - 1 if receive is None else receive
+    return Limits((1,) * nodes, (kept,) * nodes, (received,) * nodes)
 
 
 def _found(
-    nodes: int, copies: int, strategy: Strategy, *, memory: int | None, failures: Failures
+    nodes: int, copies: int, strategy: Strategy, *, limits: Limits, failures: Failures
 ) -> tuple[Placement, Mapping[str, float]]:
     """The placement, and the risk under these failures, beside that of `mixed`."""
     mixed = paper_placement(nodes, copies, "mixed")
     if strategy is Strategy.OPTIMISED:
-        room = copies if memory is None else memory
-        limits = Limits((1,) * nodes, (room,) * nodes, (room - 1,) * nodes)
         found = optimised_placement(copies, failures=failures, limits=limits)
-    elif memory is not None:
-        raise ConfigError("--memory", memory, "is for --strategy optimised")
     else:
         found = paper_placement(nodes, copies, _PAPERS[strategy])
     placements = {"mixed": mixed} | {strategy.value: found}

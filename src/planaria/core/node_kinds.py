@@ -26,12 +26,12 @@ def parse_node_kinds(
     """
     kinds = dict.fromkeys(range(num_nodes), NodeKind())
     for text in speeds:
-        nodes, speed = _parsed("--node-speed", text, num_nodes)
+        nodes, speed = parse_value("--node-speed", text, num_nodes)
         if speed <= 0:
             raise ConfigError("--node-speed", text, "a speed is above 0; the profile's own is 1")
         kinds.update({node: replace(kinds[node], speed=speed) for node in nodes})
     for text in memories:
-        nodes, num_bytes = _parsed("--node-memory", text, num_nodes)
+        nodes, num_bytes = parse_value("--node-memory", text, num_nodes)
         if num_bytes < 1:
             raise ConfigError("--node-memory", text, "bytes of a device are 1 or more")
         memory = int(num_bytes)
@@ -39,7 +39,12 @@ def parse_node_kinds(
     return kinds
 
 
-def _parsed(option: str, text: str, num_nodes: int) -> tuple[set[int], float]:
+def parse_value(option: str, text: str, num_nodes: int) -> tuple[set[int], float]:
+    """The nodes and the value of NODES=VALUE.
+
+    Raises:
+        ConfigError: it is not of the form, or names a node that there is not.
+    """
     names, _, number = text.replace(" ", "").partition("=")
     try:
         value = float(number)
