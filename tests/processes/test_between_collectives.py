@@ -21,10 +21,10 @@ ITERATIONS = 12
 TIMEOUT_S = 120.0
 
 
-def rank(number: int, answers: Connection, directory: str) -> None:
+def rank(number: int, answers: Connection, directory: str, backend: str | None) -> None:
     """Trains, each rank as if on a node of its own."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=number, world_size=2
+        backend, init_method=f"file://{directory}/store", rank=number, world_size=2
     )
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -68,14 +68,23 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
     return [t.to_local().clone() if isinstance(t, DTensor) else t.clone() for t in tensors]
 
 
-def test_fsdp_copies_go_between_collectives(tmp_path: Path) -> None:
+no_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="two ranks cannot share it"
+)
+UNNAMED = pytest.param(None, marks=[pytest.mark.long, no_accelerator])
+
+
+@pytest.mark.parametrize("backend", ["gloo", UNNAMED])
+def test_fsdp_copies_go_between_collectives(backend: str | None, tmp_path: Path) -> None:
     """The first versions go before anything is known of the network. Going back in the middle of a
     run ends in the state of the newest version, and copies go on from there; also where one of two
-    copies of a shard is damaged."""
+    copies of a shard is damaged. Without a named backend torch takes the one for the machine's
+    devices."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [
-        context.Process(target=rank, args=(number, theirs, str(tmp_path))) for number in range(2)
+        context.Process(target=rank, args=(number, theirs, str(tmp_path), backend))
+        for number in range(2)
     ]
     for process in processes:
         process.start()

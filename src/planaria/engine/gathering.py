@@ -41,9 +41,16 @@ def on_all(*flags: bool) -> list[bool]:
     return [bool(one) for one in told.tolist()]
 
 
+def backend_of(device_type: str) -> str:
+    """What serves a type of device in the default group, by torch's names; "" if nothing does."""
+    # "cpu:gloo,cuda:nccl", whatever the group was asked for; its own name may be "undefined".
+    served = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return served.get(device_type, "")
+
+
 def _device() -> torch.device:
     """Where the default group's tensors are."""
-    if "gloo" in dist.get_backend():
+    if backend_of("cpu"):
         return torch.device("cpu")
     found = torch.accelerator.current_accelerator()
     assert found is not None

@@ -44,7 +44,7 @@ from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State, sent_by, sent_to
 from planaria.core.copies import IdleSpan, Label, LayerCopy
 from planaria.engine.collectives import BetweenCollectives, measured_link
-from planaria.engine.gathering import gathered, gathered_as, on_all
+from planaria.engine.gathering import backend_of, gathered, gathered_as, on_all
 from planaria.engine.restores import TIMEOUT_S, Restores
 from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
@@ -302,7 +302,7 @@ class MemoryCheckpointer:
         targets = {target for target, _ in sent_by(self._rank, copies)}
         sources = sent_to(self._rank, copies).keys()
         # Of others nobody on the host knows when they are over.
-        is_timed = "gloo" in dist.get_backend()
+        is_timed = backend_of(self._held.device_type) == "gloo"
         if not self._profile_iterations or not targets or not is_timed:
             return None
         return BetweenCollectives(

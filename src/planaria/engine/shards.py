@@ -79,6 +79,12 @@ class Held:
         """Whether every rank holds all of the model."""
         return not any(isinstance(p, DTensor) for p in self.model.parameters())
 
+    @property
+    def device_type(self) -> str:
+        """Where the model's collectives are, by torch's name; its shards may lie elsewhere."""
+        one = next(self.model.parameters())
+        return one.device_mesh.device_type if isinstance(one, DTensor) else one.device.type
+
     def shard(self, rank: int, world_size: int) -> tuple[Shard, State]:
         """What this rank holds, and views of its bytes, under the names of the shard's tensors and
         HEAD.

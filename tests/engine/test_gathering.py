@@ -1,0 +1,36 @@
+"""What ranks tell each other, over whatever backends the default group has."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from planaria.engine.gathering import backend_of, gathered, on_all
+
+
+def test_a_group_without_a_named_backend_gathers(tmp_path: Path) -> None:
+    """Torch finds one then, and calls it undefined."""
+    dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert gathered(b"told") == [b"told"]
+        assert on_all(True, False) == [True, False]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("config", "cpu", "cuda"),
+    [
+        ("cpu:gloo,cuda:gloo,mps:gloo", "gloo", "gloo"),
+        ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
+        ("cuda:nccl", "", "nccl"),
+        ("cpu:gloo", "gloo", ""),
+    ],
+)
+def test_each_device_has_a_backend_of_its_own(
+    config: str, cpu: str, cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As groups of several backends write them."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+
+    assert (cpu, cuda) == (backend_of("cpu"), backend_of("cuda"))
