@@ -76,6 +76,22 @@ def test_a_state_is_taken_over_whole() -> None:
     assert target.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
+def test_a_forward_after_a_save_changes_nothing_of_it() -> None:
+    """It changes buffers, before the optimizer's step that waits for the copy; the rest is bytes of
+    the model itself until then."""
+    source = held(1)
+    _, state = source.shard(0, 1)
+    before = {name: array.copy() for name, array in state.items()}
+
+    source.model(torch.randn(5, 3))
+    with torch.no_grad():
+        source.model[0].weight.zero_()  # type: ignore[index]
+
+    changed = {name for name, array in state.items() if not np.array_equal(array, before[name])}
+    assert changed == {"parameter/0.weight"}
+    assert {"buffer/1.running_mean", "buffer/1.num_batches_tracked"} < state.keys()
+
+
 def test_a_version_of_another_model_is_refused_and_changes_nothing() -> None:
     """Naming the first tensor that differs."""
     source, target = held(1), held(2, width=5)

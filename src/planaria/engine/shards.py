@@ -86,8 +86,8 @@ class Held:
         return one.device_mesh.device_type if isinstance(one, DTensor) else one.device.type
 
     def shard(self, rank: int, world_size: int) -> tuple[Shard, State]:
-        """What this rank holds, and views of its bytes, under the names of the shard's tensors and
-        HEAD.
+        """What this rank holds, and its bytes, under the names of the shard's tensors and HEAD:
+        views of what an optimizer's step changes, copies of all else.
 
         Raises:
             ConfigError: something beside is no JSON.
@@ -98,7 +98,9 @@ class Held:
         for name, value in self._values():
             if isinstance(value, Tensor):
                 local, slices[name] = _placed(value)
-                state[name] = _bytes(local)
+                # The next forward changes it, and waits for no copy.
+                is_buffer = name.startswith("buffer/")
+                state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
             else:
                 numbers[name] = float(value)
         shard = Shard(
