@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
 from planaria.checkpoint.wire import State
-from planaria.engine.shards import HEAD, Held, Shard, Slice, _filled
-from planaria.errors import CheckpointError, ConfigError
+from planaria.engine.shards import HEAD, Held, Shard, Slice, Stateful, _filled
+from planaria.errors import CheckpointError
 
 ROWS, COLUMNS = 7, 3
 
@@ -45,9 +46,7 @@ def test_any_part_comes_from_any_parts(
         for _ in range(replicas):
             rank = len(shards)
             part = Slice((ROWS, COLUMNS), (first, 0), (end - first, COLUMNS), "float32")
-            shards[rank] = Shard(
-                rank=rank, world_size=0, tensors={"w": part}, numbers={}, groups=[], others={}
-            )
+            shards[rank] = Shard(rank=rank, world_size=0, tensors={"w": part}, beside=b"")
             states[rank] = {"w": whole[first:end].reshape(-1).view(torch.uint8).numpy()}
 
     wanted = Slice((ROWS, COLUMNS), (begin, 0), (number, COLUMNS), "float32")
@@ -69,7 +68,7 @@ def test_a_state_is_taken_over_whole() -> None:
     target.load(target.assembled(shards, states), shard)
 
     again, found = target.shard(0, 1)
-    assert again.groups == shard.groups
+    assert again.beside == shard.beside
     assert found.keys() == state.keys()
     for name in state.keys() - {HEAD}:
         assert np.array_equal(found[name], state[name]), name
@@ -107,20 +106,63 @@ def test_a_version_of_another_model_is_refused_and_changes_nothing() -> None:
 
 
 def test_what_was_not_saved_beside_is_named() -> None:
-    """As when a scheduler was added since; and one whose state no JSON can carry."""
+    """As when a scheduler was added since."""
     source = held(1)
-    shard, state = source.shard(0, 1)
-    scheduler = torch.optim.lr_scheduler.StepLR(source.optimizer, step_size=2)
+    shard, _ = source.shard(0, 1)
+    scheduler = StepLR(source.optimizer, step_size=2)
     target = Held(source.model, source.optimizer, {"scheduler": scheduler})
     with pytest.raises(CheckpointError, match="nothing was saved of scheduler"):
-        target.assembled({0: shard}, {0: state})
+        target.wanted({0: shard}, rather=frozenset())
 
-    class Odd:
-        def state_dict(self) -> dict[str, object]:
-            return {"is": object()}
 
-        def load_state_dict(self, state_dict: dict[str, object]) -> None:
-            raise AssertionError(state_dict)
+def test_schedulers_go_on_as_if_nothing_had_been() -> None:
+    """Also those whose state has keys that are numbers, counts, and the worst of all losses."""
 
-    with pytest.raises(ConfigError, match="its state is no JSON"):
-        Held(source.model, source.optimizer, {"odd": Odd()}).shard(0, 1)
+    def scheduled() -> tuple[Held, MultiStepLR, ReduceLROnPlateau]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+        steps, plateau = MultiStepLR(optimizer, [3, 3, 6]), ReduceLROnPlateau(optimizer)
+        optimizer.step()
+        others: dict[str, Stateful] = {"steps": steps, "plateau": plateau}
+        return Held(nn.Linear(2, 2), optimizer, others), steps, plateau
+
+    source, steps, plateau = scheduled()
+    steps.step()
+    shard, state = source.shard(0, 1)
+    target, taken, waiting = scheduled()
+    target.load(target.assembled({0: shard}, {0: state}), shard)
+    for _ in range(6):
+        steps.step()
+        taken.step()
+
+        assert source.optimizer.param_groups[0]["lr"] == target.optimizer.param_groups[0]["lr"]
+    assert target.optimizer.param_groups[0]["lr"] < 0.002
+    assert waiting.best == plateau.best == float("inf")
+    waiting.step(1.0)
+
+
+@pytest.mark.parametrize("saved", [0.25, torch.tensor(0.25)])
+@pytest.mark.parametrize("own", [0.5, torch.tensor(0.5)])
+def test_rates_may_be_tensors(saved: float | Tensor, own: float | Tensor) -> None:
+    """One that is there takes the value over: a compiled step knows no other."""
+    source, target = held(1), held(2)
+    own = own.clone() if isinstance(own, Tensor) else own
+    source.optimizer.param_groups[0]["lr"] = saved
+    target.optimizer.param_groups[0]["lr"] = own
+    shard, state = source.shard(0, 1)
+
+    target.load(target.assembled({0: shard}, {0: state}), shard)
+
+    rate = target.optimizer.param_groups[0]["lr"]
+    assert float(rate) == 0.25
+    assert rate is own or not isinstance(own, Tensor)
+
+
+def test_other_param_groups_are_refused_before_anything_changes() -> None:
+    """Of the same parameters."""
+    source, target = held(1), held(2)
+    groups = [{"params": [parameter]} for parameter in target.model.parameters()]
+    target = Held(target.model, torch.optim.AdamW(groups), {})
+    shard, _ = source.shard(0, 1)
+
+    with pytest.raises(CheckpointError, match=r"of \[1, 1, 1, 1\] parameters here, .* of \[4\]"):
+        target.wanted({0: shard}, rather=frozenset())

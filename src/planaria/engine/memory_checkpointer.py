@@ -82,8 +82,8 @@ class MemoryCheckpointer:
     The default process group must be there. Call `save` after the optimizer's step.
 
     Args:
-        others: what else is saved, such as a scheduler; its state_dict has to be JSON, and the same
-            on all ranks.
+        others: what else is saved, such as a scheduler; its state_dict has to be what torch.load
+            reads with weights_only=True, and the same on all ranks.
         copies: of each shard, its own node's included.
         buffer_bytes: of copies on their way to a node.
         is_interleaved: whether copies go between the loop's collectives, as far as those are of the

@@ -1,11 +1,10 @@
 """What a rank holds of a model and its optimizer, for scripts that keep their own training loop.
 
 A shard is all local tensors of a rank, each with its place in the whole one (DTensor of FSDP2 and
-tensor parallelism; a plain tensor is whole), and what is not a tensor as JSON. From the shards of
-any number of ranks the state of any other number is put together, slice by slice.
+tensor parallelism; a plain tensor is whole), and what is no tensor (engine/beside.py). From the
+shards of any number of ranks the state of any other number is put together, slice by slice.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -19,7 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from planaria.checkpoint.wire import State
-from planaria.errors import CheckpointError, ConfigError
+from planaria.engine.beside import Beside, read, written
+from planaria.errors import CheckpointError
 
 HEAD: Final = "shard"  # The name of the bytes that tell of all others.
 
@@ -53,17 +53,13 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank, world_size: whose it is, of how many.
         tensors: by name; "parameter/...", "buffer/..." and "optimizer/{parameter}/{key}".
-        numbers: of the optimizer's state, by name, what is no tensor.
-        groups: the optimizer's param_groups, without the parameters.
-        others: by name, the state of what is saved beside, as JSON.
+        beside: what is no tensor, as written.
     """
 
     rank: int
     world_size: int
     tensors: dict[str, Slice]
-    numbers: dict[str, float]
-    groups: list[dict[str, Any]]
-    others: dict[str, Any]
+    beside: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +86,45 @@ class Held:
         views of what an optimizer's step changes, copies of all else.
 
         Raises:
-            ConfigError: something beside is no JSON.
+            ConfigError: something beside cannot be written.
         """
         slices: dict[str, Slice] = {}
-        numbers: dict[str, float] = {}
         state: dict[str, np.ndarray] = {}
-        for name, value in self._values():
-            if isinstance(value, Tensor):
-                local, slices[name] = _placed(value)
-                # The next forward changes it, and waits for no copy.
-                is_buffer = name.startswith("buffer/")
-                state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
-            else:
-                numbers[name] = float(value)
+        for name, value in self._tensors():
+            local, slices[name] = _placed(value)
+            # The next forward changes it, and waits for no copy.
+            is_buffer = name.startswith("buffer/")
+            state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
         shard = Shard(
-            rank=rank,
-            world_size=world_size,
-            tensors=slices,
-            numbers=numbers,
-            groups=[
-                {key: _plain(key, value) for key, value in group.items() if key != "params"}
-                for group in self.optimizer.param_groups
-            ],
-            others={name: _plain(name, one.state_dict()) for name, one in self.others.items()},
+            rank=rank, world_size=world_size, tensors=slices, beside=written(self.beside())
         )
         state[HEAD] = np.frombuffer(msgspec.json.encode(shard), dtype=np.uint8)
         return shard, state
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        yield from ((f"parameter/{name}", p) for name, p in self._parameters().items())
-        yield from ((f"buffer/{name}", buffer) for name, buffer in self._buffers().items())
-        for name, parameter in self._parameters().items():
+    def slices(self) -> dict[str, Slice]:
+        """By name where this rank's tensors lie, as they are now."""
+        return {name: _placed(value)[1] for name, value in self._tensors()}
+
+    def beside(self) -> Beside:
+        """What is no tensor, as it is now."""
+        optimized = self._optimized(self._parameters())
+        return Beside(
+            {name: one for name, one in optimized if not isinstance(one, Tensor)},
+            [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups],
+            {name: one.state_dict() for name, one in self.others.items()},
+        )
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = self._parameters()  # Of many layers they take a while to find.
+        yield from ((f"parameter/{name}", one) for name, one in parameters.items())
+        yield from ((f"buffer/{name}", one) for name, one in self._buffers().items())
+        for name, value in self._optimized(parameters):
+            if isinstance(value, Tensor):
+                yield name, value
+
+    def _optimized(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Any]]:
+        """The optimizer's state."""
+        for name, parameter in parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer/{name}/{key}", value
 
@@ -139,8 +143,10 @@ class Held:
             rather: those that it has itself.
 
         Raises:
-            CheckpointError: the version is not of this model.
+            CheckpointError: the version is not of this model and optimizer, or not of all that is
+                saved beside.
         """
+        self._check(read(shards[min(shards)].beside))
         found: set[int] = set()
         for name, wanted in self._places(shards).items():
             having = [n for n, shard in shards.items() if name in shard.tensors]
@@ -166,13 +172,25 @@ class Held:
         Raises:
             CheckpointError: something was not saved.
         """
-        if missing := self.others.keys() - shards[min(shards)].others.keys():
-            raise CheckpointError(f"nothing was saved of {', '.join(sorted(missing))}")
         there = {n: shards[n] for n in states}
         return {
             name: _filled(name, place, there, states)
             for name, place in self._places(shards).items()
         }
+
+    def _check(self, beside: Beside) -> None:
+        """Raises a CheckpointError if it cannot be taken over."""
+        if missing := self.others.keys() - beside.others.keys():
+            raise CheckpointError(f"nothing was saved of {', '.join(sorted(missing))}")
+        here = [len(group["params"]) for group in self.optimizer.param_groups]
+        there = [group["params"] for group in beside.groups]
+        if here != there:
+            raise CheckpointError(
+                f"the optimizer's groups are of {here} parameters here, and were of {there}"
+            )
+        owners = {_owner(name) for name in beside.numbers}
+        if strange := owners - self._parameters().keys():
+            raise CheckpointError(f"{min(strange)} was optimized, and is not of this model")
 
     def load(self, tensors: Mapping[str, Tensor], told: Shard) -> None:
         """Takes over the state of a version.
@@ -181,40 +199,38 @@ class Held:
             tensors: as assembled.
             told: any shard of it.
         """
+        beside = read(told.beside)
         filled = dict(tensors)
         with torch.no_grad():
             for kind, own in (("parameter", self._parameters()), ("buffer", self._buffers())):
                 for name, tensor in own.items():
                     _local(tensor).copy_(filled.pop(f"{kind}/{name}"))
-            self._load_optimizer(filled, told)
+            self._load_optimizer(filled, told.tensors, beside)
         for name, one in self.others.items():
-            one.load_state_dict(told.others[name])
+            one.load_state_dict(beside.others[name])
 
-    def _load_optimizer(self, filled: Mapping[str, Tensor], told: Shard) -> None:
+    def _load_optimizer(
+        self, filled: Mapping[str, Tensor], slices: Mapping[str, Slice], beside: Beside
+    ) -> None:
         state: dict[nn.Parameter, dict[str, Any]] = {}
         parameters = self._parameters()
         for name, local in filled.items():
-            owner, _, key = name.removeprefix("optimizer/").rpartition("/")
-            parameter = parameters[owner]
-            state.setdefault(parameter, {})[key] = _like(parameter, local, told.tensors.get(name))
-        for name, number in told.numbers.items():
-            owner, _, key = name.removeprefix("optimizer/").rpartition("/")
-            state.setdefault(parameters[owner], {})[key] = number
+            parameter = parameters[_owner(name)]
+            value = _like(parameter, local, slices.get(name))
+            state.setdefault(parameter, {})[_key(name)] = value
+        for name, number in beside.numbers.items():
+            state.setdefault(parameters[_owner(name)], {})[_key(name)] = number
         self.optimizer.state.clear()
         for parameter, values in state.items():
             self.optimizer.state[parameter] = values
-        for group, saved in zip(self.optimizer.param_groups, told.groups, strict=True):
-            for key, value in saved.items():
-                is_tuple = isinstance(group.get(key), tuple)
-                group[key] = tuple(value) if is_tuple else value
+        for group, saved in zip(self.optimizer.param_groups, beside.groups, strict=True):
+            for key in saved.keys() - {"params"}:
+                group[key] = _taken_over(group.get(key), saved[key])
 
     def _places(self, shards: Mapping[int, Shard]) -> dict[str, Slice]:
         """By name which part of each tensor this rank is to have."""
-        places = {
-            name: _placed(value)[1]
-            for name, value in self._values()
-            if isinstance(value, Tensor) and not name.startswith("optimizer/")
-        }
+        here = self.slices()
+        places = {name: here[name] for name in here if not name.startswith("optimizer/")}
         saved = {name: one for shard in shards.values() for name, one in shard.tensors.items()}
         for name, place in places.items():
             if name not in saved or saved[name].whole != place.whole:
@@ -223,8 +239,7 @@ class Held:
         for name, one in saved.items():
             if name in places:
                 continue
-            owner = name.removeprefix("optimizer/").rpartition("/")[0]
-            of_parameter = places.get(f"parameter/{owner}")
+            of_parameter = places.get(f"parameter/{_owner(name)}")
             if of_parameter is None:
                 raise CheckpointError(f"{name} was saved, and is not of this model")
             place = Slice(one.whole, (0,) * len(one.whole), one.whole, one.dtype)
@@ -232,6 +247,16 @@ class Held:
                 place = msgspec.structs.replace(of_parameter, dtype=one.dtype)
             places[name] = place
         return places
+
+
+def _owner(name: str) -> str:
+    """The parameter that a part of the optimizer's state belongs to."""
+    return name.removeprefix("optimizer/").rpartition("/")[0]
+
+
+def _key(name: str) -> str:
+    """Which part of a parameter's state it is."""
+    return name.rpartition("/")[2]
 
 
 def _placed(tensor: Tensor) -> tuple[Tensor, Slice]:
@@ -272,6 +297,15 @@ def _like(parameter: nn.Parameter, local: Tensor, saved: Slice | None) -> Tensor
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _taken_over(own: Any, saved: Any) -> Any:
+    """A saved value of a param group; in the tensor that is there, if it is one: a schedule or a
+    compiled step may hold that."""
+    if not isinstance(own, Tensor) or not isinstance(saved, Tensor | float | int):
+        return saved
+    value = torch.as_tensor(saved)
+    return own.copy_(value) if value.shape == own.shape else saved
 
 
 def _filled(
@@ -317,13 +351,3 @@ def _is_in(part: Slice, other: Slice) -> bool:
         b <= a and a + n <= b + m
         for a, n, b, m in zip(part.offset, part.shape, other.offset, other.shape, strict=True)
     )
-
-
-def _plain(name: str, value: Any) -> Any:
-    """The value as JSON gives it back."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(name, type(value).__name__, f"its state is no JSON: {error}") from error

@@ -1,0 +1,94 @@
+"""What is saved beside tensors comes back as it was, or is refused before it is needed."""
+
+from collections import Counter, OrderedDict
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planaria.engine.beside import Beside, check, read, written
+from planaria.errors import CheckpointError, ConfigError
+
+KEYS = st.one_of(st.integers(), st.text(max_size=3))
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
+        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+class Odd:
+    """Nothing that torch.load knows."""
+
+
+@given(value=VALUES)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    """With their types, which JSON does not keep."""
+    beside = Beside({"optimizer/w/step": 3}, [{"lr": 0.1}], {"sampler": {"is": value}})
+    check(beside)
+
+    found = read(written(beside))
+
+    assert repr(value) == repr(found.others["sampler"]["is"])
+    assert found.numbers == beside.numbers
+    assert found.groups == beside.groups
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float64(0.5),
+        np.float32(0.5),
+        np.int64(5),
+        np.bool_(True),
+        inf,
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        np.random.default_rng(1).bit_generator.state,
+        np.random.RandomState(1).get_state(),
+        torch.get_rng_state(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_rates_of_numpy_and_states_of_generators_come_back(value: Any) -> None:
+    """Schedules compute with numpy, and samplers draw."""
+    beside = Beside({}, ({"lr": value},), {})
+    check(beside)
+
+    found = read(written(beside)).groups[0]["lr"]
+
+    assert type(value) is type(found)
+    assert repr(value) == repr(found)
+
+
+@pytest.mark.parametrize("odd", [Odd(), lambda: 0], ids=["read", "written"])
+def test_what_would_not_come_back_is_named(odd: object) -> None:
+    """By the key at fault, whether it is that it cannot be read or cannot be written."""
+    with pytest.raises(ConfigError, match="add_safe_globals") as caught:
+        check(Beside({}, ({"lr": 0.1},), {"fine": {}, "sampler": {"state": {"at": 1, "is": odd}}}))
+    assert caught.value.field == "others.sampler.state.is"
+    with pytest.raises(ConfigError) as caught:
+        check(Beside({}, ({"lr": 0.1}, {"lr": odd}), {}))
+    assert caught.value.field == "optimizer.lr"
+
+
+def test_an_optimizer_s_state_of_many_parts_is_refused() -> None:
+    """Nobody could tell which rank's part of a tensor within is whose."""
+    with pytest.raises(ConfigError, match="nothing that has parts") as caught:
+        check(Beside({"optimizer/w/old": [torch.ones(2)]}, (), {}))
+    assert caught.value.field == "optimizer/w/old"
+
+
+def test_bytes_that_cannot_be_read_are_a_damaged_version() -> None:
+    """Not an error of whoever reads it."""
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read(b"something else")
