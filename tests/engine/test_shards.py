@@ -105,6 +105,22 @@ def test_a_version_of_another_model_is_refused_and_changes_nothing() -> None:
     assert all(np.array_equal(after[name], array) for name, array in before.items())
 
 
+@pytest.mark.parametrize(("saved", "own"), [("half", "bfloat16"), ("float", "bfloat16")])
+def test_another_dtype_is_another_model(saved: str, own: str) -> None:
+    """Whether or not its bytes would fit."""
+    shard, _ = Held(*whole_of(saved), {}).shard(0, 1)
+    target = Held(*whole_of(own), {})
+
+    with pytest.raises(CheckpointError, match=r"parameter/weight is of bfloat16 here, and was of"):
+        target.wanted({0: shard}, rather=frozenset())
+
+
+def whole_of(dtype: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of such numbers, and an optimizer that has taken no step."""
+    model: nn.Module = getattr(nn.Linear(3, 3), dtype)()
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def test_what_was_not_saved_beside_is_named() -> None:
     """As when a scheduler was added since."""
     source = held(1)

@@ -236,6 +236,9 @@ class Held:
             if name not in saved or saved[name].whole != place.whole:
                 there = saved[name].whole if name in saved else "nothing"
                 raise CheckpointError(f"{name} is {place.whole} here, and {there} was saved of it")
+            if saved[name].dtype != place.dtype:
+                there = saved[name].dtype
+                raise CheckpointError(f"{name} is of {place.dtype} here, and was of {there}")
         for name, one in saved.items():
             if name in places:
                 continue
