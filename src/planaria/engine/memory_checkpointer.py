@@ -43,6 +43,7 @@ from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State, sent_by, sent_to
 from planaria.core.copies import IdleSpan, Label, LayerCopy
+from planaria.engine.agreement import check_on_all
 from planaria.engine.collectives import BetweenCollectives, measured_link
 from planaria.engine.gathering import backend_of, gathered, gathered_as, on_all
 from planaria.engine.restores import TIMEOUT_S, Restores
@@ -203,7 +204,8 @@ class MemoryCheckpointer:
             False if none begins, because the one before is still on its way, or copies failed.
 
         Raises:
-            ConfigError: there is no memory for copies, or so many iterations were saved before.
+            ConfigError: so many iterations were saved before; at the first time also that there is
+                no memory for copies, or that something would not be there in a restore.
         """
         if iteration <= self._saved:
             raise ConfigError("iteration", iteration, f"must be above {self._saved}, saved before")
@@ -247,6 +249,7 @@ class MemoryCheckpointer:
 
     def _begun(self) -> Copier:
         """The copier of this run, which begins with the first version."""
+        check_on_all(self._held)
         is_replicated = self._held.is_replicated
         self._num_shards = 1 if is_replicated else self._world_size
         self._shard = 0 if is_replicated else self._rank

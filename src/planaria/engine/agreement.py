@@ -1,0 +1,86 @@
+"""That what ranks hold can be saved: all find it out before the first version, or none does.
+
+A model that every rank holds whole is saved by one rank of each node. What ranks hold each in its
+own way would be lost, such as the parts of an optimizer that is sharded apart from its model.
+"""
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Final
+
+import msgspec
+from torch.optim import Optimizer
+
+from planaria.engine.beside import check
+from planaria.engine.gathering import gathered_as
+from planaria.engine.shards import Held, Slice
+from planaria.errors import ConfigError
+
+_SHARD: Final = "shard it with its model, by FSDP2"
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What a rank holds.
+
+    Attributes:
+        model, optimizer: digests of names, shapes and dtypes.
+        refusal: field, value and remedy of what cannot be saved, if anything.
+    """
+
+    model: str
+    optimizer: str
+    refusal: tuple[str, str, str] | None = None
+
+
+def check_on_all(held: Held) -> None:
+    """Refuses what would not be there, or not be whole, in a restore.
+
+    Raises:
+        ConfigError: on all ranks, the same one.
+    """
+    said = _said(held)
+    told = gathered_as(_Said, said)
+    for one in told:
+        if one.refusal is not None:
+            raise ConfigError(*one.refusal)
+    if not held.is_replicated:
+        return
+    for rank, one in enumerate(told):
+        if one.model != told[0].model:
+            remedy = f"rank {rank} holds other tensors than rank 0: make them DTensors of the whole"
+            raise ConfigError("model", type(held.model).__name__, remedy)
+        if one.optimizer != told[0].optimizer:
+            remedy = (
+                f"rank {rank} holds other parts of its state than rank 0: {_SHARD}, or not at all"
+            )
+            raise ConfigError("optimizer", type(held.optimizer).__name__, remedy)
+
+
+def _said(held: Held) -> _Said:
+    slices = sorted(held.slices().items())
+    model = [pair for pair in slices if not pair[0].startswith("optimizer/")]
+    optimizer = [pair for pair in slices if pair[0].startswith("optimizer/")]
+    said = _Said(_digest(model), _digest(optimizer))
+    try:
+        _check_within(held.optimizer)
+        check(held.beside())
+    except ConfigError as error:
+        refusal = error.field, str(error.value), error.remedy
+        return msgspec.structs.replace(said, refusal=refusal)
+    return said
+
+
+def _digest(slices: Sequence[tuple[str, Slice]]) -> str:
+    return sha256(msgspec.json.encode(slices)).hexdigest()
+
+
+def _check_within(optimizer: Optimizer) -> None:
+    """Refuses one that has another one within, which keeps its state to itself."""
+    for one in vars(optimizer).values():
+        is_apart = isinstance(one, Optimizer) and one.state is not optimizer.state
+        if is_apart and any(one.state.values()):
+            remedy = (
+                f"the state of the {type(one).__name__} within it would not be saved: give that"
+                f" one if it has the state of all parameters, else {_SHARD}"
+            )
+            raise ConfigError("optimizer", type(optimizer).__name__, remedy)

@@ -1,0 +1,107 @@
+"""What ranks cannot save, or not whole, all of them refuse before the first version."""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from planaria.engine.agreement import check_on_all
+from planaria.engine.memory_checkpointer import MemoryCheckpointer
+from planaria.engine.shards import Held
+from planaria.errors import ConfigError
+
+TIMEOUT_S = 110.0
+
+
+class Sampler:
+    """Its state is a type that torch.load does not know."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {"at": 3, "is": self}
+
+    def load_state_dict(self, state_dict: dict[str, object], /) -> None:
+        raise AssertionError(state_dict)
+
+
+def stepped(make: Callable[[nn.Module], Optimizer]) -> Held:
+    """A model that all ranks hold, and an optimizer that has taken a step."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = make(model)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    return Held(model, optimizer, {})
+
+
+def refusal(held: Held) -> str:
+    """Empty if there is none."""
+    try:
+        check_on_all(held)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def rank(number: int, answers: Connection, directory: str) -> None:
+    """Tells what is refused of states that are shared in various ways."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # Warns of torch's own use of jit.
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=number, world_size=2
+    )
+    torch.set_num_threads(1)
+    whole = stepped(lambda model: AdamW(model.parameters()))
+    zero = stepped(lambda model: ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1))
+    by_hand = stepped(lambda model: AdamW(list(model.parameters())[number::2]))
+    stateless = stepped(lambda model: SGD(list(model.parameters())[number::2], lr=0.1))
+    stages = Held(nn.Linear(2, 2 + number), SGD([nn.Parameter(torch.ones(1))]), {})
+    odd = Held(whole.model, whole.optimizer, {"sampler": Sampler()} if number else {})
+    told = {
+        name: refusal(held)
+        for name, held in (
+            *(("whole", whole), ("zero", zero), ("by hand", by_hand)),
+            *(("stateless", stateless), ("stages", stages), ("odd", odd)),
+        )
+    }
+    saver = MemoryCheckpointer(zero.model, zero.optimizer, directory=f"{directory}/{number}")
+    try:
+        saver.save(1)
+    except ConfigError as error:
+        told["save"] = str(error)
+    saver.close()
+    answers.send(told)
+    dist.destroy_process_group()
+
+
+def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    """Parts of an optimizer whose model is not sharded, other models, and states of no known type.
+    What is the same on all ranks is let through, and so is a sharded optimizer without a state."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=rank, args=(number, theirs, str(tmp_path))) for number in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found = []
+    for _ in processes:
+        assert ours.poll(TIMEOUT_S)
+        found.append(ours.recv())
+    for process in processes:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0
+
+    told = found[0]
+    assert told == found[1]
+    assert told["whole"] == told["stateless"] == ""
+    assert told["zero"] == told["save"]
+    assert "'ZeroRedundancyOptimizer': the state of the AdamW within it" in told["zero"]
+    assert "optimizer = 'AdamW': rank 1 holds other parts of its state" in told["by hand"]
+    assert "model = 'Linear': rank 1 holds other tensors than rank 0" in told["stages"]
+    assert "others.sampler.is = 'Sampler': " in told["odd"]
