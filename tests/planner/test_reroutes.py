@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lost_places import CASES, EQUAL, Case, Lost, computed_s, grid, problem_of
-from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, plain_plan
+from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
@@ -193,6 +193,28 @@ def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
 
         assert found is not None
         assert 0.7 * found.iteration_s <= even_s(problem, plan) <= found.iteration_s
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_evenly_shared_work_counts_what_each_holder_takes(is_reversed: bool) -> None:
+    """Stages of one device beside those of two, one of them half as fast: rates add up, and the
+    order of pipelines does not matter."""
+    layers = tuple(layer_profile(f"layer {i}", 1.0, device_counts=(1, 2)) for i in range(4))
+    deep = PipelineTemplate((Stage(0, 2, 1), Stage(2, 4, 1)), 1)
+    wide = PipelineTemplate((Stage(0, 4, 2),), 1)
+    slow = replace(wide, kinds=(NodeKind(speed=0.5),))
+    pipelines = [Pipeline(one, (node,)) for node, one in enumerate((deep, wide, slow))]
+    plan = Plan(0, tuple(reversed(pipelines) if is_reversed else pipelines), ())
+    problem = Problem(
+        profile=model_profile(layers), devices_per_node=2, num_microbatches=8, failures_tolerated=0
+    )
+
+    found_s = even_s(problem, plan)
+
+    # On one device a layer takes 3 s, on two 3 / 2 ** 0.8, on slow ones twice that.
+    layers_per_s = (1.0 + 2**0.8 + 2**0.8 / 2) / 3.0
+    whole_s, behind_s = 4 * 8 / layers_per_s, 2 * 3.0 + 2 * 8 / layers_per_s
+    assert found_s == pytest.approx(max(whole_s, behind_s))
 
 
 @given(plain_plans(), st.sampled_from((1, 3)))

@@ -85,37 +85,30 @@ def num_without_work(plan: Plan) -> int:
 def even_s(problem: Problem, plan: Plan) -> float:
     """When the rank that ends last would end, if all holders of each layer shared its work evenly.
 
-    Infinite if a layer has none. It is what step 1 of `rerouted` aims at, in O(layers + ranks).
+    Infinite if a layer has none. It is what step 1 of `rerouted` aims at, in O(layers * pipelines).
     """
-    stages = [
-        (stage, kind.speed, ranks[0])
-        for pipeline in plan.pipelines
-        for stage, kind, ranks in zip(
-            pipeline.template.stages,
-            pipeline.template.stage_kinds(),
-            pipeline.ranks_by_stage(),
-            strict=True,
-        )
-    ]
-    # By layer, how many times a holder's own speed all of them are, and what each has to do.
-    speeds = [0.0] * plan.num_layers
-    seconds = [0.0] * plan.num_layers
-    for stage, speed, rank in stages:
-        if rank in plan.layers_by_rank:
+    # By layer how many of it all holders compute in a second, and by live stage the seconds that a
+    # microbatch needs from the begin of the stage's pipeline.
+    per_s = [0.0] * plan.num_layers
+    leads = []
+    for pipeline in plan.pipelines:
+        lead_s = 0.0
+        stages, kinds = pipeline.template.stages, pipeline.template.stage_kinds()
+        for stage, kind, ranks in zip(stages, kinds, pipeline.ranks_by_stage(), strict=True):
+            is_live = ranks[0] in plan.layers_by_rank
+            if is_live:
+                leads.append((stage, lead_s))
             for layer in range(stage.first_layer, stage.end_layer):
-                speeds[layer] += speed
-                profile = problem.profile.layers[layer]
-                count = stage.num_devices
-                seconds[layer] = profile.forward_s[count] + profile.backward_s(count)
-    if not all(speeds):
+                profile, count = problem.profile.layers[layer], stage.num_devices
+                once_s = (profile.forward_s[count] + profile.backward_s(count)) / kind.speed
+                lead_s += once_s
+                per_s[layer] += is_live / once_s
+    if not all(per_s):
         return inf
-    shares_s = [s * problem.num_microbatches / v for s, v in zip(seconds, speeds, strict=True)]
+    shares_s = (problem.num_microbatches / one for one in per_s)
     until_s = list(accumulate(shares_s, initial=0.0))
-    lead_s = list(accumulate(seconds, initial=0.0))
     return max(
-        lead_s[stage.first_layer] + until_s[stage.end_layer] - until_s[stage.first_layer]
-        for stage, _, rank in stages
-        if rank in plan.layers_by_rank
+        lead_s + until_s[stage.end_layer] - until_s[stage.first_layer] for stage, lead_s in leads
     )
 
 
