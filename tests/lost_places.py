@@ -200,3 +200,7 @@ def drawn_case(rng: Random) -> Case:
         message=(takes, rng.randint(0, 2)) if takes else (0, 0),
         room=rng.choice((0, 1, 2)) if not takes else 0,
     )
+
+
+# Drawn cases in which ours was more than 5% longer once, by seed, with what is best for them.
+DRAWN: Final = {12: 164, 57: 154, 74: 92, 103: 124, 151: 122, 169: 100, 171: 120, 186: 72, 192: 108}

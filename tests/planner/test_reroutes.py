@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lost_places import CASES, EQUAL, Case, Lost, computed_s, grid, problem_of
+from lost_places import CASES, DRAWN, EQUAL, Case, Lost, computed_s, drawn_case, grid, problem_of
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import even_s, rerouted, simulated_s
+from planaria.planner.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulated_s
 from planaria.schedule.lower import lowered, lowered_for
 from schedule.plan_examples import pipeline, plain_plans, random_plan
 from strategies import MEBIBYTE, layer_profile, model_profile
@@ -72,7 +72,7 @@ broken_plans = st.randoms(use_true_random=False).map(lambda rng: with_losses(ran
 @settings(max_examples=40)
 def test_every_microbatch_finds_its_way_around_what_is_lost(plan: Plan) -> None:
     """Over any losses in any pipelines; none only where a layer has no live place."""
-    found = rerouted(problem_for(plan), plan)
+    found = rerouted(problem_for(plan), plan, hops_max=TRIES_HOPS_MAX)
 
     held = plan.layers_by_rank
     lost_layers = set(range(plan.num_layers)).difference(*held.values())
@@ -182,6 +182,65 @@ def test_within_5_percent_of_the_best_schedule(case: Case) -> None:
     assert case.optimum_s <= computed_s(case.problem(), found) <= 1.05 * case.optimum_s
 
 
+@pytest.mark.parametrize(("seed", "optimum_s"), DRAWN.items())
+def test_orders_are_looked_for_where_the_rule_of_schedules_gives_a_bad_one(
+    seed: int, optimum_s: int
+) -> None:
+    """Up to 13% above the best without that; what all nodes make of the plan is what was timed."""
+    case = drawn_case(Random(seed))
+    problem = case.problem()
+
+    found = rerouted(problem, case.plan())
+
+    assert found is not None
+    assert optimum_s <= computed_s(problem, found) <= 1.05 * optimum_s
+    assert found.iteration_s == simulated_s(problem, found.plan)
+    schedule = lowered(found.plan)  # Valid.
+    for rank in found.plan.ranks:
+        assert lowered_for(found.plan, rank).actions[rank] == schedule.actions[rank]
+
+
+def test_what_is_looked_for_at_random_is_the_same_each_time_and_never_slower() -> None:
+    """The second of two coordinators may have to find what the first one did."""
+    case = drawn_case(Random(192))
+    problem, plan = case.problem(), case.plan()
+
+    found, again = rerouted(problem, plan), rerouted(problem, plan)
+    tries = rerouted(problem, plan, hops_max=TRIES_HOPS_MAX)
+
+    assert found == again
+    assert found is not None
+    assert tries is not None
+    assert found.iteration_s < tries.iteration_s
+
+
+def test_an_order_that_was_looked_for_stays_when_nodes_are_renamed() -> None:
+    """So answers to losses that are alike keep their price: here pipelines change places."""
+    case = drawn_case(Random(151))
+    problem, num_places = case.problem(), len(case.ends[0])
+    found = rerouted(problem, case.plan())
+    assert found is not None
+    plan = found.plan
+    num_nodes = num_places * len(plan.pipelines)
+
+    def renamed(node: int) -> int:
+        return (node + num_places) % num_nodes
+
+    pipelines = [replace(one, nodes=tuple(map(renamed, one.nodes))) for one in plan.pipelines]
+    other = replace(
+        plan,
+        pipelines=tuple(sorted(pipelines, key=lambda one: one.nodes)),
+        routes=tuple(
+            tuple(replace(hop, rank=renamed(hop.rank)) for hop in route) for route in plan.routes
+        ),
+        gone=tuple(sorted(map(renamed, plan.gone))),
+        in_flight={renamed(rank): most for rank, most in plan.in_flight.items()},
+        ticks={renamed(rank): ticks for rank, ticks in plan.ticks.items()},
+    )
+
+    assert simulated_s(problem, other) == found.iteration_s
+
+
 def test_evenly_shared_work_is_a_bound_of_what_the_schedule_takes() -> None:
     """The most loaded rank, without gaps and with one fill and drain: no deal is better."""
     for num_pipelines, num_places, each, lost, _ in GREEDY:
@@ -235,11 +294,11 @@ def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
 
 
 @given(broken_plans, st.integers(1, 6))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) -> None:
     """With room for few microbatches in flight, fewer are; never more, and never a wrong plan."""
     free = problem_for(plan)
-    assume(rerouted(free, plan) is not None)
+    assume(rerouted(free, plan, hops_max=0) is not None)
     needs = bytes_by_rank(free.profile, plan, gradient_copies=1)
     limit_bytes = max(x.state_bytes + num_in_flight * x.microbatch_bytes for x in needs.values())
     problem = problem_for(plan, device_memory_bytes=limit_bytes)

@@ -10,6 +10,8 @@ a peer's stage has the same boundaries, several where they differ. No parameter 
 2. A few more or fewer of them begin in pipelines with empty places, and microbatches are numbered
    in the one direction or the other. What results is run in virtual time, and the fastest is taken:
    a schedule has gaps that loads do not show.
+3. From the fastest of these on, where they are small, other orders of actions are looked for
+   (planner/orders.py).
 
 Source: ReCycle (SOSP '24), adaptive pipelining.
 Differs: there a microbatch stays in its pipeline, peers of the lost stage take equal parts, and
@@ -17,22 +19,25 @@ all pipelines are cut alike. Odyssey's equation 13 sums over stages what in trut
 it is the most loaded rank that counts, and then the schedule itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
-from planaria.core.plan import Plan
+from planaria.core.plan import Plan, Route
 from planaria.estimator.memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.detours import Detours
+from planaria.planner.orders import PATIENCE, best_order
 from planaria.planner.problem import Problem
 from planaria.planner.ticks import stage_ticks
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import unchecked
 
-_HOPS_MAX: Final = 1 << 10  # Of all tries together; they take some 50 ms.
+TRIES_HOPS_MAX: Final = 1 << 10  # Of all tries of step 2 together; they take some 50 ms.
+HOPS_MAX: Final = 1 << 14  # Of step 3 too, which takes half a second.
+_STARTS_MAX: Final = 3  # Of step 3.
 
 
 class Priced(NamedTuple):
@@ -42,7 +47,7 @@ class Priced(NamedTuple):
     iteration_s: float
 
 
-def rerouted(problem: Problem, plan: Plan, *, hops_max: int = _HOPS_MAX) -> Priced | None:
+def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Priced | None:
     """The fastest plan with routes around its empty places, of those that leave the fewest devices
     without work.
 
@@ -51,7 +56,8 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = _HOPS_MAX) -> Pric
 
     Args:
         plan: its routes are not looked at.
-        hops_max: of all that is run; what step 1 finds always is, at 0 nothing else.
+        hops_max: of all that is run; what step 1 finds always is, at 0 nothing else, and up to
+            TRIES_HOPS_MAX nothing of step 3.
 
     Returns:
         None if a layer is in empty places only, or some device has no memory for one microbatch.
@@ -60,19 +66,37 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = _HOPS_MAX) -> Pric
     if not detours.covers_model():
         return None
     first = detours.routes(problem.num_microbatches, None)
+    num_hops = sum(map(len, first))
+    num_tries = max(1, min(hops_max, TRIES_HOPS_MAX) // num_hops)
+    tries = _tries(problem, detours, first, num_tries)
+    found = [one for routes in tries for one in _priced(problem, replace(plan, routes=routes))]
+    found.sort(key=lambda one: (num_without_work(one.plan), one.iteration_s))
+    num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
+    if not found or num_runs < PATIENCE:  # Fewer find nothing.
+        return found[0] if found else None
+    return _reordered(problem, [one.plan for one in found[:_STARTS_MAX]], num_runs)
+
+
+def _tries(
+    problem: Problem, detours: Detours, first: tuple[Route, ...], num_tries: int
+) -> list[tuple[Route, ...]]:
+    """These routes, and others that begin elsewhere or are numbered in the other direction."""
     around = detours.num_around(first)
-    num_tries = max(1, hops_max // sum(map(len, first)))
     nearest = [around + sign * step for step in range(1, num_tries) for sign in (-1, 1)]
     can = [number for number in nearest if detours.can_deal(problem.num_microbatches, number)]
     others = [detours.routes(problem.num_microbatches, number) for number in can[: num_tries - 1]]
     tries = [first, first[::-1], *others, *(routes[::-1] for routes in others)]
-    different = dict.fromkeys(tries[:num_tries])  # With few microbatches many are alike.
-    found = (priced(problem, replace(plan, routes=routes)) for routes in different)
-    return min(
-        filter(None, found),
-        key=lambda one: (num_without_work(one.plan), one.iteration_s),
-        default=None,
-    )
+    return list(dict.fromkeys(tries[:num_tries]))  # With few microbatches many are alike.
+
+
+def _reordered(problem: Problem, starts: Sequence[Plan], num_runs: int) -> Priced:
+    def iteration_s(plan: Plan) -> float:
+        schedule = _schedule(problem, plan)
+        is_short = bool(_short_of_memory(problem, plan, schedule))
+        return inf if is_short else _iteration_s(problem, plan, schedule)
+
+    plan = best_order(starts, num_runs=num_runs, iteration_s=iteration_s)
+    return Priced(plan, iteration_s(plan))
 
 
 def num_without_work(plan: Plan) -> int:
@@ -115,8 +139,13 @@ def even_s(problem: Problem, plan: Plan) -> float:
 def priced(problem: Problem, plan: Plan) -> Priced | None:
     """The plan with its routes, run in virtual time, with whole or with split backwards and as many
     microbatches in flight as there is memory for; None if some device has none for one."""
+    return min(_priced(problem, plan), key=lambda one: one.iteration_s, default=None)
+
+
+def _priced(problem: Problem, plan: Plan) -> list[Priced]:
+    """With whole backwards and with split ones, where there is memory for it."""
     plan = replace(plan, ticks=stage_ticks(problem, plan))
-    return _fastest((_whole(problem, plan), _split(problem, plan)))
+    return [one for one in (_whole(problem, plan), _split(problem, plan)) if one is not None]
 
 
 def simulated_s(problem: Problem, plan: Plan) -> float:
@@ -124,11 +153,6 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
     part silently."""
     plan = replace(plan, silent={})
     return _iteration_s(problem, plan, _schedule(problem, plan))
-
-
-def _fastest(found: Iterable[Priced | None]) -> Priced | None:
-    """Of equals the first; None if there is none."""
-    return min(filter(None, found), key=lambda one: one.iteration_s, default=None)
 
 
 def _whole(problem: Problem, plan: Plan) -> Priced | None:

@@ -6,6 +6,7 @@ from planaria.core.job import JobConfig
 from planaria.planner.depths import Ranges
 from planaria.planner.plans import EveryPlan
 from planaria.planner.problem import Problem
+from planaria.planner.reroutes import HOPS_MAX, TRIES_HOPS_MAX
 from planaria.planner.search import Searched
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
@@ -32,8 +33,10 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
     """The policy that a job names, and that its nodes' speeds are answered with.
 
     Args:
-        searched: what is known of layouts; None if nothing is yet.
+        searched: what is known of layouts; None if nothing is yet, and somebody waits: then less is
+            looked for.
     """
+    hops_max = TRIES_HOPS_MAX if searched is None else HOPS_MAX
     restoring = _RESTORING[job.resilience.assignment]
     anew = Unequal(Reinstantiate(every, restoring))
     searched = searched or searched_by(job, every.problem)
@@ -42,7 +45,7 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
         case "reinstantiate":
             return anew
         case "reroute":
-            return Reroute(every.problem, anew, restoring)
+            return Reroute(every.problem, anew, restoring, hops_max=hops_max)
         case "repartition":
             return anew_of_any_depth
         case "absorb":
@@ -52,7 +55,7 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
         case "rollback":
             return Rollback(every, anew, restoring)
         case "adaptive":
-            around = Reroute(every.problem, Adaptive(()), restoring)
+            around = Reroute(every.problem, Adaptive(()), restoring, hops_max=hops_max)
             in_place = Rollback(every, Adaptive(()), restoring)
             return Adaptive((anew, in_place, around, anew_of_any_depth))
 

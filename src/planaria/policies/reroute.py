@@ -25,6 +25,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
 from planaria.planner.reroutes import (
+    TRIES_HOPS_MAX,
     Priced,
     even_s,
     num_without_work,
@@ -52,12 +53,14 @@ class Reroute:
         otherwise: answers what rerouting cannot.
         is_hurried: runs one try for each answer, if everybody has work then, and nothing of large
             plans.
+        hops_max: of all that is run for an answer otherwise, see `rerouted`.
     """
 
     problem: Problem
     otherwise: Policy
     restoring: Restoring = LEAST_BYTES
     is_hurried: bool = False
+    hops_max: int = TRIES_HOPS_MAX
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -133,7 +136,7 @@ class Reroute:
     def _rerouted(self, plan: Plan) -> Priced | None:
         found = rerouted(self.problem, plan, hops_max=0) if self.is_hurried else None
         if found is None or num_without_work(found.plan):
-            return rerouted(self.problem, plan)
+            return rerouted(self.problem, plan, hops_max=self.hops_max)
         return found
 
     def _transition(

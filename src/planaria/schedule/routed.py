@@ -165,16 +165,19 @@ def _visits(plan: Plan) -> list[_Visit]:
 def _turns(routes: Sequence[Route]) -> list[int]:
     """Microbatches by turn: those that share their least visited rank in order, all interleaved."""
     visits = Counter(hop.rank for route in routes for hop in route)
+    # By first visits, so that an order stays as it is when nodes are renamed (policies/ahead.py).
+    number_of = {rank: number for number, rank in enumerate(visits)}
     least_of = {
-        route: min((visits[hop.rank], hop.rank) for hop in route)[1] for route in set(routes)
+        route: min((visits[hop.rank], number_of[hop.rank]) for hop in route)[1]
+        for route in set(routes)
     }
     counts = Counter(least_of[route] for route in routes)
     numbers: Counter[int] = Counter()
     turns = []
     for route in routes:
-        rank = least_of[route]
-        turns.append((2 * numbers[rank] + 1) / counts[rank])
-        numbers[rank] += 1
+        least = least_of[route]
+        turns.append((2 * numbers[least] + 1) / counts[least])
+        numbers[least] += 1
     return sorted(range(len(turns)), key=lambda microbatch: (turns[microbatch], microbatch))
 
 
