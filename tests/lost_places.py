@@ -23,6 +23,21 @@ FREE: Final = Link(0.0, 1e30)
 EQUAL: Final = (1, 1, 1)
 
 
+_ONE_A_STAGE: Final = ((0, 0), (1, 1), (2, 2), (3, 3))
+# A greedy list schedule of ReCycle's idea where a forward and each part of a backward take 1:
+# pipelines, places in each, microbatches of each, (pipeline, place) of each loss, and what an
+# iteration takes with whole backwards, with split ones, and with split ones and ample memory.
+GREEDY: Final = (
+    (4, 4, 8, (), (33, 30, 27)),
+    (4, 4, 8, ((0, 1),), (41, 35, 34)),
+    (4, 4, 8, ((0, 0), (1, 1)), (43, 37, 37)),
+    (4, 4, 8, _ONE_A_STAGE, (44, 40, 37)),
+    (8, 4, 8, ((0, 1),), (37, 31, 31)),
+    (4, 8, 16, tuple((i % 4, i) for i in range(8)), (88, 79, 73)),
+    (4, 4, 32, _ONE_A_STAGE, (145, 136, 133)),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A job whose times are whole seconds.
@@ -97,6 +112,11 @@ def problem_of(
         num_microbatches=num_microbatches,
         failures_tolerated=0,
     )
+
+
+def unit_problem(num_layers: int, num_microbatches: int) -> Problem:
+    """Layers that take 1 s forward, 1 s for their input's gradient and 1 s for their weights'."""
+    return problem_of((EQUAL,) * num_layers, num_microbatches)
 
 
 def grid(num_pipelines: int, num_places: int, lost: Lost) -> Plan:

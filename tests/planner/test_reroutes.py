@@ -9,7 +9,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lost_places import CASES, DRAWN, EQUAL, Case, Lost, computed_s, drawn_case, grid, problem_of
+from lost_places import (
+    CASES,
+    DRAWN,
+    GREEDY,
+    Case,
+    computed_s,
+    drawn_case,
+    grid,
+    unit_problem,
+)
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
@@ -18,25 +27,6 @@ from planaria.planner.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulate
 from planaria.schedule.lower import lowered, lowered_for
 from schedule.plan_examples import pipeline, plain_plans, random_plan
 from strategies import MEBIBYTE, layer_profile, model_profile
-
-ONE_A_STAGE = ((0, 0), (1, 1), (2, 2), (3, 3))
-# A greedy list schedule of ReCycle's idea where a forward and each part of a backward take 1:
-# pipelines, places in each, microbatches of each, (pipeline, place) of each loss, and what an
-# iteration takes with whole backwards, with split ones, and with split ones and ample memory.
-GREEDY = (
-    (4, 4, 8, (), (33, 30, 27)),
-    (4, 4, 8, ((0, 1),), (41, 35, 34)),
-    (4, 4, 8, ((0, 0), (1, 1)), (43, 37, 37)),
-    (4, 4, 8, ONE_A_STAGE, (44, 40, 37)),
-    (8, 4, 8, ((0, 1),), (37, 31, 31)),
-    (4, 8, 16, tuple((i % 4, i) for i in range(8)), (88, 79, 73)),
-    (4, 4, 32, ONE_A_STAGE, (145, 136, 133)),
-)
-
-
-def unit_problem(num_layers: int, num_microbatches: int) -> Problem:
-    """Layers that take 1 s forward, 1 s for their input's gradient and 1 s for their weights'."""
-    return problem_of((EQUAL,) * num_layers, num_microbatches)
 
 
 def problem_for(plan: Plan, *, device_memory_bytes: int = 0) -> Problem:
@@ -146,31 +136,6 @@ def test_without_losses_routes_are_the_planners() -> None:
     assert found is not None
     assert found.iteration_s <= simulated_s(problem, known)
     assert sum(pipeline_microbatches(found.plan)) == 22
-
-
-@pytest.mark.parametrize(("num_pipelines", "num_places", "each", "lost", "units"), GREEDY)
-def test_no_slower_than_a_greedy_schedule_of_recycle(
-    num_pipelines: int, num_places: int, each: int, lost: Lost, units: tuple[int, int, int]
-) -> None:
-    """With limited memory a place keeps S - i microbatches, twice as many after losses."""
-    plan = grid(num_pipelines, num_places, lost)
-    kinds = tuple(
-        NodeKind(device_memory_bytes=(num_places - place) * (2 if lost else 1) * MEBIBYTE)
-        for place in range(num_places)
-    )
-    template = replace(plan.pipelines[0].template, kinds=kinds)
-    limited = tuple(replace(pipeline, template=template) for pipeline in plan.pipelines)
-    split = unit_problem(num_places, each * num_pipelines)
-    whole = replace(split, splits_backward=False)
-
-    found = [
-        rerouted(whole, plan),
-        rerouted(split, replace(plan, pipelines=limited)),
-        rerouted(split, plan),
-    ]
-
-    assert all(one.iteration_s <= most for one, most in zip(found, units, strict=True) if one)
-    assert all(found)
 
 
 @pytest.mark.parametrize("case", CASES)
