@@ -33,7 +33,7 @@ DRAWN_TIMEOUT_S: Final = 5.0
 def main() -> int:
     """Prints a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--drawn", type=int, default=24, help="how many cases are drawn")
+    parser.add_argument("--drawn", type=int, default=100, help="how many cases are drawn")
     num_drawn = parser.parse_args().drawn
     if importlib.util.find_spec("ortools") is None:
         print("skipped: ortools is not installed; pip install -e '.[bench]' -c constraints.txt")

@@ -19,8 +19,10 @@ from chaos import (
 )
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
+from planaria.core.plan import Ticks
 from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.planner.orders import best_order
 from planaria.schedule.action import Kind
 
 ITERATIONS = 16
@@ -108,6 +110,29 @@ def test_split_backwards_have_the_bits_of_whole_ones(
         found.append(digests(result))
         actions = {span.action.kind for one in result.measured_timelines() for span in one.spans}
         assert (Kind.BACKWARD_WEIGHT in actions) == splits
+
+    assert found[0] == found[1]
+
+
+def test_an_order_that_was_looked_for_has_the_bits_of_any_other(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Each of a hundred random changes counts as better, so what is left is far from the rule."""
+    configs = [chaos_job("gpt2", tmp_path / name, server) for name in ("rule", "other")]
+    plan = sized_plan(configs[0], (2, 2, 2))
+    plan = replace(plan, ticks=dict.fromkeys(plan.ranks, Ticks(100, 100, 100, 10)))
+    times_s = itertools.count(0, -1)
+    other = best_order([plan], num_runs=100, iteration_s=lambda _: float(next(times_s)))
+    assert other.routes != plan.routes
+    assert other.in_flight
+    assert other.ticks != plan.ticks
+
+    found = []
+    plans = (plan, replace(other, splits_backward=True))
+    for config, one in zip(configs, plans, strict=True):
+        result = Job(config).run(server=server, plan=one)
+        assert result.error is None
+        found.append(digests(result))
 
     assert found[0] == found[1]
 
