@@ -2,18 +2,33 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
+from planaria.policies.morph import Morph
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
 from policies.losses import every, plan_of
-from regret import known_samples
+from regret import Result, known_samples, page, result_line, summary
+from study.cases import Case, drawn_cases, happenings
 from study.job import Answers, Happening, Job
+
+CASE = Case(
+    model="gpt2",
+    num_nodes=4,
+    each=2,
+    slower=1,
+    gap_s=60.0,
+    burst=2,
+    repair_s=3600.0,
+    save_every_s=300.0,
+)
 
 
 @pytest.fixture
@@ -115,14 +130,103 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
     assert results[1].plan.nodes == (1, 3, 7)
 
 
+def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
+    """Though all layers live: of 25 iterations at 255 s the save at 200 s has 20."""
+    book = every(4, n0=1, f=1)
+    job = Job(
+        answers=Answers(book, Morph(book)),
+        batch=40,
+        save_every_s=100.0,
+        is_adaptive=False,
+        plan=plan_of(book, (2, 2)),
+        iteration_s=10.0,
+        alive={0, 1, 2, 3},
+    )
+    job.answer(Happening(255.0, (1,), is_loss=True))
+
+    assert job.samples == job.saved == 800
+    assert job.plan is not None
+    assert job.begins_s > 255.0
+
+
+def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
+    """A neighbour computes what it kept in step, so the downtime is no more than regrouping."""
+    book = every(4, n0=2, f=1)
+    answers = Answers(book, Absorb(book, Unequal(Reinstantiate(book))))
+    start = answers.start(4)
+    assert start is not None
+    job = Job(
+        answers=answers,
+        batch=40,
+        save_every_s=100.0,
+        is_adaptive=False,
+        plan=start.plan,
+        iteration_s=10.0,
+        alive={0, 1, 2, 3},
+    )
+    job.answer(Happening(255.0, (1,), is_loss=True))
+
+    assert start.plan.shadows
+    assert job.samples == 1000
+    assert job.begins_s == 255.0 + answers.prices.regroup_s
+
+
+def test_every_run_has_all_its_failures() -> None:
+    """A node fails every minute and is away for an hour: those of the last node are waited out."""
+    for seed in range(20):
+        what = happenings(CASE, seed, num_failures=20)
+        alive = set(range(CASE.num_nodes))
+        for one in what:
+            alive = alive.difference(one.nodes) if one.is_loss else alive.union(one.nodes)
+            assert alive
+
+        assert sum(one.is_loss for one in what) == 20, seed
+        assert all(one.nodes for one in what), seed
+        assert [one.at_s for one in what] == sorted(one.at_s for one in what), seed
+
+
+def test_no_case_of_a_study_comes_twice() -> None:
+    """Seeds may draw one twice; the samples of a file are found by what a case says."""
+    cases = drawn_cases(200, most_nodes=7)
+
+    assert len({str(case) for case in cases}) == 200
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "is_met"),
+    [((101.0, 101.0, 101.0), True), ((110.0, 100.0, 96.0), False), ((99.0, 99.0, 99.0), False)],
+)
+def test_the_interval_may_not_reach_below_zero(adaptive: tuple[float, ...], is_met: bool) -> None:
+    """In the middle the mean is 2% more, with an interval from -6%; no case loses over 5%."""
+    results = [
+        Result(CASE, {"adaptive": (samples, samples), "reroute": (100.0, 100.0)})
+        for samples in adaptive
+    ]
+
+    assert summary(results)[1] is is_met
+
+
+def test_a_policy_that_a_case_has_no_memory_for_is_told_of_others() -> None:
+    """Absorb ran in one of two cases, and is the best one there."""
+    results = [
+        Result(CASE, {"adaptive": (90.0,), "reroute": (80.0,), "absorb": (99.0,)}),
+        Result(CASE, {"adaptive": (90.0,), "reroute": (81.0,)}),
+    ]
+
+    written = page(results, ("Met.",))
+
+    assert "| absorb | 1 | 1 | +10.00% |" in written
+    assert "| reroute | 2 | 1 | -10.56% |" in written
+    assert "| morph | 0 | 0 |  |" in written
+
+
 def test_samples_of_a_study_that_was_stopped_are_not_run_again(tmp_path: Path) -> None:
-    """But those of fewer seeds are."""
+    """But those of fewer seeds are, and those of runs that had no version yet."""
     path = tmp_path / "samples.jsonl"
     assert known_samples(path, num_seeds=2) == {}
-    lines = [
-        {"case": "one", "samples": {"adaptive": [1.0, 2.0], "reroute": [3.0, 4.0]}},
-        {"case": "other", "samples": {"adaptive": [1.0], "reroute": [3.0]}},
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one = Result(CASE, {"adaptive": [1.0, 2.0], "reroute": [3.0, 4.0]})
+    fewer = Result(replace(CASE, num_nodes=5), {"adaptive": [1.0], "reroute": [3.0]})
+    old = {"case": "old", "samples": one.samples}
+    path.write_text(result_line(one) + result_line(fewer) + json.dumps(old) + "\n")
 
-    assert known_samples(path, num_seeds=2) == {"one": lines[0]["samples"]}
+    assert known_samples(path, num_seeds=2) == {str(CASE): one.samples}

@@ -14,6 +14,7 @@ from planaria.planning import read_profile
 from study.job import Happening
 
 MODELS: Final = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b")
+_DRAWS_MAX: Final = 10  # For each case; of 200 two in a hundred are drawn a second time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,18 @@ class Case:
         )
 
 
-def drawn_case(seed: int, *, most_nodes: int) -> Case:
-    """A case that can be planned."""
+def drawn_cases(num_cases: int, *, most_nodes: int) -> tuple[Case, ...]:
+    """So many cases that can be planned, no two of them alike."""
+    found: dict[Case, None] = {}
+    for seed in range(_DRAWS_MAX * num_cases):
+        if len(found) == num_cases:
+            break
+        found[_drawn_case(seed, most_nodes=most_nodes)] = None
+    assert len(found) == num_cases, f"there are hardly more than {len(found)} cases"
+    return tuple(found)
+
+
+def _drawn_case(seed: int, *, most_nodes: int) -> Case:
     rng = Random(seed)
     while True:
         case = Case(
@@ -89,23 +100,28 @@ def _problem(case: Case) -> Problem:
 
 
 def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, ...]:
-    """Failures and returns in order of time; some node always stays."""
+    """So many failures, and the returns between them, in order of time; some node always stays.
+
+    While only one is left none fails, and the next failure waits until another is back.
+    """
     rng = Random(f"{case} {seed}")
     alive = set(range(case.num_nodes))
     back: list[tuple[float, int]] = []
     found: list[Happening] = []
     now_s = 0.0
-    for _ in range(num_failures):
+    num_lost = 0
+    while num_lost < num_failures:
         now_s += rng.expovariate(1.0 / case.gap_s)
         for at_s, node in sorted(one for one in back if one[0] <= now_s):
             found.append(Happening(at_s, (node,), is_loss=False))
             alive.add(node)
         back = [one for one in back if one[0] > now_s]
         count = min(rng.randint(1, case.burst), len(alive) - 1)
-        lost = tuple(sorted(rng.sample(sorted(alive), count)))
-        if not lost:
+        if not count:  # Somebody comes back some day, so this has an end.
             continue
+        lost = tuple(sorted(rng.sample(sorted(alive), count)))
         alive -= set(lost)
         back += [(now_s + rng.expovariate(1.0 / case.repair_s), node) for node in lost]
         found.append(Happening(now_s, lost, is_loss=True))
+        num_lost += 1
     return tuple(found)

@@ -4,7 +4,8 @@ The policies and the choice among their answers are the product's own. Time goes
 predict: downtime, iterations, and what is done again. A node that is back joins while training goes
 on, and what an adaptive job may change to after a loss it changes to once the layers have moved.
 What is asked again is looked up: nodes are numbered by their places, so the same loss at the same
-place of the same plan is the same question.
+place of the same plan is the same question. A policy that goes back to a save at every loss finds
+the newest one; the state before the first iteration counts as one.
 
 Not modelled: coordinators that fail, slow or distrusted nodes.
 """
@@ -21,11 +22,21 @@ from planaria.coordinator.history import (
     with_failure,
 )
 from planaria.coordinator.switching import weighed_as
-from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
+from planaria.core.cluster import (
+    ClusterEvent,
+    ClusterState,
+    Node,
+    NodesChanged,
+    NodesLost,
+    SavePoint,
+)
 from planaria.core.plan import Hop, Plan, Transition
 from planaria.core.records import FailureHistory
 from planaria.nodes.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan
+from planaria.planner.reroutes import Priced, priced
+from planaria.planner.shadows import shadowed
+from planaria.policies.absorb import Absorb
 from planaria.policies.policy import (
     Outlook,
     Policy,
@@ -39,6 +50,10 @@ from planaria.policies.unequal import STAY
 RESTART_S: Final = 60.0  # From a save, when some layer has no holder left.
 LEASE_S: Final = 3.0
 _ROUNDING: Final = 1e-9  # Of an iteration.
+
+# What all can go back to. Which save it is, and what is done again, `Job` knows: asked with those,
+# no question would come twice.
+_SAVED: Final = SavePoint(iteration=0, source="newest", redone_samples=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,23 @@ class Answers:
         self.prices: Prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
         self._policy = policy
         self._known: dict[object, tuple[Transition, ...]] = {}
+        self._starts: dict[int, Priced | None] = {}
+
+    def start(self, num_nodes: int) -> Priced | None:
+        """What a job begins with; None if so few nodes do not hold the model, or too little memory
+        is theirs for the layers that the policy has them keep besides."""
+        if num_nodes not in self._starts:
+            self._starts[num_nodes] = self._start(num_nodes)
+        return self._starts[num_nodes]
+
+    def _start(self, num_nodes: int) -> Priced | None:
+        plan = self.every.plans.get(num_nodes)
+        if plan is None:
+            return None
+        if isinstance(self._policy, Absorb):
+            return priced(self.every.problem, shadowed(plan))
+        templates = [pipeline.template for pipeline in plan.pipelines]
+        return Priced(plan, self.every.distribution(templates)[0])
 
     def to(
         self, plan: Plan, alive: Iterable[int], event: ClusterEvent
@@ -71,9 +103,10 @@ class Answers:
             event = replace(event, nodes=lost)
         else:
             event = replace(event, joined=tuple(sorted(labels[n] for n in event.joined)))
-        key = (asked.pipelines, asked.routes, asked.gone, here, event)
+        shadows = tuple(sorted(asked.shadows.items()))
+        key = (asked.pipelines, asked.routes, asked.gone, shadows, here, event)
         if key not in self._known:
-            held = asked.layers_by_rank
+            held = asked.held_by_rank
             nodes = tuple(Node(n, (frozenset(held.get(n, ())),)) for n in here)
             cluster = ClusterState(1, nodes)
             self._known[key] = self._policy.propose(asked, cluster, event, self.prices)
@@ -100,6 +133,7 @@ def _relabelled(plan: Plan, labels: Mapping[int, int]) -> Plan:
         in_flight={labels[rank]: most for rank, most in plan.in_flight.items()},
         splits_backward=plan.splits_backward,
         ticks={labels[rank]: ticks for rank, ticks in plan.ticks.items() if rank in labels},
+        shadows={labels[rank]: layers for rank, layers in plan.shadows.items() if rank in labels},
     )
 
 
@@ -169,7 +203,7 @@ class Job:
 
     def _recover(self, what: Happening) -> None:
         assert self.plan is not None
-        event = NodesLost(what.nodes, self.batch)
+        event = NodesLost(what.nodes, self.batch, _SAVED)
         if not set(what.nodes).intersection(self.plan.nodes):
             return
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
@@ -178,6 +212,8 @@ class Job:
             self._restart(what.at_s)
             return
         best = self._best(transitions, self._outlook(transitions, what.at_s))
+        if best.goes_back:
+            self.samples = self.saved
         self._take(best, node_of)
         self.begins_s = what.at_s + best.downtime_s
         if self.plan.gone and self.is_adaptive:
@@ -242,11 +278,10 @@ class Job:
 
     def _restart(self, now_s: float) -> None:
         """From the newest save with those that are there, if they are enough."""
-        planned = self.answers.every.plans.get(len(self.alive))
+        found = self.answers.start(len(self.alive))
         self.plan = None
-        if planned is not None:
-            labels = dict(zip(planned.nodes, sorted(self.alive), strict=False))
-            self.plan = _relabelled(planned, labels)
-            templates = [pipeline.template for pipeline in planned.pipelines]
-            self.iteration_s = self.answers.every.distribution(templates)[0]
+        if found is not None:
+            labels = dict(zip(found.plan.nodes, sorted(self.alive), strict=False))
+            self.plan = _relabelled(found.plan, labels)
+            self.iteration_s = found.iteration_s
             self.begins_s = now_s + RESTART_S
