@@ -11,6 +11,8 @@ from linked import TIMEOUT_S, linked, on_all
 from planaria.engine.groups import reduce_bucket, reduce_vector, tree_peers
 from planaria.transport.links import Channel, Links
 
+Sums = dict[int, list[Tensor]]
+
 SIZES = [(7,), (0,), (1,), (5, 0, 3), (2, 11, 1, 64), (1000, 333)]
 
 
@@ -34,9 +36,7 @@ def ascending(all_parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [total.to(torch.float32) for total in totals]
 
 
-def reduced(
-    ranks: list[Links], sums: dict[int, list[Tensor]], bucket: int = 0
-) -> list[list[Tensor]]:
+def reduced(ranks: list[Links], sums: Sums, bucket: int = 0) -> list[list[Tensor]]:
     def run(links: Links) -> list[Tensor]:
         own = sums[links.rank]
         results = [torch.full((part.numel(),), float("nan")) for part in own]
@@ -65,6 +65,33 @@ def test_a_bucket_is_the_ascending_sum_rounded_once_on_all_holders(
             sums = {links.rank: parts(links.rank, sizes, dtype) for links in ranks}
             expected = ascending([sums[rank] for rank in sorted(sums)])
             for results in reduced(ranks, sums, bucket):
+                for wanted, result in zip(expected, results, strict=True):
+                    assert torch.equal(wanted.view(torch.int32), result.view(torch.int32))
+
+
+@pytest.mark.parametrize("num_holders", range(1, 7))
+def test_float32_sums_may_be_where_their_results_go(num_holders: int) -> None:
+    """A part is written over once its sum is there, so whoever adds it up has got it."""
+    with linked(num_holders) as ranks:
+        for bucket, sizes in enumerate(SIZES):
+            sums = {links.rank: parts(links.rank, sizes, torch.float32) for links in ranks}
+            expected = ascending([sums[rank] for rank in sorted(sums)])
+
+            def run(links: Links, bucket: int = bucket, sums: Sums = sums) -> list[Tensor]:
+                own = sums[links.rank]
+                holders = [each.rank for each in ranks]
+                reduce_bucket(
+                    links,
+                    own,
+                    own,
+                    ranks=holders,
+                    iteration=0,
+                    bucket=bucket,
+                    timeout_s=TIMEOUT_S,
+                )
+                return own
+
+            for results in on_all(ranks, run):
                 for wanted, result in zip(expected, results, strict=True):
                     assert torch.equal(wanted.view(torch.int32), result.view(torch.int32))
 

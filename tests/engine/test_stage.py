@@ -28,17 +28,28 @@ def _held(dtype: Dtype = "float32", tied: tuple[str, ...] = ()) -> HeldLayer:
 
 
 def _microbatch(held: HeldLayer, seed: int) -> None:
-    """One forward and backward, gradients left on the parameters."""
+    """One forward and backward, gradients added to sums."""
+    _backward(held.module, seed)
+
+
+def _backward(module: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(4, 3, generator=generator).to(next(held.module.parameters()).dtype)
-    held.module(x).float().square().sum().backward()
+    x = torch.randn(4, 3, generator=generator).to(next(module.parameters()).dtype)
+    module(x).float().square().sum().backward()
+
+
+def _gradients(held: HeldLayer, seed: int) -> list[torch.Tensor]:
+    """Of a microbatch, by plain torch."""
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(held.module.state_dict())
+    _backward(plain, seed)
+    return [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
 
 
 def _iteration(held: HeldLayer, iteration: int) -> None:
     held.clear()
     for microbatch in range(3):
         _microbatch(held, 10 * iteration + microbatch)
-        held.accumulate()
     held.gradients.copy_(held.sums)
     for name, sums in held.tied_sums.items():
         held.tied_gradients[name].copy_(sums)
@@ -51,7 +62,6 @@ def test_a_step_needs_the_reduced_gradients_of_its_own_iteration() -> None:
     held = _held()
     before = held.state()
     _microbatch(held, 0)
-    held.accumulate()
     for gradients_of in (-1, 1):
         held.gradients_of = gradients_of
         with pytest.raises(AssertionError):
@@ -77,10 +87,7 @@ def test_sums_are_those_of_float64_and_leave_no_gradient_behind() -> None:
     expected = torch.zeros(8, dtype=torch.float64)
     for microbatch in range(5):
         _microbatch(held, microbatch)
-        expected += torch.cat(
-            [p.grad.flatten() for p in held.module.parameters() if p.grad is not None]
-        )
-        held.accumulate()
+        expected += torch.cat([one.flatten() for one in _gradients(held, microbatch)])
 
     assert torch.equal(held.sums, expected)
     assert all(parameter.grad is None for parameter in held.module.parameters())
@@ -135,11 +142,22 @@ def test_tied_parameters_have_sums_of_their_own() -> None:
     """They are summed over other ranks than the rest of the layer."""
     held = _held(tied=("weight",))
     _microbatch(held, 0)
-    gradient = held.module.weight.grad.flatten().double()  # type: ignore[operator, union-attr]
+    weight, bias = (one.flatten().double() for one in _gradients(held, 0))
+
+    assert torch.equal(held.sums, bias)
+    assert torch.equal(held.tied_sums["weight"], weight)
+
+
+def test_gradients_that_were_left_in_the_second_part_of_a_backward_are_added() -> None:
+    """They come from nobody's backward (engine/split_backward.py)."""
+    held = _held()
+    left = _gradients(held, 0)
+    for parameter, gradient in zip(held.module.parameters(), left, strict=True):
+        parameter.grad = gradient
     held.accumulate()
 
-    assert held.sums.numel() == 2
-    assert torch.equal(held.tied_sums["weight"], gradient)
+    assert torch.equal(held.sums, torch.cat([one.flatten() for one in left]).double())
+    assert all(parameter.grad is None for parameter in held.module.parameters())
 
 
 def test_the_scale_clips_the_step() -> None:
@@ -235,14 +253,21 @@ def test_norms_are_summed_in_float64() -> None:
 @pytest.mark.parametrize(
     ("deterministic", "dtype"), [(True, torch.float64), (False, torch.float32)]
 )
-def test_only_deterministic_sums_cost_twice_the_memory(
+def test_only_deterministic_sums_cost_memory_beside_the_gradients(
     deterministic: bool, dtype: torch.dtype
 ) -> None:
-    """The sums of tied parameters follow."""
+    """Twice theirs; the sums of tied parameters follow. Planner and estimator count on it."""
     training = replace(TRAINING, deterministic=deterministic)
     held = HeldLayer(0, nn.Linear(3, 2), training=training, tied=("weight",))
+    pairs = [
+        (held.sums, held.gradients),
+        (held.tied_sums["weight"], held.tied_gradients["weight"]),
+    ]
 
-    assert held.sums.dtype == held.tied_sums["weight"].dtype == dtype
+    for sums, gradients in pairs:
+        assert sums.dtype == dtype
+        assert gradients.dtype == torch.float32
+        assert (sums.data_ptr() == gradients.data_ptr()) is not deterministic
 
 
 @pytest.mark.parametrize("tied", [(), ("weight",)], ids=["own", "tied"])
@@ -254,11 +279,9 @@ def test_the_step_is_that_of_plain_torch(tied: tuple[str, ...]) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=False)
     for iteration in range(3):
         held.clear()
+        for theirs, gradient in zip(plain.parameters(), _gradients(held, iteration), strict=True):
+            theirs.grad = gradient * 0.5
         _microbatch(held, iteration)
-        for mine, theirs in zip(held.module.parameters(), plain.parameters(), strict=True):
-            assert mine.grad is not None
-            theirs.grad = mine.grad * 0.5
-        held.accumulate()
         held.gradients.copy_(held.sums)
         for name, sums in held.tied_sums.items():
             held.tied_gradients[name].copy_(sums)

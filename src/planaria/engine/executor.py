@@ -217,10 +217,8 @@ class Executor:
         return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
 
     def _backward(self, action: Action) -> None:
-        hop = self._schedule.routes[action.microbatch][action.hop]
         key = (action.microbatch, action.hop)
         torch.autograd.backward(self._outputs.pop(key), self._output_gradients.pop(key, None))
-        self._stage.accumulate(hop.first_layer, hop.end_layer)
         self._hand_back(action)
 
     def _backward_input(self, action: Action) -> None:

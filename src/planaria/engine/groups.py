@@ -40,7 +40,7 @@ def reduce_bucket(
 
     Args:
         sums: this rank's parts, one-dimensional, float64 or float32, the same sizes on all ranks.
-        results: float32, of the same sizes.
+        results: float32, of the same sizes; sums in float32 may be their own results.
         ranks: the holders, ascending; this rank is one of them.
         virtual_bytes: that the results stand for; 0 if for themselves.
     """

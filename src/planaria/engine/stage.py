@@ -13,6 +13,7 @@ Source: DESIGN 4.3, 4.4 and 4.6.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +41,10 @@ class HeldLayer:
         gradients_of: the iteration whose reduced gradients are complete, -1 while none are.
         masters: the parameters that are stepped, saved and sent, float32; those of the module
             itself unless it computes in bfloat16.
-        sums: flat gradient sums of its own parameters.
+        sums: flat gradient sums of its own parameters, to which a backward adds.
         tied_sums: by parameter name, flat gradient sums of this layer's use of tied parameters.
-        gradients: flat float32, the reduced gradients of its own parameters.
+        gradients: flat float32, the reduced gradients of its own parameters; the same memory as the
+            sums unless those are float64.
         tied_gradients: by parameter name, the same for tied ones.
     """
 
@@ -70,16 +72,19 @@ class HeldLayer:
         own = [name for name in self.masters if name not in self.tied_names]
         size = sum(self.masters[name].numel() for name in own)
         self.sums = torch.zeros(size, dtype=sum_dtype)
-        self.gradients = torch.zeros(size, dtype=torch.float32)
+        self.gradients = _reduced(self.sums)
         self.tied_sums = {n: torch.zeros(self.masters[n].numel(), dtype=sum_dtype) for n in tied}
-        self.tied_gradients = {
-            n: torch.zeros(self.masters[n].numel(), dtype=torch.float32) for n in tied
-        }
+        self.tied_gradients = {name: _reduced(sums) for name, sums in self.tied_sums.items()}
         self._sum_views = {**_views(self.sums, own, self.masters), **self._shaped(self.tied_sums)}
         self._gradient_views = {
             **_views(self.gradients, own, self.masters),
             **self._shaped(self.tied_gradients),
         }
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                # Not a method of this layer, whose memory would wait for the garbage collector.
+                hook = partial(_add_gradient, self._sum_views[name])
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _shaped(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.view(self.masters[name].shape) for name, tensor in flat.items()}
@@ -92,11 +97,10 @@ class HeldLayer:
             sums.zero_()
 
     def accumulate(self) -> None:
-        """Adds the gradients that a backward left, and drops them."""
+        """Adds gradients that no backward, but somebody else has left, and drops them."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self._sum_views[name].add_(parameter.grad)
-                parameter.grad = None
+                _add_gradient(self._sum_views[name], parameter)
 
     def squared_norm(self, names: Iterable[str]) -> float:
         """The sum of squares of the reduced gradients of `names`, each summed in float64."""
@@ -152,6 +156,19 @@ class HeldLayer:
             }
             load_optimizer_state(self.optimizer, self._trained, named)
         self.age = age
+
+
+def _reduced(sums: Tensor) -> Tensor:
+    """Where the sums over all holders come: the rank's own if those have as many bits, for of these
+    nobody needs a part any more once the sum of it is there."""
+    return sums if sums.dtype is torch.float32 else torch.zeros(len(sums), dtype=torch.float32)
+
+
+def _add_gradient(sums: Tensor, parameter: Tensor) -> None:
+    """Adds the gradient of a parameter, as soon as a backward has it, and drops it."""
+    assert parameter.grad is not None
+    sums.add_(parameter.grad)
+    parameter.grad = None
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
