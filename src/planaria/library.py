@@ -273,7 +273,7 @@ class Job:
         return TrainingResult(
             report=report_of(planned, tier, recorder, watcher, ended),
             planned=planned,
-            compared=tuple(compared_iterations(planned.problem, recorder)),
+            compared=tuple(compared_iterations(planned, recorder)),
             stopped=ended.ending == Ending.STOPPED.value,
             error=error,
         )

@@ -4,7 +4,7 @@ import importlib.metadata
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 import msgspec
@@ -13,7 +13,7 @@ from planaria.checkpoint.digest import digests
 from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended
-from planaria.estimator.drift import Compared
+from planaria.estimator.drift import Compared, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.measured import EpochMeasured
 from planaria.observe.metrics import (
@@ -56,15 +56,19 @@ def report_of(
             for epoch, of_epoch in measured.items()
             for record in _actions(planned.problem, epoch, of_epoch)
         ),
-        # The profile of a paced job tells the bytes of another model.
-        memory=()
-        if config.model.kind == "paced"
-        else tuple(
+        memory=tuple(
             record
             for epoch, of_epoch in measured.items()
             for record in _memory(planned.problem, epoch, of_epoch)
-        ),
+        )
+        if _tells_bytes(planned)
+        else (),
     )
+
+
+def _tells_bytes(planned: Planned) -> bool:
+    """Whether the profile is that of the model: of a paced job it tells the bytes of another."""
+    return planned.config.model.kind != "paced"
 
 
 def _actions(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[ActionRecord]:
@@ -104,28 +108,41 @@ def _memory(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[M
     if not found:
         return
     predicted_bytes = prediction(problem, measured.plan).peak_bytes
-    for rank, peak_bytes in found.items():
+    for rank, (tensor_bytes, peak_bytes) in found.items():
         if rank in predicted_bytes:  # Others have layers silently only.
             yield MemoryRecord(
                 epoch=epoch,
                 rank=rank,
                 predicted_bytes=predicted_bytes[rank],
+                tensor_bytes=tensor_bytes,
                 measured_bytes=peak_bytes,
             )
 
 
-def compared_iterations(problem: Problem, recorder: Recorder) -> Iterator[Compared]:
+def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Compared]:
     """The traced iterations, each with its prediction. A rank's clock starts with its iteration."""
-    made: dict[tuple[int, tuple[float, ...]], Timeline] = {}
-    for record, by_rank in zip(recorder.iterations, recorder.spans, strict=True):
+    made: dict[tuple[int, tuple[float, ...]], Prediction] = {}
+    told = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
+    for record, by_rank, tensor_bytes in told:
         of_epoch = recorder.measured.epochs.get(record.epoch)
         if not by_rank or of_epoch is None:
             continue
         factors = of_epoch.layer_factors(record.iteration)
         key = (record.epoch, factors)
         if key not in made:
-            made[key] = prediction(problem, of_epoch.plan, layer_factors=factors).timeline
-        yield Compared(record.iteration, made[key], _measured_timeline(by_rank, record.seconds))
+            made[key] = prediction(planned.problem, of_epoch.plan, layer_factors=factors)
+        yield Compared(
+            record.iteration,
+            made[key].timeline,
+            _measured_timeline(by_rank, record.seconds),
+            tuple(_peaks(made[key], tensor_bytes)) if _tells_bytes(planned) else (),
+        )
+
+
+def _peaks(predicted: Prediction, tensor_bytes: Mapping[int, int]) -> Iterator[PeakBytes]:
+    for rank, num_bytes in sorted(predicted.peak_bytes.items()):
+        if rank in tensor_bytes:
+            yield PeakBytes(rank, num_bytes, tensor_bytes[rank])
 
 
 def _measured_timeline(

@@ -8,7 +8,13 @@ PLAN = shaped_plan((2,), 4)
 
 
 def done(
-    rank: int, iteration: int, forward_s: float, *, epoch: int = 3, peak_bytes: int = 0
+    rank: int,
+    iteration: int,
+    forward_s: float,
+    *,
+    epoch: int = 3,
+    peak_bytes: int = 0,
+    tensor_bytes: int = 0,
 ) -> IterationDone:
     return IterationDone(
         rank=rank,
@@ -20,6 +26,7 @@ def done(
         seconds=1.0,
         stall_s=0.0,
         peak_bytes=peak_bytes,
+        tensor_bytes=tensor_bytes,
         ends=False,
         action_s={"F": forward_s, "B": 2 * forward_s},
     )
@@ -30,12 +37,12 @@ def test_an_epoch_tells_medians_and_peaks_of_all_but_its_first_iteration() -> No
     measured = Measured()
     measured.begun(3, PLAN)
     for iteration, forward_s in enumerate((9.0, 1.0, 8.0, 1.5), start=5):
-        peak_bytes = 10 * iteration
-        measured.committed(iteration, [done(0, iteration, forward_s, peak_bytes=peak_bytes)])
+        peaks = {"peak_bytes": 10 * iteration, "tensor_bytes": 9 - iteration}
+        measured.committed(iteration, [done(0, iteration, forward_s, **peaks)])
         measured.committed(iteration, [done(0, iteration, 7.0, epoch=2)])  # Of no epoch known.
 
     assert measured.epochs[3].seconds() == {(0, "B"): 3.0, (0, "F"): 1.5}
-    assert measured.epochs[3].peak_bytes() == {0: 80}
+    assert measured.epochs[3].peak_bytes() == {0: (3, 80)}
     assert done(0, 0, 1.5).computing_s == 4.5
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from planaria.estimator.drift import Compared
+from planaria.estimator.drift import Compared, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.metrics import EventRecord
 from planaria.schedule.action import parse_action
@@ -70,6 +70,22 @@ def test_each_measured_iteration_has_the_prediction_at_its_start() -> None:
             starts[event["pid"] >= 4].append(event["ts"])
     assert starts[False] == [0.0, 3e6, 5e6]
     assert starts[True] == [0.25e6, 3.25e6, 5.25e6]
+
+
+def test_peak_memory_is_a_counter_of_each_rank_in_both_groups() -> None:
+    """From the start of its iteration on; ranks of a node have counters of different names."""
+    peaks = (PeakBytes(2, 100, 110), PeakBytes(3, 200, 190))
+    iterations = [COMPARED, Compared(1, PREDICTED, MEASURED, peaks)]
+
+    trace = chrome_trace(iterations, devices_per_node=2)
+
+    found = [(e["pid"], e["name"], e["ts"], e["args"]["bytes"]) for e in events(trace, "C")]
+    assert found == [
+        (2, "peak memory of rank 2", 3e6, 100),
+        (2, "peak memory of rank 3", 3e6, 200),
+        (5, "peak memory of rank 2", 3e6, 110),
+        (5, "peak memory of rank 3", 3e6, 190),
+    ]
 
 
 def test_a_transition_stands_before_the_iteration_after_it_in_both_its_forms() -> None:

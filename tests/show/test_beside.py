@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from planaria.estimator.drift import Compared
+from planaria.estimator.drift import Compared, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.metrics import (
     ActionRecord,
@@ -95,6 +95,16 @@ def stripped(told: Report) -> list[list[str]]:
     return [[word.strip() for word in row] for row in rows(told)]
 
 
+def memory(rank: int, *, tensor_bytes: int) -> MemoryRecord:
+    return MemoryRecord(
+        epoch=1,
+        rank=rank,
+        predicted_bytes=1 << 20,
+        tensor_bytes=tensor_bytes,
+        measured_bytes=8 << 20,
+    )
+
+
 def test_iterations_actions_memory_and_transitions_stand_beside_their_predictions() -> None:
     """An epoch's first iteration does not count; a correction has a column; stages that are cut
     alike are one row; a transition counts from its choice on."""
@@ -111,7 +121,7 @@ def test_iterations_actions_memory_and_transitions_stand_beside_their_prediction
             action(1, "F", 2.0),
             action(0, "B", 1.25),
         ),
-        memory=(MemoryRecord(epoch=1, rank=0, predicted_bytes=1 << 20, measured_bytes=3 << 19),),
+        memory=(memory(0, tensor_bytes=3 << 19), memory(1, tensor_bytes=0)),
         events=(LOST,),
     )
 
@@ -122,6 +132,7 @@ def test_iterations_actions_memory_and_transitions_stand_beside_their_prediction
         ["forward of layers 0-4", "1.00 s", "1.25 s", "1.50 s", "+20.0%"],
         ["simple at iteration 3", "800.0 ms", "1.00 s", "+25.0%"],
         ["memory of rank 0", "1.0 MiB", "1.5 MiB", "+50.0%"],
+        ["memory of rank 1", "1.0 MiB", "resident 8.0 MiB"],
     ]
 
 
@@ -188,6 +199,19 @@ def test_what_a_picture_has_no_room_for_is_said() -> None:
     assert f"the last {ITERATIONS_MAX} of {ITERATIONS_MAX + 2} predictions" in drawn
     assert drawn.count("3 ranks left out") == ITERATIONS_MAX
     assert f"rank {RANKS_MAX}<" not in drawn
+
+
+def test_a_picture_has_the_peaks_of_the_newest_iteration_that_it_shows() -> None:
+    """Bars and words; where none was counted there is no heading either."""
+    first = Compared(0, timeline(1.0), timeline(1.0), (PeakBytes(0, 1 << 20, 1 << 21),))
+    peaks = (PeakBytes(0, 1 << 20, 3 << 19), PeakBytes(3, 1 << 30, 1 << 29))
+
+    drawn = picture([first, Compared(1, timeline(1.0), timeline(1.0), peaks)])
+
+    assert drawn.count("Peak memory") == 1
+    assert "1.0 MiB predicted, 1.5 MiB measured (+50.0%)" in drawn
+    assert "1.0 GiB predicted, 512.0 MiB measured (-50.0%)" in drawn
+    assert "Peak memory" not in picture([first._replace(peaks=())])
 
 
 @pytest.mark.parametrize("events", [(), (LOST,)])

@@ -119,6 +119,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
         action_s: of those, spent in forwards ("F") and backwards ("B", or "BI" and "BW"); waits and
             reductions are left out.
         peak_bytes: most resident memory above that of the worker before it held a layer.
+        tensor_bytes: most bytes of tensors held, of a job that is traced; else 0.
         ends: this iteration is the last one (the end, target_loss, or a request to stop).
         switches: it is the last one of this epoch; the rank goes on with the order that it has.
         received_bytes: of state that came in the iteration, for layers that the rank has silently.
@@ -135,6 +136,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     stall_s: float
     peak_bytes: int
     ends: bool
+    tensor_bytes: int = 0
     switches: bool = False
     received_bytes: int = 0
     copied: CopiesDone = CopiesDone()

@@ -11,7 +11,7 @@ layer computed them with the same parameters: behind the vector travel sums of h
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -30,6 +30,7 @@ from planaria.engine.guard import sampled_hashes
 from planaria.engine.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.engine.tensors import receive_tensor, send_tensor
+from planaria.engine.unshared import finish_unshared
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import Channel, Links, Tag
@@ -56,6 +57,8 @@ class Executor:
         reached: is called at the steps at which a fault can be injected.
         worked: is called after each forward and backward, or part of one, with the seconds of it.
         acted: is called then, too, before any fault makes this rank slow.
+        holds: is called with the tensors that wait for other actions, whenever these or what else
+            the rank holds may be the most of the iteration.
 
     Attributes:
         action_s: by kind, of the iteration run last, in forwards and backwards alone.
@@ -75,6 +78,7 @@ class Executor:
         reached: Callable[[str, int], None],
         worked: Callable[[float], None],
         acted: Callable[[], None],
+        holds: Callable[[Iterable[Tensor]], None],
     ) -> None:
         self.action_s: dict[str, float] = {}
         self._plan = plan
@@ -89,6 +93,7 @@ class Executor:
         self._reached = reached
         self._worked = worked
         self._acted = acted
+        self._holds = holds
         self._longest_s: dict[Kind, float] = {}
         self._rank = links.rank
         held = plan.held_by_rank
@@ -152,7 +157,7 @@ class Executor:
         for reduction in self._submitted:
             self._links.timekeeper.reach(reduction.result(timeout=RECEIVE_TIMEOUT_S))
         assert len(self._submitted) == len(self._buckets)
-        self._finish_unshared()
+        finish_unshared(self._stage, self._schedule, buckets=self._buckets, layers=self._own)
         for held in self._held():
             held.gradients_of = iteration
         self._reached("commit", iteration)
@@ -171,6 +176,7 @@ class Executor:
             self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
         self._handlers[action.kind](action)
         if action.kind in _COMPUTING:
+            self._holds(self._waiting())
             self._acted()
             self._worked(self._now_s() - start_s)
             kind = action.kind.value
@@ -179,6 +185,15 @@ class Executor:
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
+
+    def _waiting(self) -> Iterator[Tensor]:
+        """What is kept for actions to come, beside what autograd keeps itself."""
+        yield from self._outputs.values()
+        yield from self._output_gradients.values()
+        for source in self._inputs.values():
+            yield from (one for one in (source, source.grad) if one is not None)
+        for put_off in self._put_off.values():
+            yield from put_off.gradients()
 
     def _record(self, lane: str, action: Action, start_s: float) -> None:
         self._spans.append(
@@ -236,6 +251,7 @@ class Executor:
     def _backward_weight(self, action: Action) -> None:
         hop = self._schedule.routes[action.microbatch][action.hop]
         self._put_off.pop((action.microbatch, action.hop)).run()
+        self._holds(self._waiting())
         self._stage.accumulate(hop.first_layer, hop.end_layer)
 
     def _hand_back(self, action: Action) -> None:
@@ -327,22 +343,6 @@ class Executor:
             timeout_s=RECEIVE_TIMEOUT_S,
             virtual_bytes=virtual_bytes,
         )
-
-    def _finish_unshared(self) -> None:
-        """Rounds the sums of what this rank alone holds: no bucket has them."""
-        reduced = {
-            (self._schedule.buckets[b].tied, layer)
-            for b in self._buckets
-            for layer in self._schedule.buckets[b].layers
-        }
-        for held in self._held():
-            if (-1, held.layer) not in reduced:
-                held.gradients.copy_(held.sums)
-        for index, group in enumerate(self._stage.model.tied):
-            if all((index, use.layer) not in reduced for use in group.uses):
-                total, uses = self._stage.tied_sum(group, self._own)
-                for held, name in uses:
-                    held.tied_gradients[name].copy_(total)
 
     # -- the commit -----------------------------------------------------------------------------
 

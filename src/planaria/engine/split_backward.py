@@ -14,7 +14,7 @@ Source: torch.distributed.pipelining, stage_backward_input and stage_backward_we
 Differs: without its bookkeeping for several inputs and outputs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -49,6 +49,12 @@ class WeightGradients:
 
     def __init__(self, groups: Sequence[tuple[Sequence[_Join], Sequence[nn.Parameter]]]) -> None:
         self._groups = groups
+
+    def gradients(self) -> Iterator[Tensor]:
+        """What was noted in the first part."""
+        for joins, _ in self._groups:
+            for join in joins:
+                yield from (one for one in join.gradients if one is not None)
 
     def run(self) -> None:
         """Adds to `.grad` of each parameter; lets go of the graph."""

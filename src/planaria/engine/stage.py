@@ -12,7 +12,7 @@ depend on who computes the layer.
 Source: DESIGN 4.3, 4.4 and 4.6.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -88,6 +88,17 @@ class HeldLayer:
 
     def _shaped(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.view(self.masters[name].shape) for name, tensor in flat.items()}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept of the layer from iteration to iteration."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+        yield from self.masters.values()
+        yield from (self.sums, self.gradients)
+        yield from (*self.tied_sums.values(), *self.tied_gradients.values())
+        if self.optimizer is not None:
+            for kept in self.optimizer.state.values():
+                yield from (one for one in kept.values() if isinstance(one, Tensor))
 
     def clear(self) -> None:
         """Sets all gradient sums to +0."""

@@ -9,11 +9,13 @@ what it holds, and goes on in the next epoch with the layers that it has.
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import psutil
+from torch import Tensor
 
 from planaria.checkpoint.tiers import tier_of
 from planaria.checkpoint.wire import copy_peers
@@ -56,6 +58,7 @@ from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import Stage
+from planaria.engine.tensor_peak import TensorPeak
 from planaria.errors import (
     AbortedError,
     CheckpointError,
@@ -90,6 +93,10 @@ def _complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
         case PeerLostError():
             return PeerUnreachable(rank=rank, epoch=epoch, peer=error.rank, reason=str(error))
     return None
+
+
+def _unwatched(_: Iterable[Tensor]) -> None:
+    """Nobody asks what is held."""
 
 
 class Worker:
@@ -133,6 +140,7 @@ class Worker:
         model = load_model(self._job, cache_directory=cache, profile=profile, timekeeper=timekeeper)
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
         self._stage = Stage(model, training=self._job.training)
+        self._tensors = TensorPeak(self._stage)
         self._layout = vector_layout(self._job, model.num_layers)
         self._base_bytes = psutil.Process().memory_info().rss
         self._control.send(
@@ -261,6 +269,7 @@ class Worker:
             reached=self._reached,
             worked=self._slowness.worked,
             acted=self._copying.acted,
+            holds=self._tensors.note if self._spec.trace else _unwatched,
         )
         try:
             self._copying.enter(start, self._stage, is_planned=is_planned)
@@ -327,6 +336,7 @@ class Worker:
                     stall_s=stall_s,
                     action_s=executor.action_s,
                     peak_bytes=max(0, peak_bytes() - self._base_bytes),
+                    tensor_bytes=self._tensors.peak_bytes,
                     ends=ends,
                     switches=switches,
                     received_bytes=received_bytes,
@@ -346,11 +356,12 @@ class Worker:
         """The vector of an iteration, whose gradients are complete then, and what was measured."""
         self._reached("start", iteration)
         self._copying.started(iteration)
-        vector, spans = executor.run(
-            iteration,
-            Batches(self._dataset, self._job.training, iteration=iteration),
-            votes=lambda: self._votes(start.epoch, iteration),
-        )
+        with self._tensors.watched() if self._spec.trace else nullcontext():
+            vector, spans = executor.run(
+                iteration,
+                Batches(self._dataset, self._job.training, iteration=iteration),
+                votes=lambda: self._votes(start.epoch, iteration),
+            )
         self._vector = (iteration, vector)
         # All ranks have their layers, so nobody needs what this one has too many.
         self._stage.keep_only(start.plan.held_by_rank[self._spec.rank])

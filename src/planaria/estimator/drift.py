@@ -18,12 +18,21 @@ from planaria.core.plan import LayerProfile, ModelProfile, Plan
 from planaria.estimator.time import Timeline
 
 
+class PeakBytes(NamedTuple):
+    """The most bytes of tensors that a rank was to hold in an iteration, and held."""
+
+    rank: int
+    predicted: int
+    measured: int
+
+
 class Compared(NamedTuple):
-    """An iteration as it was predicted when it began, and as it was."""
+    """An iteration as it was predicted when it began, and as it was; bytes by rank, ascending."""
 
     iteration: int
     predicted: Timeline
     measured: Timeline
+    peaks: tuple[PeakBytes, ...] = ()
 
 
 def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> ModelProfile:

@@ -23,15 +23,18 @@ class EpochMeasured:
     plan: Plan
     corrections: list[tuple[int, tuple[float, ...]]]
     _seconds: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
-    _peak_bytes: dict[int, int] = field(default_factory=dict)
+    _peak_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, report: IterationDone) -> None:
         """Takes in an iteration of a rank."""
         for kind, seconds in report.action_s.items():
             newest = self._seconds.setdefault((report.rank, kind), deque(maxlen=_NEWEST))
             newest.append(seconds)
-        peak_bytes = max(self._peak_bytes.get(report.rank, 0), report.peak_bytes)
-        self._peak_bytes[report.rank] = peak_bytes
+        tensor_bytes, peak_bytes = self._peak_bytes.get(report.rank, (0, 0))
+        self._peak_bytes[report.rank] = (
+            max(tensor_bytes, report.tensor_bytes),
+            max(peak_bytes, report.peak_bytes),
+        )
 
     def layer_factors(self, iteration: int) -> tuple[float, ...]:
         """Those that an iteration is predicted by; empty: the profile as it is."""
@@ -41,8 +44,8 @@ class EpochMeasured:
         """By rank and kind of action, those of an iteration: the median of the newest."""
         return {key: median(seconds) for key, seconds in sorted(self._seconds.items())}
 
-    def peak_bytes(self) -> dict[int, int]:
-        """By rank, the most memory that it used."""
+    def peak_bytes(self) -> dict[int, tuple[int, int]]:
+        """By rank, the most bytes of tensors that it held, and the most memory that it used."""
         return dict(sorted(self._peak_bytes.items()))
 
 

@@ -117,12 +117,15 @@ class MemoryRecord:
     """The most that a rank held in an epoch, beside Odyssey's equation 14.
 
     Attributes:
-        measured_bytes: above the worker's memory without layers.
+        tensor_bytes: what that predicts, as counted by the rank if the job was traced; else 0.
+        measured_bytes: resident memory above the worker's without layers, so with messages, what
+            actions take meanwhile, and what the allocator keeps.
     """
 
     epoch: int
     rank: int
     predicted_bytes: int
+    tensor_bytes: int
     measured_bytes: int
 
 

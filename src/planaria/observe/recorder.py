@@ -49,6 +49,7 @@ class Recorder:
         ledger: where the seconds went so far.
         iterations: committed ones, in order.
         spans: of each committed iteration, by rank; empty unless workers were told to trace.
+        tensor_bytes: the same, the most that a rank held.
         measured: what ranks took for their work.
         copied: what copies in memory took.
     """
@@ -57,6 +58,7 @@ class Recorder:
         self.ledger = Ledger(start_s, start_s)
         self.iterations: list[IterationRecord] = []
         self.spans: list[dict[int, tuple[MeasuredSpan, ...]]] = []
+        self.tensor_bytes: list[dict[int, int]] = []
         self.measured = Measured()
         self.copied = Copied()
         self._useful_s: list[float] = []  # Of each committed iteration.
@@ -108,6 +110,7 @@ class Recorder:
         )
         self.iterations.append(record)
         self.spans.append({report.rank: report.spans for report in reports if report.spans})
+        self.tensor_bytes.append({r.rank: r.tensor_bytes for r in reports if r.tensor_bytes})
         self.measured.committed(message.iteration, reports)
         self.copied.committed(message.iteration, reports, message.now_s)
         stall_s = max((report.stall_s for report in reports), default=0.0)
@@ -134,7 +137,7 @@ class Recorder:
         num_undone = sum(one.iteration >= num_left for one in self.iterations)
         if num_undone:
             undone_s = sum(self._useful_s[-num_undone:])
-            for kept in (self.iterations, self.spans, self._useful_s):
+            for kept in (self.iterations, self.spans, self.tensor_bytes, self._useful_s):
                 del kept[-num_undone:]
             self.ledger = self.ledger.moved(undone_s, Category.USEFUL, Category.REDO)
 

@@ -7,7 +7,13 @@ from statistics import median
 from rich.table import Table
 
 from planaria.core.plan import Stage
-from planaria.observe.metrics import ActionRecord, EventRecord, IterationRecord, Report
+from planaria.observe.metrics import (
+    ActionRecord,
+    EventRecord,
+    IterationRecord,
+    MemoryRecord,
+    Report,
+)
 from planaria.show.words import bytes_text, layers_text, seconds_text
 
 _ROWS_MAX = 24  # Of the actions; those that are furthest off.
@@ -30,15 +36,23 @@ def beside_table(report: Report) -> Table:
         table.add_row(name, *texts, off_text(corrected_s or predicted_s, measured_s))
     for one in report.memory:
         if one.epoch == report.memory[-1].epoch:
-            texts = (bytes_text(one.predicted_bytes), "", bytes_text(one.measured_bytes))
-            off = off_text(one.predicted_bytes, one.measured_bytes)
-            table.add_row(f"memory of rank {one.rank}", *texts, off)
+            table.add_row(f"memory of rank {one.rank}", *_memory_texts(one))
     return table
 
 
 def off_text(predicted: float, measured: float) -> str:
     """How far a measurement is from its prediction, as "+3.1%"."""
     return f"{100 * (measured / predicted - 1.0):+.1f}%" if predicted > 0.0 else ""
+
+
+def _memory_texts(one: MemoryRecord) -> tuple[str, ...]:
+    """Tensors beside what is predicted of them. Resident memory, which is all that a job knows that
+    is not traced, has much else in it: it has no share of that."""
+    predicted = bytes_text(one.predicted_bytes)
+    if not one.tensor_bytes:
+        return predicted, "", f"resident {bytes_text(one.measured_bytes)}", ""
+    off = off_text(one.predicted_bytes, one.tensor_bytes)
+    return predicted, "", bytes_text(one.tensor_bytes), off
 
 
 _Row = tuple[str, float, float, float]

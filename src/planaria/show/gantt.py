@@ -1,4 +1,4 @@
-"""Predicted beside measured as a picture: what every rank does in an iteration, and transitions.
+"""Predicted beside measured as a picture: what ranks do in an iteration, and hold; transitions.
 
 Of the iterations with one prediction that of median length is drawn. Each rank has two lanes, the
 predicted one above the measured one, on the same axis of time.
@@ -31,7 +31,7 @@ from planaria.show.page import (
     Rectangle,
 )
 from planaria.show.timelines import Window, box_colour, draw_axis
-from planaria.show.words import counted, seconds_text
+from planaria.show.words import bytes_text, counted, seconds_text
 
 ITERATIONS_MAX: Final = 4
 RANKS_MAX: Final = 32
@@ -42,6 +42,7 @@ _WEIGHT_COLOUR: Final = "#c9713c"
 _DETECT_COLOUR: Final = "#9aa5b1"
 _LANE_PT: Final = {8: 9.0, 16: 6.5, RANKS_MAX: 4.5}  # By ranks at most.
 _GAP_PT: Final = 3.0
+_BARS_WIDTH_PT: Final = 380.0  # Of the most memory; what it is in words stands behind.
 _LEGEND: Final = (
     (FORWARD_COLOUR, "forward"),
     (BACKWARD_COLOUR, "backward"),
@@ -80,6 +81,8 @@ def compared_figure(
     top = 92.0
     for one in drawn[-ITERATIONS_MAX:]:
         top = _draw_iteration(page, one, top=top) + 40
+    if drawn and drawn[-1].peaks:
+        top = _draw_peaks(page, drawn[-1], top=top) + 40
     priced = [event for event in events if event.answer and event.predicted_downtime_s > 0.0]
     if priced:
         top = _draw_transitions(page, priced[-TRANSITIONS_MAX:], top=top) + 40
@@ -160,6 +163,32 @@ def _draw_box(
     seam = min(0.35, (right - left) / 10)
     if right > left:
         page.box(colour, Rectangle(left + seam, top, right - left - 2 * seam, height))
+
+
+def _draw_peaks(page: Page, one: Compared, *, top: float) -> float:
+    """Two bars for each rank, of the most bytes that it holds; returns where they end."""
+    note = f"tensors of each rank in iteration {one.iteration}, predicted and below it measured"
+    draw_heading(page, top, heading="Peak memory", note=note, legend=((MEMORY_COLOUR, "bytes"),))
+    top += 16
+    shown = one.peaks[:RANKS_MAX]
+    most = max(max(peak.predicted, peak.measured) for peak in shown)
+    height = _LANE_PT[16]
+    for peak in shown:
+        baseline = top + height + 2.6
+        page.text((PLOT_LEFT_PT - 8, baseline), f"rank {peak.rank}", LABEL, align="right")
+        for num_bytes, bar_top in ((peak.predicted, top), (peak.measured, top + height)):
+            width = _BARS_WIDTH_PT * num_bytes / most
+            page.box(MEMORY_COLOUR, Rectangle(PLOT_LEFT_PT, bar_top, width, height - 0.5))
+        text = (
+            f"{bytes_text(peak.predicted)} predicted, {bytes_text(peak.measured)} measured "
+            f"({off_text(peak.predicted, peak.measured)})"
+        )
+        page.text((PLOT_LEFT_PT + _BARS_WIDTH_PT + 8, baseline), text, LABEL)
+        top += 2 * height + _GAP_PT
+    if len(one.peaks) > RANKS_MAX:
+        text = f"{counted(len(one.peaks) - RANKS_MAX, 'rank')} left out"
+        page.text((LEFT_PT, top + 11), text, LABEL)
+    return top
 
 
 def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) -> float:

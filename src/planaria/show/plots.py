@@ -4,6 +4,7 @@ Trace Event Format: a process per node and a thread per lane of a rank. Predicte
 nodes are processes of their own, the predicted ones above. Measured iterations stand one after
 the other, and each has the prediction at its start, so that the two can be compared by eye. What it
 took to answer a loss stands before the iteration that came after it, in a process of the whole job.
+The most memory that a rank holds in an iteration is a counter of its node.
 
 Source: the torch.profiler and torch.distributed.pipelining traces, which use the same format.
 """
@@ -11,7 +12,7 @@ Source: the torch.profiler and torch.distributed.pipelining traces, which use th
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from planaria.estimator.drift import Compared
+from planaria.estimator.drift import Compared, PeakBytes
 from planaria.estimator.time import Timeline
 from planaria.observe.metrics import EventRecord
 
@@ -48,6 +49,7 @@ def chrome_trace(
                 events += _phases(event, start_s, places, is_measured=line is one.measured)
                 start_s += event.detect_s + max(event.transition_s, event.predicted_downtime_s)
             events += _spans(line, start_s, places)
+            events += _counters(one.peaks, start_s, places, is_measured=line is one.measured)
             # An iteration faster than its prediction must not run into the next one's.
             start_s += max(one.measured.iteration_s, one.predicted.iteration_s)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -107,6 +109,22 @@ def _spans(timeline: Timeline, start_s: float, places: _Places) -> Iterator[dict
         place = places.of(span.rank, span.lane)
         times_s = (start_s + span.start_s, start_s + span.end_s)
         yield _complete(str(span.action), span.lane, times_s, place)
+
+
+def _counters(
+    peaks: Iterable[PeakBytes], start_s: float, places: _Places, *, is_measured: bool
+) -> Iterator[dict[str, Any]]:
+    """The peaks of an iteration, from its start on."""
+    for peak in peaks:
+        place = places.of(peak.rank, _THREADS[0])
+        num_bytes = peak.measured if is_measured else peak.predicted
+        yield {
+            "ph": "C",
+            "name": f"peak memory of rank {peak.rank}",
+            "ts": start_s * 1e6,
+            "pid": place["pid"],
+            "args": {"bytes": num_bytes},
+        }
 
 
 def _phases(
