@@ -7,6 +7,7 @@ from torch import nn
 
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.engine.prepare import split_model
+from planaria.engine.split_backward import input_gradient
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.engine.tensor_peak import TensorPeak
 
@@ -56,6 +57,27 @@ def test_float64_sums_count_as_what_they_are() -> None:
         peak.note(())
 
     assert peak.peak_bytes == 4 * (1 + 2 + 1) * PARAMETERS
+
+
+def test_a_graph_that_a_backward_retains_is_let_go_of_with_its_output() -> None:
+    """Both parts of a split backward do; tanh saves its own output, which once was never freed."""
+    stage = _stage(TRAINING)
+    module = stage.layers[0].module
+    peak = TensorPeak(stage)
+    for _ in range(2):
+        with peak.watched():
+            x = torch.ones(BATCH, INPUT, requires_grad=True)
+            output = module(x).tanh()
+            gradient = torch.ones_like(output)
+            _, put_off = input_gradient(output, gradient, x, module.parameters())
+            del output
+            peak.note(put_off.gradients())
+            put_off.run()
+            stage.accumulate(0, 1)
+            del put_off, x
+
+        # The input of the linear layer, and the gradient of its output; that of tanh is gone.
+        assert peak.peak_bytes == 4 * 2 * PARAMETERS + 4 * BATCH * (INPUT + WIDTH)
 
 
 def test_what_is_watched_has_the_same_bits() -> None:

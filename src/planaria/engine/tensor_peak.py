@@ -68,6 +68,8 @@ class TensorPeak:
         self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
+        # A node that saves its own output would keep itself: a backward in two parts retains it.
+        tensor = tensor.detach()
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         if place in self._state:
