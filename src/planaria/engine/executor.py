@@ -119,6 +119,13 @@ class Executor:
     def close(self) -> None:
         """Ends the communication thread; what it waits for must have been aborted or be over."""
         self._communication.shutdown(wait=True, cancel_futures=True)
+        self._let_go()  # Handlers and executor are a cycle, which would wait for the collector.
+
+    def _let_go(self) -> None:
+        self._inputs: dict[tuple[int, int], Tensor] = {}
+        self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._output_gradients: dict[tuple[int, int], Tensor] = {}
+        self._put_off: dict[tuple[int, int], WeightGradients] = {}
 
     def run(
         self,
@@ -134,10 +141,7 @@ class Executor:
         """
         self._iteration = iteration
         self._batches = batches
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._output_gradients: dict[tuple[int, int], Tensor] = {}
-        self._put_off: dict[tuple[int, int], WeightGradients] = {}
+        self._let_go()
         self._losses: dict[int, float] = {}
         self._ready: set[int] = set()
         self._submitted: list[Future[float]] = []
@@ -227,8 +231,7 @@ class Executor:
             self._through(hop, self._outputs[action.microbatch, action.hop - 1], action.microbatch)
 
     def _through(self, hop: Hop, hidden: Tensor, microbatch: int) -> Tensor:
-        first, end = hop.first_layer, hop.end_layer
-        number = self._iteration
+        first, end, number = hop.first_layer, hop.end_layer, self._iteration
         return self._stage.forward(first, end, hidden, iteration=number, microbatch=microbatch)
 
     def _backward(self, action: Action) -> None:
