@@ -23,13 +23,9 @@ from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vect
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
-    CopySpoilt,
-    Corrupted,
     EpochReady,
     IterationDone,
     MeasuredSpan,
-    Message,
-    PeerUnreachable,
     SaveFailed,
     SaveLayers,
     Shutdown,
@@ -45,6 +41,7 @@ from planaria.engine.apply import (
     transfer_sources,
 )
 from planaria.engine.batches import Batches
+from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import LINK_TIMEOUT_S, exchanged
@@ -64,7 +61,6 @@ from planaria.errors import (
     CheckpointError,
     CorruptedError,
     PeerLostError,
-    SpoiltError,
 )
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
@@ -73,26 +69,6 @@ from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
-
-
-def _complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
-    """What is said of an epoch that this rank has left; nothing where it was told to."""
-    match error:
-        case CorruptedError():
-            return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
-        case SpoiltError():
-            return CopySpoilt(
-                rank=rank,
-                epoch=epoch,
-                reason=str(error),
-                source=error.source,
-                is_damaged=error.is_damaged,
-            )
-        case CheckpointError():
-            return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))
-        case PeerLostError():
-            return PeerUnreachable(rank=rank, epoch=epoch, peer=error.rank, reason=str(error))
-    return None
 
 
 def _unwatched(_: Iterable[Tensor]) -> None:
@@ -178,8 +154,8 @@ class Worker:
                     self._serve_epoch(order)
                 except (AbortedError, CheckpointError, CorruptedError, PeerLostError) as error:
                     logger.info("rank %s: %s", rank, error)
-                    if complaint := _complaint(error, rank=rank, epoch=epoch):
-                        self._control.send(complaint)
+                    if said := complaint(error, rank=rank, epoch=epoch):
+                        self._control.send(said)
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         """Whether this very worker is meant, and has not begun the epoch yet."""
