@@ -12,8 +12,9 @@ Published, GPT-2 40B on 16 p3dn with ZeRO-3, whose network is busy: blocking 10.
 without pipelining 3.5%, naive out of memory, interleaved next to nothing. A host has memory for
 what naive copies need; it is printed.
 
-The goal is for the median: with interleaved copies within 1% of without. A machine whose cores are
-given to others for a while makes single iterations longer; what was stolen is printed.
+The goal is for the median at the profile's links: with interleaved copies within 1% of without. A
+machine whose cores are given to others for a while makes single iterations longer; what was stolen
+is printed.
 """
 
 import argparse
@@ -52,7 +53,8 @@ def main() -> int:
 
 
 def _compare(server: ForkServer, slower: int, iterations: int, rounds: int) -> bool:
-    """All modes, with links that are so many times slower."""
+    """All modes, with links that are so many times slower; whether the goal is met, if there is
+    one."""
     print(f"links of {200 / slower:.0f} Gb/s")
     print(f"{'copies':<12} {'median':>9} {'cost':>7} {'least':>8} {'most':>8} {'stolen':>7}")
     seconds: dict[str, list[float]] = {}
@@ -75,11 +77,11 @@ def _compare(server: ForkServer, slower: int, iterations: int, rounds: int) -> b
     same = statistics.median(seconds["none"][: len(first_s)]) / statistics.median(
         seconds["none"][len(first_s) :]
     )
-    is_met = costs["interleaved"] <= GOAL
+    is_within = costs["interleaved"] <= GOAL
     told = ", ".join(f"{mode} {100 * cost:+.2f}%" for mode, cost in costs.items() if mode != "none")
-    verdict = "within" if is_met else "ABOVE"
+    verdict = "within" if is_within else "ABOVE" if slower == 1 else "above"
     print(f"{told}; A/A {same:.4f}: interleaved {verdict} {100 * GOAL:.0f}%\n", flush=True)
-    return is_met
+    return is_within or slower > 1
 
 
 def _seconds(server: ForkServer, mode: str, slower: int, iterations: int) -> list[float]:
