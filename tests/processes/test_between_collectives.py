@@ -1,6 +1,7 @@
 """FSDP2 ranks whose copies go between their collectives."""
 
 import multiprocessing
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from planaria.checkpoint.version import Bytes
 from planaria.engine import memory_checkpointer
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 
 WATCHED = 3
 ITERATIONS = 12
@@ -108,24 +109,41 @@ def test_fsdp_copies_go_between_collectives(backend: str | None, tmp_path: Path)
         assert all(span.lasts_s > 0.0 for span in spans[1 - number])
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[MemoryCheckpointer]:
+    """That of a single rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = MemoryCheckpointer(model, optimizer, directory=str(tmp_path), copies=1)
+    yield saver
+    saver.close()
+    dist.destroy_process_group()
+
+
 def test_copies_that_a_node_has_no_memory_for_are_refused_with_the_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any is made: two versions of what is kept there."""
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        model = nn.Linear(8, 8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        saver = MemoryCheckpointer(model, optimizer, directory=str(tmp_path), copies=1)
-        monkeypatch.setattr(memory_checkpointer, "available_bytes", lambda: 100)
-        with pytest.raises(ConfigError, match="has 100 bytes, and they take") as caught:
-            saver.save(1)
-        assert caught.value.field == "copies"
-        monkeypatch.undo()
-        assert saver.save(5)
-        with pytest.raises(ConfigError, match="must be above 5, saved before"):
-            saver.save(5)
-        saver.close()
-    finally:
-        dist.destroy_process_group()
+    monkeypatch.setattr(memory_checkpointer, "available_bytes", lambda: 100)
+    with pytest.raises(ConfigError, match="has 100 bytes, and they take") as caught:
+        alone.save(1)
+    assert caught.value.field == "copies"
+
+
+def test_an_iteration_is_saved_once(alone: MemoryCheckpointer) -> None:
+    """Or two states would have one name."""
+    assert alone.save(5)
+    with pytest.raises(ConfigError, match="must be above 5, saved before"):
+        alone.save(5)
+
+
+def test_what_is_damaged_is_not_there_when_it_is_restored_again(alone: MemoryCheckpointer) -> None:
+    """It is dropped when it is found, and the model is not taken for a new one."""
+    assert alone.save(5)
+    alone.wait_ended()
+    for label in alone._arena.versions()[0]:
+        flipped(alone._arena.read(0, label).content)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no version in memory is complete"):
+            alone.restore()

@@ -158,13 +158,12 @@ class MemoryCheckpointer:
         restored.
 
         Raises:
-            CheckpointError: in the middle of a run no version is there of all shards.
+            CheckpointError: in the middle of a run no version is whole; the model stays as it is.
         """
         with self._unwatched():
             return self._restored()
 
     def _restored(self) -> int:
-        is_first = self._copier is None
         if self._copier is not None:
             self._end_run(self._copier)
         for label in self._restores.complete():
@@ -174,7 +173,7 @@ class MemoryCheckpointer:
                 return label.age
             if not self._rank:
                 logger.warning("the copies of iteration %s are not used: %s", label.age, reason)
-        if not is_first:
+        if self._saved >= 0:  # The model is not as it was at first.
             raise CheckpointError("no version in memory is complete: the model stays as it is")
         self._found = None
         return 0

@@ -88,7 +88,8 @@ class Restores:
             n: [r for r, one in enumerate(sound) if n in one.shards] for n in range(label.since)
         }
         if not all(holders.values()):
-            return next(reason for one in sound for reason in one.bad)
+            reasons = (reason for one in sound for reason in one.bad)
+            return next(reasons, "copies of it are not there any more")  # Since it was last tried.
         states = {n: state_of(version) for n, version in kept.items()}
         wish = _Wish()
         try:
