@@ -15,7 +15,7 @@ from planaria.policies.morph import Morph
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
 from policies.losses import every, plan_of
-from regret import Result, known_samples, page, result_line, summary
+from regret import Result, known_samples, page, result_line, summary, verdicts
 from study.cases import Case, drawn_cases, happenings
 from study.job import Answers, Happening, Job
 
@@ -204,6 +204,29 @@ def test_the_interval_may_not_reach_below_zero(adaptive: tuple[float, ...], is_m
     ]
 
     assert summary(results)[1] is is_met
+
+
+@pytest.mark.parametrize(("tolerated", "is_met"), [(1, True), (0, False)])
+def test_morph_counts_only_where_layers_need_one_holder(tolerated: int, is_met: bool) -> None:
+    """It has twice as many samples; where two holders are asked for, that is told and no more."""
+    samples = {"adaptive": (100.0,), "reroute": (99.0,), "morph": (200.0,)}
+    other = dict.fromkeys(samples, (100.0,))
+    cases = [replace(CASE, failures_tolerated=f) for f in (tolerated, 1 - tolerated)]
+    results = [Result(cases[0], samples)] * 2 + [Result(cases[1], other)] * 2
+    texts, found = verdicts(results)
+    written = page(results, texts)
+
+    assert found is is_met
+    assert ("| 50.00% | morph |" in written) is not is_met
+    assert written.count("| morph | 2 | 2 | +100.00% |") == 1
+
+
+def test_a_job_fails_the_same_whatever_it_tolerates() -> None:
+    """So samples of both can be compared."""
+    cases = [replace(CASE, failures_tolerated=f) for f in (0, 1)]
+    first, second = (happenings(case, 7, num_failures=20) for case in cases)
+
+    assert first == second
 
 
 def test_a_policy_that_a_case_has_no_memory_for_is_told_of_others() -> None:

@@ -27,6 +27,7 @@ class Case:
         gap_s: mean time between failures of the job.
         burst: so many nodes at most fail at once.
         repair_s: mean time until a node is back.
+        failures_tolerated: what the job asks for: each layer is to be on one more node than this.
     """
 
     model: str
@@ -37,12 +38,14 @@ class Case:
     burst: int
     repair_s: float
     save_every_s: float
+    failures_tolerated: int = 1
 
     def __str__(self) -> str:
         return (
             f"{self.model}, {self.num_nodes} nodes, {self.each} microbatches a node, links "
             f"1/{self.slower}, a failure in {self.gap_s:.0f} s of up to {self.burst}, back after "
-            f"{self.repair_s:.0f} s, saved every {self.save_every_s:.0f} s"
+            f"{self.repair_s:.0f} s, saved every {self.save_every_s:.0f} s, failures tolerated "
+            f"{self.failures_tolerated}"
         )
 
 
@@ -95,16 +98,17 @@ def _problem(case: Case) -> Problem:
         profile=replace(profile, links={**profile.links, "inter_node": slow}),
         devices_per_node=1,
         num_microbatches=case.each * case.num_nodes,
-        failures_tolerated=1,
+        failures_tolerated=case.failures_tolerated,
     )
 
 
 def happenings(case: Case, seed: int, *, num_failures: int) -> tuple[Happening, ...]:
     """So many failures, and the returns between them, in order of time; some node always stays.
+    They are the same whatever failures the job tolerates.
 
     While only one is left none fails, and the next failure waits until another is back.
     """
-    rng = Random(f"{case} {seed}")
+    rng = Random(f"{replace(case, failures_tolerated=1)} {seed}")
     alive = set(range(case.num_nodes))
     back: list[tuple[float, int]] = []
     found: list[Happening] = []
