@@ -9,7 +9,7 @@ from coordinated import NOW_S, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.overhead import (
-    FIRST_SHARE,
+    NEW_LINKS,
     NUM_NEWEST,
     prices_of,
     switch_s,
@@ -62,13 +62,16 @@ def recovered(
 
 
 def test_what_the_first_recovery_costs_is_taken_from_the_start_and_then_measured() -> None:
-    """Links are all that is known at first; what is left of a recovery's time is its overhead."""
+    """Schedules are computed again and an eighth of the links is new; what is left of a recovery's
+    time is its overhead."""
     unknown = state_with(Findings())
-    begun = state_with(Findings(linked_s=0.4))
+    begun = state_with(Findings(scheduled_s=0.1, linked_s=0.5))
     once = recovered(begun, transfer_s=2.0, total_s=2.25)
 
     assert prices_of(RULES, unknown).regroup_s == RULES.prices.regroup_s
-    assert prices_of(RULES, begun).regroup_s == FIRST_SHARE * 0.4
+    assert prices_of(RULES, begun).regroup_s == pytest.approx(
+        RULES.prices.regroup_s + 0.1 + NEW_LINKS * 0.4
+    )
     assert prices_of(RULES, once).regroup_s == pytest.approx(0.25)
     assert prices_of(RULES, recovered(once, transfer_s=2.0, total_s=2.75)).regroup_s == (
         pytest.approx(0.5)
@@ -135,13 +138,16 @@ def test_a_few_bytes_tell_little_of_links_and_none_nothing() -> None:
 
 def test_a_start_tells_what_links_took_and_a_restart_in_the_middle_nothing() -> None:
     """Who did not see the choice cannot know what came after it."""
-    ready = EpochReady(rank=0, epoch=0, layers_materialised=1, regroup_s=0.5)
-    state = replace(state_with(Findings()), ready=Growing({0: ready}))
+    ready = (
+        EpochReady(rank=0, epoch=0, layers_materialised=1, regroup_s=0.5, scheduled_s=0.1),
+        EpochReady(rank=1, epoch=0, layers_materialised=1, regroup_s=0.4, scheduled_s=0.2),
+    )
+    state = replace(state_with(Findings()), ready=Growing(dict(enumerate(ready))))
 
     started = with_start(replace(state, loss=None), NOW_S)
     restarted = with_start(state, NOW_S)
 
-    assert started.learning.findings == Findings(linked_s=0.5)
+    assert started.learning.findings == Findings(scheduled_s=0.2, linked_s=0.5)
     assert restarted.learning.findings == Findings()
 
 

@@ -15,8 +15,9 @@ so that a few bytes, which take as long as a message, tell next to nothing.
 The overhead is all the rest, whatever moves: records on disk, the order's way, links made anew,
 ranks that get going. It depends on machines, nodes and model, so it is measured, in each recovery,
 as the time that there was less what the layers took. The price of the next is the median of the
-newest; before the first recovery it is two thirds of what the links took when the job began, which
-were all new then, where most of them stand in a recovery.
+newest. The first recovery of a job is priced by how it began: as a fixed prior for the order's way,
+and what the schedules took, which all ranks compute again; and an eighth of what the links took,
+which were all new then, where most of them stand in a recovery.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise; it
 is mostly links, too.
@@ -38,13 +39,14 @@ from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02
-FIRST_SHARE: Final = 2 / 3  # Measured on 32 nodes, see docs/LOG.md.
+NEW_LINKS: Final = 1 / 8  # Measured on 8 and 32 nodes, see docs/LOG.md.
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
     """What recovery costs, as far as the job has told."""
     findings, factor = state.learning.findings, _transfer_factor(state)
-    regroup_s = FIRST_SHARE * findings.linked_s or rules.prices.regroup_s
+    linking_s = findings.linked_s - findings.scheduled_s
+    regroup_s = rules.prices.regroup_s + findings.scheduled_s + NEW_LINKS * linking_s
     if findings.overheads_s:
         regroup_s = median(findings.overheads_s)
     links = {
@@ -81,8 +83,11 @@ def with_start(state: JobState, now_s: float) -> JobState:
     """The state once every rank can go on, after a loss or for the first time."""
     learning, findings = state.learning, state.learning.findings
     if state.loss is None:
-        linked_s = max(event.regroup_s for event in state.ready.values())
-        findings = msgspec.structs.replace(findings, linked_s=linked_s)
+        findings = msgspec.structs.replace(
+            findings,
+            scheduled_s=max(event.scheduled_s for event in state.ready.values()),
+            linked_s=max(event.regroup_s for event in state.ready.values()),
+        )
     elif learning.decided_s:  # Or the coordinator began in the middle of it.
         overhead_s = now_s - learning.decided_s
         took_s = _transferred_s(state.ready.values())

@@ -96,7 +96,8 @@ class EpochReady(Message, frozen=True, kw_only=True):
     Attributes:
         layers_materialised: by this worker since it started.
         received_bytes: of state that came from peers for this epoch, as its sockets count them.
-        regroup_s: that the links took.
+        regroup_s: until its last link stood.
+        scheduled_s: of this, what it took to compute its schedule.
         transfer_s: that the layers took after that.
     """
 
@@ -105,6 +106,7 @@ class EpochReady(Message, frozen=True, kw_only=True):
     layers_materialised: int
     received_bytes: int = 0
     regroup_s: float = 0.0
+    scheduled_s: float = 0.0
     transfer_s: float = 0.0
 
 

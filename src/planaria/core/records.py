@@ -49,7 +49,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
             coordinator/drift.py.
         beside_s: that an iteration takes beside the forwards and backwards of layers.
-        linked_s: that links took when the job began, 0 if that is not known.
+        scheduled_s: that schedules took when the job began, 0 if that is not known.
+        linked_s: until the links stood, too.
         overheads_s: of the newest recoveries, what they took beside moving layers, the newest last.
             See coordinator/overhead.py.
         transfers_s: of the newest recoveries in which layers moved, what that was to take by the
@@ -59,6 +60,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     layer_factors: tuple[float, ...] = ()
     beside_s: float = 0.0
+    scheduled_s: float = 0.0
     linked_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()

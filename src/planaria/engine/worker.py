@@ -209,6 +209,7 @@ class Worker:
         peers = transfer_peers(start.rounds, rank)
         order = ReductionOrder(self._job.resilience.reductions)
         schedule = lowered_for(plan, rank, tied=tied_parameters(self._stage.model), order=order)
+        scheduled_s = time.monotonic() - begin_s
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
             peers |= copy_peers(rank, start.copies)
@@ -230,6 +231,7 @@ class Worker:
                 layers_materialised=self._stage.num_materialised,
                 received_bytes=received_bytes,
                 regroup_s=self._links.linked_s - begin_s,
+                scheduled_s=scheduled_s,
                 transfer_s=time.monotonic() - self._links.linked_s,
             )
         )
