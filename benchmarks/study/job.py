@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Final
 
-from planaria.coordinator.change import GAIN_MIN
+from planaria.coordinator.choice import gains, is_followed
 from planaria.coordinator.history import (
     learned_failures_per_s,
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.switching import weighed_as
+from planaria.coordinator.switching import followed_as, weighed_as
 from planaria.core.cluster import (
     ClusterEvent,
     ClusterState,
@@ -211,13 +211,26 @@ class Job:
             self.samples = self.saved
             self._restart(what.at_s)
             return
-        best = self._best(transitions, self._outlook(transitions, what.at_s))
+        best = self._best_answer(transitions, what.at_s)
         if best.goes_back:
             self.samples = self.saved
         self._take(best, node_of)
         self.begins_s = what.at_s + best.downtime_s
         if self.plan.gone and self.is_adaptive:
             self._change(NodesChanged((), ()), self.begins_s + self.iteration_s)
+
+    def _best_answer(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
+        """As coordinator/choice.py has it: what is to follow counts if it will."""
+        outlook = self._outlook(transitions, now_s)
+        weighed = followed_as(transitions, prices=self.answers.prices, switch_s=REGROUP_S)
+        pairs = [
+            (one, as_that)
+            for one, as_that in zip(transitions, weighed, strict=True)
+            if not one.then
+            or is_followed(one, as_that, global_batch_size=self.batch, outlook=outlook)
+        ]
+        best = self._best(tuple(as_that for _, as_that in pairs), outlook)
+        return next(one for one, as_that in pairs if as_that is best)
 
     def _change(self, event: NodesChanged, now_s: float) -> None:
         """Layers move while training goes on by the plan as it is, from the next commit on; all
@@ -255,7 +268,7 @@ class Job:
             expected_samples_per_s(one, global_batch_size=self.batch, outlook=outlook)
             for one in (best, stay)
         ]
-        return scores[0] - scores[1] > GAIN_MIN * self.batch / stay.iteration_s
+        return gains(*scores, samples_per_s=self.batch / stay.iteration_s)
 
     def _best(self, transitions: tuple[Transition, ...], outlook: Outlook) -> Transition:
         return best_transition(transitions, global_batch_size=self.batch, outlook=outlook)

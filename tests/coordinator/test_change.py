@@ -100,8 +100,8 @@ def test_a_node_joins_silently_and_then_at_a_commit() -> None:
 
 
 def test_layers_come_in_waves_that_a_link_carries_in_an_iteration() -> None:
-    """Sixteen bytes in an iteration of a second: two layers of eight."""
-    cluster = training(rules(bandwidth_bytes_per_s=16.0))
+    """Seventeen bytes in the seven seconds that one takes now: two layers of eight."""
+    cluster = training(rules(bandwidth_bytes_per_s=2.5))
     assert cluster.state.decision is not None
     as_it_is = Decision(order=cluster.state.decision.order, predicted_s=7.0)
     cluster.state = replace(cluster.state, decision=as_it_is)

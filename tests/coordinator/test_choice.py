@@ -1,6 +1,7 @@
 """What the coordinator expects of the next failure: learned or told, in bursts, after restarts."""
 
 from dataclasses import replace
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from coordinated import FIRST, LEASE_S, NOW_S, NUM_MICROBATCHES, Survivors, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
-from planaria.coordinator.choice import outlook, time_to_failure_s
+from planaria.coordinator.choice import candidates_of, outlook, time_to_failure_s
 from planaria.coordinator.history import (
     MEMORY_S,
     PRIOR_FAILURES,
@@ -189,6 +190,41 @@ def test_copies_in_other_nodes_memory_leave_two_versions_at_risk(
 
     expected = outlook(rules, state, found, NOW_S)
     assert expected.unsaved_samples == pytest.approx(at_risk * NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize(("gain", "is_offered"), [(0.02, False), (0.1, True)])
+def test_what_nobody_would_change_to_is_not_what_an_answer_is_taken_for(
+    gain: float, *, is_offered: bool
+) -> None:
+    """A commit asks for 3% more. What is told makes the score, and the pauses are in it, but not in
+    what the recovery takes."""
+    rules = small_rules(failure_rate=1.0)
+    state = trained(rules).state
+    quick, *_ = Survivors().propose(
+        PLAN, survivors(PLAN, (3,), epoch=1), NodesLost((3,), 0), rules.prices
+    )
+    quick = replace(quick, answer="quick")
+    then = replace(quick, answer="good", iteration_s=quick.iteration_s / (1.0 + gain))
+    both = replace(quick, answer="quick, then good", then=then)
+
+    chosen, candidates = candidates_of(rules, state, (quick, both), NOW_S)
+
+    assert chosen == (both if is_offered else quick)
+    assert [candidate.answer for candidate in candidates] == ["quick", both.answer][
+        : 1 + is_offered
+    ]
+    for candidate in candidates:
+        rate, batch = 1.0 / HOUR_S, rules.job.training.global_batch_size
+        begin_s = candidate.downtime_s + candidate.pause_s
+        score = batch / candidate.iteration_s * exp(-rate * begin_s)
+        score -= rate * candidate.samples_at_risk
+        if candidate.then_s:
+            more = batch / candidate.then_s - batch / candidate.iteration_s
+            more -= rate * (candidate.then_at_risk - candidate.samples_at_risk)
+            score += exp(-rate * (begin_s + candidate.moving_s)) * more
+        assert candidate.score == pytest.approx(score)
+        assert candidate.downtime_s == quick.downtime_s
+        assert bool(candidate.pause_s) == bool(candidate.then_s)
 
 
 def test_a_save_may_be_published_before_its_iteration_counts() -> None:

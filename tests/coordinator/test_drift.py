@@ -11,7 +11,7 @@ from fake_cluster import FakeCluster
 from jobs import template
 from planaria.coordinator.drift import BESIDE_MIN, DRIFT_MIN, policy_of
 from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
-from planaria.core.records import Decided, ProfileCorrected
+from planaria.core.records import Changed, Decided, ProfileCorrected
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.policies.policy import profile_prices
@@ -211,6 +211,23 @@ def test_what_there_is_beside_layers_is_predicted_once_it_was_measured() -> None
     assert decided.predicted_s == pytest.approx(without.predicted_s + 0.2, rel=DRIFT_MIN)
     cluster.restart()
     assert cluster.state.learning.findings.beside_s == pytest.approx(0.2)
+
+
+def test_a_change_is_priced_by_what_an_iteration_takes_now() -> None:
+    """Layers take twenty times what the profile says, which is known when a node comes: its layers
+    move in one iteration."""
+    cluster = training()
+    config = cluster.rules.job.cluster
+    job = replace(cluster.rules.job, cluster=replace(config, max_nodes=6))
+    cluster.rules = replace(cluster.rules, job=job)
+    slow = dict.fromkeys(range(NUM_LAYERS), 20.0)
+    train(cluster, WINDOW + 2, true=slow)
+    now_s = of_type(cluster.commands, ProfileCorrected)[-1].predicted_s
+    cluster.join(4)
+    train(cluster, 6, true=slow)
+    (changed,) = of_type(cluster.commands, Changed)
+
+    assert [candidate.moving_s for candidate in changed.candidates] == [pytest.approx(now_s)]
 
 
 def test_a_little_beside_layers_is_not_followed() -> None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from jobs import shaped_plan
-from planaria.coordinator.switching import weighed_as
-from planaria.core.plan import Link, Transfer, Transition
+from planaria.coordinator.switching import followed_as, waves_of, weighed_as
+from planaria.core.plan import Link, Pipeline, Transfer, Transition, plain_plan
 from planaria.policies.policy import Outlook, Prices, expected_samples_per_s
+from policies.losses import even_template
 
 PLAN = shaped_plan((1, 1), 6)
 PRICES = Prices(links={"inter_node": Link(0.0, 100.0)}, layer_bytes=(100, 400, 100), regroup_s=9.0)
@@ -62,6 +63,31 @@ def test_to_stay_costs_nothing() -> None:
 
     assert weighed(CHANGE, stay)[1] == replace(stay, downtime_s=0.0)
     assert weighed(CHANGE, stay)[0].downtime_s == 3 * 0.25
+
+
+def test_what_follows_an_answer_is_weighed_as_that_change_will_be() -> None:
+    """As above: two waves of two seconds, a pause for each switch and for what they lack."""
+    quick = replace(STAY, answer="quick", downtime_s=0.5, then=CHANGE)
+    (followed, alone) = followed_as(
+        (quick, replace(quick, then=None)), prices=PRICES, switch_s=0.25
+    )
+
+    assert followed.downtime_s == 0.5 + weighed(CHANGE)[0].downtime_s
+    assert followed.then == weighed(CHANGE)[0].then
+    assert alone == replace(quick, then=None)
+
+
+def test_waves_keep_the_one_link_of_a_node_for_no_longer_than_an_iteration() -> None:
+    """Two devices of a node send 150 bytes each to another node, where 200 would fit; what one
+    sends to the other takes another link."""
+    plan = plain_plan(0, (Pipeline(even_template(2, 2), (0, 1)),), (6,))
+    links = {"inter_node": Link(0.0, 100.0), "intra_node": Link(0.0, 100.0)}
+    moved = (Transfer(0, 0, 2, 150), Transfer(1, 1, 3, 150), Transfer(1, 1, 0, 150))
+    change = replace(SWITCH, before=plan, after=replace(plan, epoch=1), rounds=(moved,))
+
+    waves = waves_of(change, iteration_s=2.0, leaving=(), prices=replace(PRICES, links=links))
+
+    assert [len(wave) for wave in waves] == [2, 1]
 
 
 def test_of_no_changes_none_is_weighed() -> None:

@@ -94,6 +94,10 @@ def decided(now_s: float, *, redone_samples: int = 0, degraded: str = "") -> Dec
         iteration_s=0.75,
         downtime_s=1.0,
         moving_s=0.0,
+        pause_s=0.0,
+        then_s=0.0,
+        samples_at_risk=0.5,
+        then_at_risk=0.0,
         score=4.0,
     )
     return Decided(

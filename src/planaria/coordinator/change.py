@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.choice import candidates_of, time_to_failure_s
-from planaria.coordinator.drift import policy_of
+from planaria.coordinator.choice import candidates_of, gains, time_to_failure_s
+from planaria.coordinator.drift import iteration_s, policy_of
 from planaria.coordinator.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.recovery import degraded_text, shortage_text, tolerated
@@ -54,7 +54,6 @@ SLOW: Final = "slow"
 REFORM: Final = "reform"
 # Policies whose answer to a loss gives way to a better one at a commit.
 _IMPROVING: Final = ("adaptive", "repartition")
-GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
 
 
 def begun(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -106,7 +105,12 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         | ({} if is_asked_for else dict.fromkeys(_moved(best), REFORM)),
         transition=best,
         candidates=candidates,
-        waves=waves_of(state.plan, best, leaving=leaving, prices=prices_of(rules, state)),
+        waves=waves_of(
+            best,
+            iteration_s=iteration_s(state),
+            leaving=leaving,
+            prices=prices_of(rules, state),
+        ),
         began_s=now_s,
         silent=state.plan.silent,
         reason=_slow_text(state, slow) if slow else "" if is_asked_for else hurried,
@@ -115,14 +119,13 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
-    """Whether the best is enough better than what there is; a needless change is a pause for
-    nothing."""
+    """Whether the best is enough better than what there is."""
     as_is = [candidate for candidate in candidates if candidate.answer == STAY]
     if not as_is:
         return False
+    best = max(candidate.score for candidate in candidates)
     samples_per_s = rules.job.training.global_batch_size / as_is[0].iteration_s
-    gain = max(candidate.score for candidate in candidates) - as_is[0].score
-    return gain > GAIN_MIN * samples_per_s
+    return gains(best, as_is[0].score, samples_per_s=samples_per_s)
 
 
 def _hurried(rules: Rules, state: JobState) -> str:
@@ -197,10 +200,9 @@ def _chosen(
         tuple(seen_node(state, node, held, now_s) for node in event.leaving),
     )
     changes = policy_of(rules, state).propose(state.plan, cluster, event, prices)
-    assert state.decision is not None
     weighed = weighed_as(
         changes,
-        iteration_s=state.decision.predicted_s,
+        iteration_s=iteration_s(state),
         leaving=event.leaving,
         prices=prices,
         switch_s=switch_s(rules, state),
@@ -287,9 +289,8 @@ def switched(rules: Rules, state: JobState) -> Step:
     assert switch is not None
     number = state.next_iteration
     outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=state.origin)
-    assert state.decision is not None
     # Waves come while the plan is as it was.
-    predicted_s = state.decision.predicted_s if switch.rounds else change.transition.iteration_s
+    predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
     decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
     left = tuple(node for node in state.nodes if node not in switch.nodes)
     state = replace(

@@ -4,11 +4,19 @@ from dataclasses import replace
 from typing import Final
 
 from planaria.coordinator.history import learned_failures_per_s, learned_nodes_per_failure
+from planaria.coordinator.overhead import prices_of, switch_s
 from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.switching import followed_as
 from planaria.core.plan import Transition
 from planaria.core.records import Candidate
-from planaria.policies.policy import Outlook, best_transition, expected_samples_per_s
+from planaria.policies.policy import (
+    Outlook,
+    best_transition,
+    expected_samples_per_s,
+    samples_at_risk,
+)
 
+GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
 _S_PER_HOUR: Final = 3600.0
 _BACK_MAX: Final = 2  # Versions of copies: one is on its way when the nodes are lost.
 
@@ -23,28 +31,72 @@ def candidates_of(
 ) -> tuple[Transition | None, tuple[Candidate, ...]]:
     """The best of the transitions, None if there are none, and the prices of all.
 
+    Of answers to a loss those are left out that another plan is to follow for which nobody would
+    change at a commit.
+
     Args:
-        weighed: what each of them is weighed as, if not as itself; its downtime is what is paid.
+        weighed: what each change is weighed as, its downtime being what is paid; empty for answers
+            to a loss.
     """
     if not transitions:
         return None, ()
     batch = rules.job.training.global_batch_size
     expected = outlook(rules, state, transitions, now_s)
-    weighed = weighed or transitions
-    best = best_transition(weighed, global_batch_size=batch, outlook=expected)
-    candidates = tuple(
-        Candidate(
-            policy=transition.policy,
-            answer=transition.answer,
-            iteration_s=transition.iteration_s,
-            downtime_s=as_that.downtime_s,
-            moving_s=as_that.then.downtime_s if as_that.then else 0.0,
-            score=expected_samples_per_s(as_that, global_batch_size=batch, outlook=expected),
+    is_change = bool(weighed)
+    if not is_change:
+        weighed = followed_as(
+            transitions, prices=prices_of(rules, state), switch_s=switch_s(rules, state)
         )
+    pairs = [
+        (transition, as_that)
         for transition, as_that in zip(transitions, weighed, strict=True)
+        if is_change
+        or not as_that.then
+        or is_followed(transition, as_that, global_batch_size=batch, outlook=expected)
+    ]
+    best = best_transition(
+        [as_that for _, as_that in pairs], global_batch_size=batch, outlook=expected
     )
-    chosen = transitions[weighed.index(best)]
-    return replace(chosen, downtime_s=best.downtime_s), candidates
+    candidates = []
+    for transition, as_that in pairs:
+        then = None if is_change else transition.then
+        candidates.append(
+            Candidate(
+                policy=transition.policy,
+                answer=transition.answer,
+                iteration_s=transition.iteration_s,
+                downtime_s=as_that.downtime_s if is_change else transition.downtime_s,
+                moving_s=as_that.then.downtime_s if as_that.then else 0.0,
+                pause_s=0.0 if is_change else as_that.downtime_s - transition.downtime_s,
+                then_s=then.iteration_s if then else 0.0,
+                samples_at_risk=samples_at_risk(transition.after, expected),
+                then_at_risk=samples_at_risk(then.after, expected) if then else 0.0,
+                score=expected_samples_per_s(as_that, global_batch_size=batch, outlook=expected),
+            )
+        )
+    chosen = next(transition for transition, as_that in pairs if as_that is best)
+    return replace(chosen, downtime_s=best.downtime_s) if is_change else chosen, tuple(candidates)
+
+
+def is_followed(
+    answer: Transition, weighed: Transition, *, global_batch_size: int, outlook: Outlook
+) -> bool:
+    """Whether it is worth to change to what is to follow an answer.
+
+    Args:
+        weighed: what both are weighed as.
+    """
+    with_it, alone = (
+        expected_samples_per_s(one, global_batch_size=global_batch_size, outlook=outlook)
+        for one in (weighed, replace(answer, then=None))
+    )
+    return gains(with_it, alone, samples_per_s=global_batch_size / answer.iteration_s)
+
+
+def gains(score: float, other: float, *, samples_per_s: float) -> bool:
+    """Whether one is enough better than what there is, which makes so many samples a second; a
+    needless change is a pause for nothing."""
+    return score - other > GAIN_MIN * samples_per_s
 
 
 def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:

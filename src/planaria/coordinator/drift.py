@@ -109,6 +109,11 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     return _with_findings(rules, state, layers, beside_s)
 
 
+def iteration_s(state: JobState) -> float:
+    """What is predicted now for an iteration by the plan as it is."""
+    return _plan_s(state) + state.learning.findings.beside_s
+
+
 def _plan_s(state: JobState) -> float:
     """What is predicted for an iteration without what there is beside the layers."""
     assert state.decision is not None

@@ -8,7 +8,7 @@ from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Plan, Transfer, Transition
 from planaria.core.records import Candidate
-from planaria.policies.policy import Prices, transfer_s
+from planaria.policies.policy import Prices, bytes_by_link, transfer_s
 from planaria.policies.unequal import STAY
 
 
@@ -59,9 +59,16 @@ class Change:
 
 
 def waves_of(
-    plan: Plan, transition: Transition, *, leaving: tuple[int, ...], prices: Prices
+    transition: Transition, *, iteration_s: float, leaving: tuple[int, ...], prices: Prices
 ) -> tuple[tuple[Transfer, ...], ...]:
-    """All transfers in waves; a layer comes to a rank in one of them, whole."""
+    """All transfers in waves; a layer comes to a rank in one of them, whole.
+
+    No wave keeps a link for longer than an iteration, unless it is a single layer of a rank.
+
+    Args:
+        iteration_s: of the plan before, by which all train meanwhile.
+    """
+    plan = transition.before
     per_node = plan.pipelines[0].template.devices_per_node
     stay = Counter(
         layer
@@ -74,15 +81,15 @@ def waves_of(
         for transfer in transfers:
             needs.setdefault((transfer.layer, transfer.target), []).append(transfer)
     waves: list[list[Transfer]] = []
-    link = prices.links.get("inter_node")
-    bytes_max = transition.iteration_s * link.bandwidth_bytes_per_s if link else 0.0
-    load: Counter[tuple[str, int]] = Counter()
+    load: Counter[tuple[str, str, int]] = Counter()
     for layer, target in sorted(needs, key=lambda need: (stay[need[0]] > 0, stay[need[0]], need)):
         parts = needs[layer, target]
-        more: Counter[tuple[str, int]] = Counter({("to", target): sum(t.num_bytes for t in parts)})
-        for part in parts:
-            more["from", part.source] += part.num_bytes
-        if not waves or any(load[end] + size > bytes_max for end, size in more.items()):
+        more = bytes_by_link(parts, devices_per_node=per_node)
+        is_full = any(
+            prices.links[link[0]].seconds(load[link] + size) > iteration_s
+            for link, size in more.items()
+        )
+        if not waves or is_full:
             waves.append([])
             load.clear()
         load += more
@@ -110,7 +117,7 @@ def weighed_as(
     """
     if not changes:
         return ()
-    before, per_node = changes[0].before, changes[0].before.pipelines[0].template.devices_per_node
+    before = changes[0].before
     as_it_is = replace(
         changes[0],
         after=replace(before, epoch=changes[0].after.epoch),
@@ -121,18 +128,43 @@ def weighed_as(
         then=None,
     )
     as_it_is = next((change for change in changes if change.answer == STAY), as_it_is)
+    as_it_is = replace(as_it_is, downtime_s=0.0)
+    return tuple(
+        as_it_is
+        if change.answer == STAY
+        else _followed(as_it_is, change, leaving=leaving, prices=prices, switch_s=switch_s)
+        for change in changes
+    )
 
-    def weighed(change: Transition) -> Transition:
-        if change.answer == STAY:
-            return replace(change, downtime_s=0.0)
-        waves = waves_of(before, change, leaving=leaving, prices=prices)
-        takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
-        longer_s = sum(max(0.0, wave_s - as_it_is.iteration_s) for wave_s in takes_s)
-        moving_s = len(waves) * as_it_is.iteration_s
-        return replace(
-            as_it_is,
-            downtime_s=(len(waves) + 1) * switch_s + longer_s,
-            then=replace(change, downtime_s=moving_s),
-        )
 
-    return tuple(map(weighed, changes))
+def followed_as(
+    answers: tuple[Transition, ...], *, prices: Prices, switch_s: float
+) -> tuple[Transition, ...]:
+    """What each answer to a loss is weighed as, if another plan is to follow: with the pauses until
+    it begins, as `weighed_as` has them. What the answer itself moves need not move again, but is
+    counted here, as nobody knows yet who will send what.
+    """
+    return tuple(
+        _followed(one, one.then, leaving=(), prices=prices, switch_s=switch_s) if one.then else one
+        for one in answers
+    )
+
+
+def _followed(
+    first: Transition,
+    then: Transition,
+    *,
+    leaving: tuple[int, ...],
+    prices: Prices,
+    switch_s: float,
+) -> Transition:
+    """The first, with all pauses until the other one's plan begins, and that."""
+    per_node = then.before.pipelines[0].template.devices_per_node
+    waves = waves_of(then, iteration_s=first.iteration_s, leaving=leaving, prices=prices)
+    takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
+    longer_s = sum(max(0.0, wave_s - first.iteration_s) for wave_s in takes_s)
+    return replace(
+        first,
+        downtime_s=first.downtime_s + (len(waves) + 1) * switch_s + longer_s,
+        then=replace(then, downtime_s=len(waves) * first.iteration_s),
+    )

@@ -175,6 +175,11 @@ class Candidate:
     Attributes:
         iteration_s, downtime_s: predicted, as of a `Transition`.
         moving_s: for how long layers move besides while training goes on.
+        pause_s: of all switches to the plan that follows an answer to a loss.
+        then_s: of an iteration by that plan; 0 if none follows.
+        samples_at_risk: that the next failure makes the job train again, on average, because a last
+            copy of some layer is lost with it.
+        then_at_risk: the same by the plan that follows.
         score: in samples a second; the highest is taken.
     """
 
@@ -183,6 +188,10 @@ class Candidate:
     iteration_s: float
     downtime_s: float
     moving_s: float
+    pause_s: float
+    then_s: float
+    samples_at_risk: float
+    then_at_risk: float
     score: float
 
 

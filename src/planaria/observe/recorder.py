@@ -4,7 +4,7 @@ Source: DESIGN 7 (Report). It is told the time; it does not look.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from planaria.core.inject import Injection
 from planaria.core.messages import MeasuredSpan, WorkerReady
@@ -308,17 +308,7 @@ def _changed(event: EventRecord, nodes: tuple[int, ...], message: Changed) -> Ev
 
 
 def _priced(candidates: tuple[Candidate, ...]) -> tuple[Mapping[str, object], ...]:
-    return tuple(
-        {
-            "policy": candidate.policy,
-            "answer": candidate.answer,
-            "iteration_s": candidate.iteration_s,
-            "downtime_s": candidate.downtime_s,
-            "moving_s": candidate.moving_s,
-            "score": candidate.score,
-        }
-        for candidate in candidates
-    )
+    return tuple(map(asdict, candidates))
 
 
 def _decided(one: _Open, message: Decided) -> _Open:

@@ -89,7 +89,15 @@ def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 
 
 def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
-    """For how long transfers at the same time keep the busiest link.
+    """For how long transfers at the same time keep the busiest link."""
+    bytes_on = bytes_by_link(transfers, devices_per_node=devices_per_node)
+    return max((prices.links[link[0]].seconds(n) for link, n in bytes_on.items()), default=0.0)
+
+
+def bytes_by_link(
+    transfers: Iterable[Transfer], *, devices_per_node: int
+) -> Counter[tuple[str, str, int]]:
+    """What each link carries, by its kind, direction and end.
 
     Between nodes that is what one node sends to others, or what it receives; within a node what one
     device sends or receives there.
@@ -103,8 +111,7 @@ def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
         else:
             bytes_on["intra_node", "from", transfer.source] += transfer.num_bytes
             bytes_on["intra_node", "to", transfer.target] += transfer.num_bytes
-    busiest_s = (prices.links[kind].seconds(size) for (kind, _, _), size in bytes_on.items())
-    return max(busiest_s, default=0.0)
+    return bytes_on
 
 
 def moving(
@@ -233,23 +240,23 @@ def expected_samples_per_s(
     samples_per_s = global_batch_size / transition.iteration_s
     begin_s = transition.downtime_s + transition.redone_samples / samples_per_s
     rate = outlook.failures_per_s
-    lost_per_s = rate * outlook.unsaved_samples
-    at_risk_per_s = lost_per_s * _share_at_risk(transition, outlook)
+    at_risk_per_s = rate * samples_at_risk(transition.after, outlook)
     useful_per_s = samples_per_s * exp(-rate * begin_s) - at_risk_per_s
     then = transition.then
     if then is None:
         return useful_per_s
     end_s = begin_s + then.downtime_s
     until_then = samples_per_s - at_risk_per_s
-    then_per_s = global_batch_size / then.iteration_s - lost_per_s * _share_at_risk(then, outlook)
+    then_per_s = global_batch_size / then.iteration_s - rate * samples_at_risk(then.after, outlook)
     return useful_per_s + exp(-rate * end_s) * (then_per_s - until_then)
 
 
-def _share_at_risk(transition: Transition, outlook: Outlook) -> float:
-    """Under the plan that the transition leads to; 0 if nothing would be trained again."""
+def samples_at_risk(plan: Plan, outlook: Outlook) -> float:
+    """U * p: what the next failure makes the job train again under a plan, on average."""
     if not outlook.failures_per_s * outlook.unsaved_samples:
         return 0.0
-    return share_at_risk(transition.after, nodes_per_failure=outlook.nodes_per_failure)
+    share = share_at_risk(plan, nodes_per_failure=outlook.nodes_per_failure)
+    return outlook.unsaved_samples * share
 
 
 def best_transition(
