@@ -9,9 +9,11 @@ import fake_cluster
 from coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import template
-from planaria.coordinator.drift import BESIDE_MIN, DRIFT_MIN, policy_of
+from planaria.coordinator.drift import BESIDE_MIN, DRIFT_MIN, iteration_s, policy_of
+from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
-from planaria.core.records import Changed, Decided, ProfileCorrected
+from planaria.core.messages import IterationDone
+from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.policies.policy import profile_prices
@@ -170,8 +172,8 @@ def test_the_answers_to_a_loss_are_priced_by_the_corrected_profile() -> None:
         prices[true] = {c.answer: c.iteration_s for c in decided.candidates}
 
     assert prices[1.0].keys() == prices[2.0].keys()
-    for answer, iteration_s in prices[1.0].items():
-        assert prices[2.0][answer] == pytest.approx(2.0 * iteration_s, rel=1e-2)
+    for answer, before_s in prices[1.0].items():
+        assert prices[2.0][answer] == pytest.approx(2.0 * before_s, rel=1e-2)
 
 
 def test_a_new_coordinator_prices_as_the_one_before_did() -> None:
@@ -187,6 +189,26 @@ def test_a_new_coordinator_prices_as_the_one_before_did() -> None:
     assert isinstance(learning.policy, Unequal)
     profile = learning.policy.alike.every.problem.profile
     assert profile.layers[0].forward_s[1] == pytest.approx(2.0 * LAYER_S / 3)
+
+
+def test_a_new_coordinator_knows_what_was_learned_since_the_newest_loss() -> None:
+    """Nobody was lost yet, and agents tell no iteration again that is on record."""
+    cluster = training()
+    train(cluster, WINDOW + 2, true=dict.fromkeys(range(NUM_LAYERS), 2.0))
+    committed = of_type(cluster.commands, Committed)[-1]
+    cluster.progress = progress_of(cluster.state, committed)
+    before = cluster.state.learning.findings
+    predicted_s = iteration_s(cluster.state)
+    for node in cluster.nodes.values():
+        facts = node.agent.facts.items()
+        told = {key: fact for key, fact in facts if not isinstance(fact, IterationDone)}
+        node.agent = replace(node.agent, facts=told)
+
+    cluster.restart()
+
+    assert before.layer_factors == pytest.approx((2.0,) * NUM_LAYERS)
+    assert cluster.state.learning.findings == before
+    assert iteration_s(cluster.state) == pytest.approx(predicted_s)
 
 
 def test_what_there_is_beside_layers_is_predicted_once_it_was_measured() -> None:

@@ -66,14 +66,16 @@ class _Beside:
         )
 
 
-def restored_learning(rules: Rules, findings: Findings) -> Learning:
-    """What a coordinator knows that finds this on record."""
-    if rules.every is None or not findings.layer_factors:
+def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
+    """What a coordinator knows that finds this on record, and by which plan all train."""
+    every = rules.every
+    if every is None or not (findings.layer_factors or findings.beside_s):
         return Learning(findings=findings)
-    return Learning(
-        findings=findings,
-        policy=_policy(rules, corrected_plans(rules.every, findings.layer_factors)),
-    )
+    policy = None
+    if findings.layer_factors:
+        every = corrected_plans(every, findings.layer_factors)
+        policy = _policy(rules, every)
+    return Learning(findings=findings, policy=policy, plan_s=simulated_s(every.problem, plan))
 
 
 def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:

@@ -218,13 +218,7 @@ class Leadership(Generic[Agent]):
                 case Notify(message):
                     self._hands.notify(message)
                     if isinstance(message, Committed):
-                        number = message.iteration + 1
-                        self._progress = Progress(
-                            num_committed=number,
-                            ends=message.ends,
-                            stop_reason=self.state.stop_reason,
-                            since=message.since,
-                        )
+                        self._progress = progress_of(self.state, message)
                 case Publish() | Discard() | SetAside():
                     self._hands.keep(command)
                 case End():
@@ -246,6 +240,18 @@ class Leadership(Generic[Agent]):
             if line is not None:
                 line.close()
             await self._logbook.revoke(node)
+
+
+def progress_of(state: JobState, committed: Committed) -> Progress:
+    """What goes on record of a commit."""
+    return Progress(
+        num_committed=committed.iteration + 1,
+        ends=committed.ends,
+        stop_reason=state.stop_reason,
+        since=committed.since,
+        epoch=state.epoch,
+        findings=state.learning.findings,
+    )
 
 
 def may_expire(now_s: float, last_s: float, *, period_s: float) -> bool:

@@ -16,7 +16,7 @@ class Learning:
     """What is known, and what is being measured.
 
     Attributes:
-        findings: on record with the newest members.
+        findings: on record with the newest members, and with each commit since.
         policy: proposes and prices by these findings; None as long as they change no price.
         ratios: by rank, of its newest iterations in this epoch: seconds that it computed over those
             that are predicted now; see drift.py.

@@ -23,6 +23,7 @@ from planaria.core.plan import Plan
 from planaria.core.records import (
     Decision,
     FailureHistory,
+    Findings,
     Members,
     Origin,
     Outcome,
@@ -97,7 +98,7 @@ def restored_step(
         gone=members.gone,
         failures=members.failures,
         history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
-        learning=restored_learning(rules, members.findings),
+        learning=restored_learning(rules, _findings(members, progress), plan),
         plan=plan,
         saves_since=members.epoch,
         next_iteration=_num_committed(origin, progress),
@@ -132,6 +133,13 @@ def _history(
         return members.history
     num_done = max(0, progress.num_committed - rules.first_iteration)
     return begun_history(members.history, now_s, trained_s=num_done * predicted_s)
+
+
+def _findings(members: Members, progress: Progress | None) -> Findings:
+    """The newest on record."""
+    if progress is None or progress.epoch != members.epoch:
+        return members.findings
+    return progress.findings
 
 
 def _start(rules: Rules) -> Origin:

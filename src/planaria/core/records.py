@@ -145,13 +145,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far the job has come; `ends` if the last of these iterations was the job's last.
 
     `stop_reason` says why it had to stop before its end, "" if it had not. `since` is the epoch in
-    which the job last went back to a save, as in StartEpoch.
+    which the job last went back to a save, as in StartEpoch. `findings` are those in `epoch`.
     """
 
     num_committed: int
     ends: bool
     stop_reason: str = ""
     since: int = -1
+    epoch: int = -1
+    findings: Findings = Findings()
 
 
 Record = Members | Outcome | Decision | Progress
