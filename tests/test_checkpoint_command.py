@@ -112,3 +112,16 @@ def test_a_version_that_is_not_there_is_named(directory: Path) -> None:
     """With where to look."""
     output = told("verify", str(directory), "--version", "7-7", code=2)
     assert "see planaria checkpoint ls" in output
+
+
+@pytest.mark.parametrize("output", [".", "./", "", "../here"])
+def test_an_export_may_go_to_the_directory_one_is_in(
+    directory: Path, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has no name of its own in the path that was given."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    told("export", str(directory), "-o", output)
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["model.safetensors"]
+    assert "is not empty" in told("export", str(directory), "-o", output, code=2)

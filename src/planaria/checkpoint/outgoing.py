@@ -66,7 +66,7 @@ def exported(tier: Tier, manifest: Manifest, output: Path) -> tuple[str, ...]:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError("--output", str(output), "is not empty; name a new directory")
     shards = list(_shards(manifest))
-    target = Directory(output.parent)
+    target = Directory(output)
     names: list[str] = []
     where: dict[str, str] = {}
     for number, layers in enumerate(shards, 1):
@@ -76,7 +76,7 @@ def exported(tier: Tier, manifest: Manifest, output: Path) -> tuple[str, ...]:
         tensors = _parameters(tier, manifest, layers)
         where |= dict.fromkeys(tensors, file)
         content = serialized(tensors, metadata={"format": "pt"})
-        target.write(f"{output.name}/{file}", content, may_write=_always)
+        target.write(file, content, may_write=_always)
         names.append(file)
     texts: dict[str, Mapping[str, Any]] = {}
     if len(shards) > 1:
@@ -85,7 +85,7 @@ def exported(tier: Tier, manifest: Manifest, output: Path) -> tuple[str, ...]:
         texts["config.json"] = config
     for file, value in texts.items():
         content = json.dumps(value, indent=2).encode() + b"\n"
-        target.write(f"{output.name}/{file}", content, may_write=_always)
+        target.write(file, content, may_write=_always)
     return (*names, *texts)
 
 
