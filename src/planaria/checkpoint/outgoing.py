@@ -7,8 +7,12 @@ where the model has one. Both are checked against the hashes of what was saved.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +20,12 @@ import numpy as np
 
 from planaria.checkpoint.storage import Directory
 from planaria.checkpoint.tiers import Manifest, Tier, serialized, tier_of
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES: Final = 5_000_000_000  # As the tools that write such directories have it.
+_TRIES_MAX: Final = 8  # Versions that are pruned one after the other while they are read.
 _PREFIX: Final = "parameter/"
 _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
@@ -26,9 +33,13 @@ _NAME: Final = re.compile(r"(?!\d+-\d+$)[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 def save_as(place: str, name: str) -> str:
     """Keeps the newest complete version at a place under a name; where that is.
 
+    A job that runs there may prune the version meanwhile: then the one that is newest by then is
+    kept.
+
     Raises:
         ConfigError: the name will not do or is taken, or there is no version.
-        CheckpointError: the version is damaged, or the storage refuses.
+        CheckpointError: the version is damaged, or the storage refuses; nothing is left under the
+            name then.
     """
     if not _NAME.fullmatch(name):
         remedy = "letters, digits, '.', '_' and '-' make a name, and not those of a version"
@@ -36,13 +47,49 @@ def save_as(place: str, name: str) -> str:
     tier, kept = tier_of(place), tier_of(f"{place.rstrip('/')}/{name}")
     if there := [version.name for version in kept.versions() if version.manifest]:
         raise ConfigError("--name", name, f"is taken: it holds {there[0]} already")
-    manifest = newest_of(tier, place)
-    for entry in manifest.layers:
-        tensors = tier.read_layer(manifest, entry.layer)
-        copy = kept.write_layer(manifest.iteration, manifest.epoch, entry.layer, tensors)
-        assert copy == entry
-    kept.publish(manifest)
-    return kept.where(manifest.iteration, manifest.epoch)
+    for number in count(1):
+        manifest = newest_of(tier, place)
+        try:
+            _copy(tier, kept, manifest)
+            break
+        except CheckpointError as error:
+            if number == _TRIES_MAX or _is_there(tier, manifest):
+                raise
+            logger.info("%s was pruned: %s", tier.where(*_numbers(manifest)), error)
+    return kept.where(*_numbers(manifest))
+
+
+def _copy(source: Tier, target: Tier, manifest: Manifest) -> None:
+    """Copies a version, or nothing of it."""
+    with ExitStack() as undo:
+        undo.callback(_discard, target, manifest)
+        # Another release may have laid out its files otherwise, so they have hashes of their own.
+        files = tuple(
+            target.write_layer(
+                *_numbers(manifest), entry.layer, source.read_layer(manifest, entry.layer)
+            )
+            for entry in manifest.layers
+        )
+        target.publish(replace(manifest, layers=files))
+        undo.pop_all()
+
+
+def _discard(tier: Tier, manifest: Manifest) -> None:
+    """Removes what there is of a copy, and of a directory that was made for it."""
+    with suppress(CheckpointError):  # The error that led here is the one to tell.
+        tier.discard(*_numbers(manifest))
+    if isinstance(tier.storage, Directory):
+        with suppress(OSError):  # There is something else in it.
+            tier.storage.path.rmdir()
+
+
+def _is_there(tier: Tier, manifest: Manifest) -> bool:
+    """Whether a version is still complete."""
+    return any(version.manifest == manifest for version in tier.versions())
+
+
+def _numbers(manifest: Manifest) -> tuple[int, int]:
+    return manifest.iteration, manifest.epoch
 
 
 def newest_of(tier: Tier, place: str) -> Manifest:

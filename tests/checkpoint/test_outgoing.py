@@ -1,0 +1,113 @@
+"""What is taken out of a tier in which a job saves and prunes meanwhile."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+from xxhash import xxh3_128_hexdigest
+
+from planaria.checkpoint.outgoing import save_as
+from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.core.messages import LayerFile
+from planaria.errors import CheckpointError
+
+LAYERS = 3
+
+
+def saved(tier: Tier, iteration: int) -> Manifest:
+    tensors = {"parameter/w": np.full(4, iteration, np.float32)}
+    files = tuple(tier.write_layer(iteration, 0, layer, tensors) for layer in range(LAYERS))
+    manifest = Manifest(iteration=iteration, epoch=0, job={}, layers=files)
+    tier.publish(manifest)
+    return manifest
+
+
+def before_each_second_layer(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[Tier, Manifest], None]
+) -> None:
+    """Has something happen to the tier in the middle of each reading of a version."""
+    read_layer = Tier.read_layer
+
+    def interrupted(tier: Tier, manifest: Manifest, layer: int) -> dict[str, np.ndarray]:
+        if layer == 1:
+            act(tier, manifest)
+        return read_layer(tier, manifest, layer)
+
+    monkeypatch.setattr(Tier, "read_layer", interrupted)
+
+
+def test_a_version_that_is_pruned_while_it_is_kept_makes_way_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times a job saves two versions between one layer and the next."""
+    tier = tier_of(str(tmp_path))
+    saved(tier, 1)
+
+    def save_two(source: Tier, manifest: Manifest) -> None:
+        if manifest.iteration < 7:
+            saved(source, manifest.iteration + 1)
+            saved(source, manifest.iteration + 2)
+            source.prune(2)
+
+    before_each_second_layer(monkeypatch, save_two)
+
+    assert save_as(str(tmp_path), "best") == str(tmp_path / "best" / "7-0")
+    kept = tier_of(str(tmp_path / "best"))
+    assert [version.name for version in kept.versions()] == ["7-0"]
+    newest = kept.newest()
+    assert newest is not None
+    assert kept.read_layer(newest, 2)["parameter/w"].tolist() == [7.0] * 4
+
+
+def test_one_that_is_pruned_again_and_again_is_given_up_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that saves faster than it can be read; the name stays free."""
+    saved(tier_of(str(tmp_path)), 1)
+
+    def save_one(source: Tier, manifest: Manifest) -> None:
+        saved(source, manifest.iteration + 1)
+        source.prune(1)
+
+    before_each_second_layer(monkeypatch, save_one)
+
+    with pytest.raises(CheckpointError, match="cannot read"):
+        save_as(str(tmp_path), "best")
+    assert not (tmp_path / "best").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+def test_what_was_half_copied_is_removed(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a large model, or a disk that refuses."""
+    saved(tier_of(str(tmp_path)), 1)
+
+    def fail(_tier: Tier, _manifest: Manifest) -> None:
+        raise error
+
+    before_each_second_layer(monkeypatch, fail)
+
+    with pytest.raises(error):
+        save_as(str(tmp_path), "best")
+    assert not (tmp_path / "best").exists()
+
+
+def test_a_layer_that_was_laid_out_otherwise_is_kept_as_it_is_written_now(tmp_path: Path) -> None:
+    """Its header has something that ours has not, so its hash is another one."""
+    tier = tier_of(str(tmp_path))
+    tensors = {"parameter/w": np.arange(4, dtype=np.float32)}
+    ours = tier.write_layer(1, 0, 0, tensors)
+    content = save(tensors, metadata={"format": "np"})
+    tier.storage.write(f"1-0/{ours.file}", content, may_write=lambda: True)
+    theirs = LayerFile(0, ours.file, len(content), xxh3_128_hexdigest(content))
+    tier.publish(Manifest(iteration=1, epoch=0, job={}, layers=(theirs,)))
+
+    save_as(str(tmp_path), "best")
+    kept = tier_of(str(tmp_path / "best"))
+    newest = kept.newest()
+    assert newest is not None
+    assert newest.layers == (ours,)
+    assert kept.read_layer(newest, 0)["parameter/w"].tolist() == [0.0, 1.0, 2.0, 3.0]
