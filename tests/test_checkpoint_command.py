@@ -61,6 +61,7 @@ def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
         "30-1": [],
         "20-1": [],
         "10-1": [],
+        "5-0": ["not complete: no manifest: never published"],
     }
     path = directory / "20-1" / "layer-00002.safetensors"
     content = bytearray(path.read_bytes())
@@ -71,13 +72,44 @@ def test_a_flipped_bit_is_found_and_named(directory: Path) -> None:
     assert "30-1: whole" in output
     assert f"20-1: {path} is not what was written" in output.replace("\n", "")
     assert "1 version of 3 cannot be gone on from" in output
+    assert "5-0: not complete: no manifest" in output
     assert told("verify", str(directory), "--version", "30-1").strip() == "30-1: whole"
 
 
 def test_a_version_that_is_asked_for_and_not_complete_is_damaged(directory: Path) -> None:
     """Nobody could go on from it."""
     output = told("verify", str(directory), "--version", "5-0", code=1)
-    assert "5-0: no manifest" in output
+    assert "5-0: not complete: no manifest" in output
+
+
+@pytest.fixture
+def leftovers(tmp_path: Path) -> Path:
+    """Two versions that nobody completed."""
+    tier = tier_of(str(tmp_path / "leftovers"))
+    for iteration in (5, 6):
+        tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(9)})
+    return tmp_path / "leftovers"
+
+
+def test_a_directory_of_incomplete_versions_is_not_whole(leftovers: Path) -> None:
+    """A script that goes on from it only if it is has to be told."""
+    output = told("verify", str(leftovers), code=1)
+    assert "6-0: not complete: no manifest" in output
+    assert "5-0: not complete: no manifest" in output
+    assert f"{leftovers} holds no complete version" in output
+    assert '"5-0": [' in told("verify", str(leftovers), "--json", code=1)
+
+
+def test_a_published_version_that_lacks_a_file_is_damaged(directory: Path) -> None:
+    """Another one that is whole does not make up for it; one that was set aside was told before."""
+    (directory / "20-1" / "layer-00002.safetensors").unlink()
+    output = told("verify", str(directory), code=1)
+    assert "20-1: not complete: layer-00002.safetensors is missing" in output
+    assert "1 version of 3 cannot be gone on from" in output
+
+    tier_of(str(directory)).set_aside("20-1")
+    output = told("verify", str(directory))
+    assert "20-1: not complete: it was damaged, and set aside" in output
 
 
 def test_old_versions_are_removed(directory: Path) -> None:

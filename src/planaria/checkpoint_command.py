@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from planaria.checkpoint.outgoing import exported, save_as
-from planaria.checkpoint.tiers import Manifest, Tier, Version, tier_of
+from planaria.checkpoint.tiers import SET_ASIDE, UNPUBLISHED, Manifest, Tier, Version, tier_of
 from planaria.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.show.words import bytes_text, counted
@@ -58,7 +58,8 @@ def verify(
 ) -> None:
     """Reads every byte of complete versions and compares its hash with that of what was written.
 
-    Exits with 1 if one of them is damaged.
+    What is not complete is named with the reason. Exits with 1 if a version that was once complete
+    is damaged, or if none is complete.
     """
     found = [one for one in _versions(directory) if version in ("", one.name)]
     if not found:
@@ -66,7 +67,7 @@ def verify(
             "--version", version, f"is not in {directory}; see planaria checkpoint ls"
         )
     tier = tier_of(str(directory))
-    damage = {one.name: _damage(tier, one) for one in found if one.manifest or version}
+    damage = {one.name: _damage(tier, one) for one in found}
     if as_json:
         sys.stdout.write(json.dumps(damage, indent=2) + "\n")
     else:
@@ -74,8 +75,11 @@ def verify(
         for name, reasons in damage.items():
             for line in reasons or ["whole"]:
                 console.print(f"{name}: {line}", markup=False)
-    if num_damaged := sum(map(bool, damage.values())):
-        text = f"{counted(num_damaged, 'version')} of {len(damage)} cannot be gone on from"
+    if not version and not any(one.manifest for one in found):
+        raise CheckpointError(f"{directory} holds no complete version")
+    meant = [one.name for one in found if version or one.reason not in (UNPUBLISHED, SET_ASIDE)]
+    if num_damaged := sum(bool(damage[name]) for name in meant):
+        text = f"{counted(num_damaged, 'version')} of {len(meant)} cannot be gone on from"
         raise CheckpointError(text)
 
 
@@ -160,7 +164,7 @@ def _below(directory: str) -> list[str]:
 def _damage(tier: Tier, version: Version) -> list[str]:
     """What is wrong with each layer that cannot be read; of what is not complete, why."""
     if version.manifest is None:
-        return [version.reason]
+        return [f"not complete: {version.reason}"]
     found = []
     for entry in version.manifest.layers:
         try:

@@ -50,8 +50,9 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "C64": np.dtype("<c8"),
 }
 _MANIFEST = "manifest.json"
-_SET_ASIDE = "damaged.json"
+_DAMAGED = "damaged.json"
 UNPUBLISHED = "no manifest: never published"
+SET_ASIDE = "it was damaged, and set aside"
 _VERSION_NAME = re.compile(r"(0|[1-9]\d*)-(0|[1-9]\d*)", re.ASCII)
 
 
@@ -249,7 +250,7 @@ class Tier:
         """Has a damaged version count no more; all of it stays, its manifest by another name."""
         name = f"{version}/{_MANIFEST}"
         if name in self.storage.entries(version):
-            self.storage.create(f"{version}/{_SET_ASIDE}", self.storage.read(name))
+            self.storage.create(f"{version}/{_DAMAGED}", self.storage.read(name))
             self.storage.remove([name])
 
     def _remove(self, version: str) -> None:
@@ -277,8 +278,8 @@ class Tier:
     def _manifest(self, version: str, entries: Mapping[str, Entry]) -> Manifest:
         """Raises a CheckpointError that says why it cannot be used."""
         if f"{version}/{_MANIFEST}" not in entries:
-            is_aside = f"{version}/{_SET_ASIDE}" in entries
-            raise CheckpointError("it was damaged, and set aside" if is_aside else UNPUBLISHED)
+            is_aside = f"{version}/{_DAMAGED}" in entries
+            raise CheckpointError(SET_ASIDE if is_aside else UNPUBLISHED)
         content = self.storage.read(f"{version}/{_MANIFEST}")
         try:
             manifest = msgspec.json.decode(content, type=Manifest)
