@@ -100,6 +100,21 @@ def test_a_directory_of_incomplete_versions_is_not_whole(leftovers: Path) -> Non
     assert '"5-0": [' in told("verify", str(leftovers), "--json", code=1)
 
 
+def test_what_needs_a_complete_version_says_that_there_is_none(
+    leftovers: Path, tmp_path: Path
+) -> None:
+    """Not that an empty name is wrong, nor that there is as much as is to be kept."""
+    output = str(tmp_path / "exported")
+    for words in (("export", "-o", output), ("save", "--name", "best")):
+        found = told(*words, str(leftovers), code=2)
+        assert f"DIRECTORY = '{leftovers}': holds no complete version" in found
+    found = told("export", str(leftovers), "--version", "5-0", "-o", output, code=2)
+    assert "--version = '5-0': is not complete" in found
+    assert f"nothing to remove: {leftovers} holds no complete version" in told(
+        "prune", str(leftovers)
+    )
+
+
 def test_a_published_version_that_lacks_a_file_is_damaged(directory: Path) -> None:
     """Another one that is whole does not make up for it; one that was set aside was told before."""
     (directory / "20-1" / "layer-00002.safetensors").unlink()

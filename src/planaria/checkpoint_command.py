@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from planaria.checkpoint.outgoing import exported, save_as
+from planaria.checkpoint.outgoing import exported, newest_of, save_as
 from planaria.checkpoint.tiers import SET_ASIDE, UNPUBLISHED, Manifest, Tier, Version, tier_of
 from planaria.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
@@ -97,9 +97,13 @@ def prune(
     for name in removed:
         console.print(f"removed {tier.storage.where(name)}", markup=False)
     if not removed:
-        console.print(
-            f"nothing to remove: {directory} has no more than it is to keep", markup=False
-        )
+        why = f"{directory} has no more than it is to keep"
+        if tier.newest() is None:
+            why = (
+                f"{directory} holds no complete version, and a job may be writing what is there; "
+                "if none is, remove the directory"
+            )
+        console.print(f"nothing to remove: {why}", markup=False)
 
 
 @checkpoint.command()
@@ -132,13 +136,14 @@ def export(
 
     The directory is one that from_pretrained of Hugging Face transformers reads.
     """
-    found = [one for one in _versions(directory) if version in ("", one.name) and one.manifest]
-    if not found or found[0].manifest is None:
+    tier, manifests = tier_of(directory), {one.name: one.manifest for one in _versions(directory)}
+    manifest = manifests.get(version) if version else newest_of(tier, directory)
+    if manifest is None:
         raise ConfigError(
             "--version", version, f"is not complete in {directory}; see planaria checkpoint ls"
         )
     console = Console(soft_wrap=True, highlight=False)
-    for name in exported(tier_of(directory), found[0].manifest, output):
+    for name in exported(tier, manifest, output):
         console.print(str(output / name), markup=False)
 
 
