@@ -63,6 +63,10 @@ def test_a_node_receives_no_more_than_it_can() -> None:
         (("--receive", "1"), ("--receive = 1", "is for --strategy optimised")),
         (("--memory", "3"), ("--memory = 3", "is for --strategy optimised")),
         (("--receive", "0", "--strategy", "optimised"), ("copies = 2", "keep and receive")),
+        (("--receive", "-1", "--strategy", "optimised"), ("--receive = -1", "at least 0")),
+        (("--memory", "1", "--strategy", "optimised"), ("--memory = 1", "is 6 states short")),
+        (("--memory", "0", "--strategy", "optimised"), ("--memory = 0", "must be at least 1")),
+        (("--memory", "-3", "--strategy", "optimised"), ("--memory = -3", "must be at least 1")),
     ],
 )
 def test_what_cannot_be_is_refused(options: tuple[str, ...], parts: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ from planaria.planner.survival import (
 )
 from planaria.show.copies import Placed, placement_figure, placement_table
 from planaria.show.page import picture_format
+from planaria.show.words import counted
 
 
 class Strategy(StrEnum):
@@ -165,11 +166,17 @@ def _limits(
     """What each node can keep and receive.
 
     Raises:
-        ConfigError: something is told for a strategy that does not look at it.
+        ConfigError: something is told for a strategy that does not look at it, or is too little.
     """
-    for option, value in (("--memory", memory), ("--receive", receive)):
+    for option, value, least in (("--memory", memory, 1), ("--receive", receive, 0)):
         if value is not None and strategy is not Strategy.OPTIMISED:
             raise ConfigError(option, value, "is for --strategy optimised")
+        if value is not None and value < least:
+            raise ConfigError(option, value, f"must be at least {least}")
+    if memory is not None and memory < copies:
+        missing = counted(nodes * (copies - memory), "state")
+        remedy = f"is {missing} short on all nodes together: {copies} copies of each need {copies}"
+        raise ConfigError("--memory", memory, remedy)
     kept = copies if memory is None else memory
     received = kept - 1 if receive is None else receive
     return Limits((1,) * nodes, (kept,) * nodes, (received,) * nodes)
