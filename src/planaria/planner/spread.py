@@ -19,7 +19,7 @@ from typing import Final
 
 from planaria.errors import ConfigError
 from planaria.planner.placement import Placement, check_copies, paper_placement
-from planaria.planner.survival import Failures, TooManyStatesError, minimal, survival_under
+from planaria.planner.survival import Failures, TooManyStatesError, loss_under, minimal
 
 _STEPS: Final = 20_000
 _WARM: Final = 0.3  # At first a step for the worse by this share of the risk is taken once in e.
@@ -85,7 +85,7 @@ def as_placement(holders: Sequence[Holders]) -> Placement:
 def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
     """The probability that some state is lost; where it cannot be counted the sum over all."""
     try:
-        return 1.0 - survival_under(failures, holders)
+        return loss_under(failures, holders)
     except TooManyStatesError:
         return sum(all_lost(failures, one) for one in minimal(holders))
 

@@ -122,11 +122,11 @@ def survivals(
     kept = minimal(nodes for nodes in kept_by if len(nodes) <= most)
     shown = (1 << digits * (most + 1)) - 1
     order = _in_order(num_nodes, kept)
-    total = _total(
+    total, _ = _totals(
         order,
         kept,
         lambda _node, _down: fates,
-        times=lambda one, other: int(one) * int(other) & shown,
+        times=lambda one, other: int(one) if other == 1 else int(one) << digits & shown,
         states_max=states_max,
     )
     return tuple(int(total) >> (digits * n) & ((1 << digits) - 1) for n in range(most + 1))
@@ -140,7 +140,24 @@ def survival_under(
     Raises:
         TooManyStatesError: there are more than states_max.
     """
-    kept, domains = minimal(kept_by), tuple(failures.domains)
+    return _under(failures, minimal(kept_by), states_max=states_max)[0]
+
+
+def loss_under(
+    failures: Failures, kept_by: Iterable[Collection[int]], *, states_max: int = STATES_MAX
+) -> float:
+    """The probability that something is lost: a sum of positive terms, so that it has almost all
+    of its digits also where it is far less than what a survival is rounded to.
+
+    Raises:
+        TooManyStatesError: there are more than states_max.
+    """
+    return _under(failures, minimal(kept_by), states_max=states_max)[1]
+
+
+def _under(failures: Failures, kept: Sequence[Holders], *, states_max: int) -> tuple[float, float]:
+    """How likely nothing is lost, and how likely something is."""
+    domains = tuple(failures.domains)
     order = _in_order(len(failures.node), (*kept, *domains))
     place = {node: index for index, node in enumerate(order)}
     of_node = {node: index for index, domain in enumerate(domains) for node in domain}
@@ -158,18 +175,20 @@ def survival_under(
         yield (1.0 - together) * alone, True, down & ~bit
         yield (1.0 - together) * (1.0 - alone), False, down & ~bit
 
-    return float(_total(order, kept, fates, times=mul, states_max=states_max))
+    survives, loses = _totals(order, kept, fates, times=mul, states_max=states_max)
+    return float(survives), float(loses)
 
 
-def _total(
+def _totals(
     order: Sequence[int],
     kept: Sequence[Holders],
     fates: Callable[[int, int], Iterable[_Fate]],
     *,
     times: Callable[[float, float], float],
     states_max: int,
-) -> float:
-    """The sum over all ways in which nothing is lost of the product of what they multiply by."""
+) -> tuple[float, float]:
+    """The sum over all ways in which nothing is lost of the product of what they multiply by; and
+    over those in which something is, each as far as the node with which it is."""
     place = {node: index for index, node in enumerate(order)}
     begins, ends, keeps = (defaultdict[int, int](int) for _ in range(3))
     for index, holders in enumerate(kept):
@@ -179,17 +198,21 @@ def _total(
             keeps[node] |= 1 << index
     # By the pieces that are not saved so far, and the domains that are down.
     totals: dict[tuple[int, int], float] = {(0, 0): 1}
+    lost: float = 0
     for node in order:
         after: defaultdict[tuple[int, int], float] = defaultdict(int)
         for (unsaved, down), total in totals.items():
             for factor, is_lost, down_after in fates(node, down):
                 left = unsaved | begins[node] if is_lost else unsaved & ~keeps[node]
-                if not left & ends[node] and (product := times(total, factor)):
+                product = times(total, factor)
+                if left & ends[node]:
+                    lost += product
+                elif product:
                     after[left, down_after] += product
         totals = after
         if len(totals) > states_max:
             raise TooManyStatesError(f"{len(totals)} ways to go on after node {node}")
-    return sum(totals.values())
+    return sum(totals.values()), lost
 
 
 def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
