@@ -11,12 +11,13 @@ The job runs in processes of its own; this one holds no part of the model.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from planaria.checkpoint.claim import claimed
 from planaria.checkpoint.outgoing import save_as
 from planaria.checkpoint.storage import absolute
 from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
@@ -240,13 +241,16 @@ class Job:
         """
         start_s = time.monotonic()
         config, display = self.config, display or Silent()
-        tier = tier_of(config.checkpoint.directory)
-        manifest = _starting_point(config, tier, display, resume=resume)
-        given = given_profile(config)
-        if given is not None:  # What it can tell, it tells before torch is imported.
-            plan_job(config, Prepared(profile=given), plan=plan)
-        display.doing("importing torch")
-        with self._server(server, output) as running:
+        directory = config.checkpoint.directory
+        tier = tier_of(directory)
+        with ExitStack() as held:
+            held.enter_context(claimed(directory, config.name, note=display.note))
+            manifest = _starting_point(config, tier, display, resume=resume)
+            given = given_profile(config)
+            if given is not None:  # What it can tell, it tells before torch is imported.
+                plan_job(config, Prepared(profile=given), plan=plan)
+            display.doing("importing torch")
+            running = held.enter_context(self._server(server, output))
             running.wait_ready()
             display.doing("building the model and measuring its layers")
             prepared = prepare(config, running)
@@ -254,11 +258,7 @@ class Job:
             planned = plan_job(config, prepared, plan=plan, every=every, manifest=manifest)
             check_room(planned)
             display.planned(planned)
-            recorder = Recorder(
-                start_s=start_s,
-                predicted_s=planned.predicted.iteration_s,
-                predicted_peak_bytes=planned.predicted_peak_bytes,
-            )
+            recorder = _recorder(planned, start_s)
             watcher = Watcher(
                 recorder,
                 display,
@@ -301,6 +301,14 @@ def _starting_point(
     for text in skipped_texts(tier, manifest) if manifest else ():
         display.note(text)
     return manifest
+
+
+def _recorder(planned: Planned, start_s: float) -> Recorder:
+    return Recorder(
+        start_s=start_s,
+        predicted_s=planned.predicted.iteration_s,
+        predicted_peak_bytes=planned.predicted_peak_bytes,
+    )
 
 
 def _launcher(

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from planaria.checkpoint.storage import Directory
 from planaria.checkpoint.tiers import Manifest, Tier
 from planaria.config_checks import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
@@ -98,16 +97,13 @@ def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest |
     """The checkpoint to go on from, None for a fresh start; a minute's work is not lost later.
 
     Raises:
-        ConfigError: there is none, it is another job's, a fresh start would mix with it, or its
-            directory cannot be written to.
+        ConfigError: there is none, it is another job's, or a fresh start would mix with it.
     """
     directory = config.checkpoint.directory
     try:
         versions = tier.versions()
     except CheckpointError as error:
         raise ConfigError("checkpoint.directory", directory, str(error)) from error
-    if isinstance(tier.storage, Directory):
-        _check_writable(directory)
     manifest = next((v.manifest for v in versions if v.manifest is not None), None)
     if not resume:
         if manifest is not None:
@@ -135,14 +131,6 @@ def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
         for version in tier.versions()
         if (version.iteration, version.epoch) > newest
     )
-
-
-def _check_writable(directory: str) -> None:
-    existing = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError("checkpoint.directory", directory, f"{existing} is no directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError("checkpoint.directory", directory, f"{existing} cannot be written to")
 
 
 def _check_same_job(config: JobConfig, manifest: Manifest) -> None:

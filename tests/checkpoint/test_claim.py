@@ -1,0 +1,110 @@
+"""One job at a time saves in a directory, and none is kept out by one that is gone."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from planaria.checkpoint.claim import claimed
+from planaria.checkpoint.tiers import tier_of
+from planaria.errors import ConfigError
+
+HOLDER = """
+import sys, time
+from planaria.checkpoint.claim import claimed
+with claimed(sys.argv[1], "the first", note=print):
+    print("there", flush=True)
+    time.sleep(600)
+"""
+
+
+def refuse_notes(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_another_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    """By SIGKILL, which leaves no time to clean up; who it was is said."""
+    place = tmp_path / "saves"
+    arguments = [sys.executable, "-c", HOLDER, str(place)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "there\n"
+        with (
+            pytest.raises(ConfigError, match=rf"job 'the first' \(process {holder.pid} on "),
+            claimed(str(place), "the second", note=refuse_notes),
+        ):
+            pass
+        assert tier_of(str(place)).versions() == ()
+        holder.kill()
+    with claimed(str(place), "the second", note=refuse_notes):
+        assert "the second" in (place / ".job.lock").read_text()
+    assert place.is_dir()
+    assert not list(place.iterdir())
+
+
+def test_a_second_job_of_the_same_process_is_refused(tmp_path: Path) -> None:
+    """Also by another name of the directory; what is below it is another place."""
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "saves")
+    with claimed(str(tmp_path / "saves"), "one", note=refuse_notes):
+        with claimed(str(tmp_path / "saves" / "best"), "two", note=refuse_notes):
+            pass
+        with (
+            pytest.raises(ConfigError, match="wait until it has ended, or name another directory"),
+            claimed(str(tmp_path / "link"), "three", note=refuse_notes),
+        ):
+            pass
+    assert not list((tmp_path / "saves").iterdir())
+
+
+def test_directories_that_nobody_saved_to_are_gone_in_the_end(tmp_path: Path) -> None:
+    """A job that is refused for another reason leaves nothing behind."""
+    with claimed(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert not (tmp_path / "a").exists()
+
+    with claimed(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
+        (tmp_path / "a" / "b" / "4-0").mkdir()
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["4-0"]
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    """Where it would be, not for the bytes that are free there."""
+    (tmp_path / "file").touch()
+    for place, why in (
+        ("/proc/nope", "/proc/nope cannot be written to"),
+        (str(tmp_path / "file" / "below"), "file is no directory"),
+    ):
+        with (
+            pytest.raises(ConfigError, match=why),
+            claimed(place, "job", note=refuse_notes),
+        ):
+            pass
+
+
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user has to see to it; the job runs."""
+
+    def flock(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    notes: list[str] = []
+    with ExitStack() as held:
+        for job in ("one", "two"):
+            held.enter_context(claimed(str(tmp_path), job, note=notes.append))
+    assert len(notes) == 2
+    assert f"see that no other job saves in {tmp_path}" in notes[0]
+
+
+def test_a_store_is_not_claimed() -> None:
+    """Nothing is written to it."""
+    with claimed("s3://nowhere/jobs", "job", note=refuse_notes):
+        assert not Path("s3:").exists()
