@@ -60,6 +60,23 @@ def test_publishing_again_after_a_restart_changes_nothing(tmp_path: Path) -> Non
     assert told.events == [Published(1, 0)] * 2
 
 
+def test_a_version_that_another_job_published_is_not_told_as_saved(tmp_path: Path) -> None:
+    """In a store nothing keeps two jobs apart, and their versions have the same names."""
+    first, second = _Told(tmp_path), _Told(tmp_path)
+    file = second.tier.write_layer(1, 0, 0, {"parameter/w": np.ones(3, np.float32)})
+    first.publish(1)
+
+    second.publisher.publish(Publish(1, 0, (file,)))
+    (failed,) = second.events
+    assert isinstance(failed, SaveFailed)
+    assert f"{tmp_path / '1-0'} is another job's" in failed.reason
+    second.publisher.discard(Discard(1, 0, failed.reason))
+    newest = first.tier.newest()
+    assert newest is not None
+    assert first.tier.read_layer(newest, 0)["parameter/w"].tolist() == [0.0] * 3
+    assert second.notices[-1] == Unsaved(iteration=1, epoch=0, reason=failed.reason)
+
+
 def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,10 +74,20 @@ class Publisher:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
     def _is_published(self, manifest: Manifest) -> bool:
-        """Whether the coordinator before this one published it, just before its end."""
+        """Whether the coordinator before this one published it, just before its end.
+
+        Raises:
+            CheckpointError: what is published by these numbers is another job's.
+        """
         numbers = (manifest.iteration, manifest.epoch)
-        versions = self._tier.versions()
-        return any((v.iteration, v.epoch) == numbers and v.manifest is not None for v in versions)
+        there = (v.manifest for v in self._tier.versions() if (v.iteration, v.epoch) == numbers)
+        published = next(there, None)
+        if published is not None and set(published.layers) != set(manifest.layers):
+            where = self._tier.where(*numbers)
+            raise CheckpointError(
+                f"{where} is another job's: set checkpoint.directory of one to another place"
+            )
+        return published is not None
 
     def discard(self, command: Discard) -> None:
         """Removes what there is of a failed save."""
