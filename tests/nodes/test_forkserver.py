@@ -105,6 +105,34 @@ def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> No
     assert small.exits() == []
 
 
+def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
+    small: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes when the server has forked it and nobody has heard of it yet."""
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def interrupted(_server: ForkServer) -> dict[str, int]:
+        wait_for(first.exists, what="the child runs")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForkServer, "_reply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            small.spawn(f"{THIS}:wait_for_end", bytes(first))
+    pid = small.spawn(f"{THIS}:wait_for_end", bytes(second))
+    told: list[tuple[int, int]] = []
+
+    def is_told() -> bool:
+        told.extend(small.exits())
+        return bool(told)
+
+    wait_for(is_told, what="its exit is told")
+    assert told == [(int(first.read_text()), -signal.SIGKILL)]
+    wait_for(second.exists, what="the other child runs")
+    assert pid == int(second.read_text())
+    os.kill(pid, signal.SIGTERM)
+
+
 def test_a_missing_module_is_skipped_and_a_broken_one_ends_the_server(tmp_path: Path) -> None:
     """The first fails where it is used, with a better message; the second would fail everywhere."""
     (tmp_path / "broken.py").write_text("import there_is_no_such_module")

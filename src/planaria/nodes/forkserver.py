@@ -28,6 +28,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from planaria.errors import InsufficientError
 
@@ -76,6 +77,7 @@ class ForkServer:
         os.close(lifeline_fd)
         self._socket = ours
         self._exits: list[tuple[int, int]] = []
+        self._numbers = count()  # Of requests.
         self._is_ready = False
         self._printer: threading.Thread | None = None
         if output is not None:
@@ -115,10 +117,11 @@ class ForkServer:
             carrier.write(payload)
             carrier.flush()
             carrier.seek(0)
-            self._send(request, (carrier.fileno(), *fds))
+            number = next(self._numbers)
+            self._send({**request, "number": number}, (carrier.fileno(), *fds))
         while True:
             reply = self._reply()
-            if "pid" in reply:
+            if reply.get("number") == number:
                 return reply["pid"]
             self._note(reply)
 
@@ -175,6 +178,9 @@ class ForkServer:
     def _note(self, reply: dict[str, int]) -> None:
         if "ready" in reply:
             self._is_ready = True
+        elif "pid" in reply:  # Ctrl-C came while somebody waited for it, who will not end it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(reply["pid"], signal.SIGKILL)
         else:
             self._exits.append((reply["exited"], reply["status"]))
 
@@ -290,7 +296,7 @@ def _serve_request(sock: socket.socket) -> bool:
         _become(request["target"], fds)
     for descriptor in fds:
         os.close(descriptor)
-    sock.sendall(json.dumps({"pid": pid}).encode())
+    sock.sendall(json.dumps({"pid": pid, "number": request["number"]}).encode())
     return True
 
 
