@@ -51,6 +51,72 @@ def test_an_answer_without_another_needs_no_reason() -> None:
     assert choice_text(event) == "reroute: 500.0 ms an iteration after 50.0 ms"
 
 
+def test_what_a_failure_costs_is_told_where_that_differs() -> None:
+    """It may be the reason to take the slowest."""
+    event = EventRecord(
+        kind="join",
+        nodes=(7,),
+        iteration=0,
+        policy="repartition",
+        answer="keeping",
+        candidates=(
+            priced("repartition", "whole", 0.0086, 0.0713) | {"samples_at_risk": 812.4},
+            priced("repartition", "keeping", 0.0093, 0.0713, 0.5) | {"samples_at_risk": 0.04},
+        ),
+        time_to_failure_s=3600.0,
+    )
+
+    assert choice_text(event) == (
+        "keeping: 9.3 ms an iteration after 71.3 ms, layers move for 500.0 ms, 0 samples at risk; "
+        "whole would be 8.6 ms after 71.3 ms, 812 samples at risk; "
+        "the next failure is expected in 60 min; "
+        "a failure costs the samples at risk on average, as it may take a last copy"
+    )
+
+
+def test_of_an_answer_that_another_plan_follows_both_are_told() -> None:
+    """The pause between them, and the risk of each, are part of its price."""
+    event = EventRecord(
+        kind="kill",
+        nodes=(3,),
+        iteration=5,
+        policy="reroute",
+        answer="reroute, then merge",
+        candidates=(
+            priced("reroute", "reroute, then merge", 1.5, 0.1, 3.0)
+            | {"then_s": 1.25, "pause_s": 0.2, "samples_at_risk": 3.44, "then_at_risk": 96.0},
+            priced("reroute", "reroute", 1.5, 0.1) | {"samples_at_risk": 3.44},
+        ),
+    )
+
+    assert choice_text(event) == (
+        "reroute, then merge: 1.50 s an iteration after 100.0 ms, 3.4 samples at risk, layers move "
+        "for 3.00 s, then 1.25 s after a pause of 200.0 ms, 96 samples at risk; "
+        "reroute would be 1.50 s after 100.0 ms, 3.4 samples at risk; "
+        "a failure costs the samples at risk on average, as it may take a last copy"
+    )
+
+
+def test_an_equal_risk_decides_nothing() -> None:
+    """So it is left out."""
+    candidates = tuple(
+        priced("reroute", answer, 1.5, 0.1) | {"samples_at_risk": 3.0} for answer in ("a", "b")
+    )
+    event = EventRecord(
+        kind="kill",
+        nodes=(3,),
+        iteration=5,
+        policy="reroute",
+        answer="a",
+        candidates=candidates,
+    )
+
+    assert (
+        choice_text(event)
+        == "a: 1.50 s an iteration after 100.0 ms; b would be 1.50 s after 100.0 ms"
+    )
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(60.0, "60 s"), (1800.0, "30 min"), (25_200.0, "7 h"), (4e6, "1,111 h")]
 )

@@ -54,6 +54,17 @@ def test_a_loss_is_told_with_its_choice_its_reason_and_what_was_predicted() -> N
     ]
 
 
+def test_the_reason_names_what_a_failure_costs_where_that_differs() -> None:
+    """The scores are less by that."""
+    borrow, other = KILLED.candidates
+    risky = replace(KILLED, candidates=(borrow, {**other, "samples_at_risk": 12.0}))
+
+    assert list(event_lines(risky))[3] == (
+        "It makes the most samples a second that are expected to count until the next failure, "
+        "less what that costs: borrow 7.90, global 6.25."
+    )
+
+
 @pytest.mark.parametrize(
     ("tier", "where"), [("memory", "copies in memory"), ("disk", "the newest save")]
 )

@@ -17,25 +17,68 @@ def choice_text(event: EventRecord) -> str:
     """Such as "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms,
     layers move for 4.00 s; the next failure is expected in 40 min".
 
+    Where candidates differ in the samples that the next failure costs, it tells these too.
+
     Args:
         event: that was answered.
     """
     taken = [c for c in event.candidates if _name(c) == (event.policy, event.answer)]
     others = [c for c in event.candidates if _name(c) != (event.policy, event.answer)]
-    parts = [f"{event.answer}: {_price(c, 'an iteration ')}" for c in taken[:1]] or [event.answer]
-    parts += [f"{candidate['answer']} would be {_price(candidate)}" for candidate in others]
+    is_risk_told = differs_in_risk(event)
+    parts = [
+        f"{event.answer}: {_price(c, 'an iteration ', is_risk_told=is_risk_told)}"
+        for c in taken[:1]
+    ] or [event.answer]
+    parts += [
+        f"{candidate['answer']} would be {_price(candidate, is_risk_told=is_risk_told)}"
+        for candidate in others
+    ]
     if others and event.time_to_failure_s:
         parts.append(f"the next failure is expected in {duration_text(event.time_to_failure_s)}")
+    if is_risk_told:
+        parts.append("a failure costs the samples at risk on average, as it may take a last copy")
     return "; ".join(parts)
+
+
+def differs_in_risk(event: EventRecord) -> bool:
+    """Whether the next failure costs other samples after one candidate than after another."""
+    return len({text for candidate in event.candidates for text in _risk_texts(candidate)}) > 1
 
 
 def _name(candidate: Mapping[str, object]) -> tuple[object, object]:
     return candidate["policy"], candidate["answer"]
 
 
-def _price(candidate: Mapping[str, object], of_what: str = "") -> str:
-    iteration_s, downtime_s, moving_s = (
-        float(str(candidate.get(key, 0.0))) for key in ("iteration_s", "downtime_s", "moving_s")
+def _price(candidate: Mapping[str, object], of_what: str = "", *, is_risk_told: bool) -> str:
+    """What a candidate costs, in the order in which it comes about."""
+    iteration_s, downtime_s, moving_s, pause_s, then_s = (
+        _number(candidate, key)
+        for key in ("iteration_s", "downtime_s", "moving_s", "pause_s", "then_s")
     )
-    text = f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"
-    return f"{text}, layers move for {seconds_text(moving_s)}" if moving_s else text
+    moving = [f"layers move for {seconds_text(moving_s)}"] if moving_s else []
+    risk, *then_risk = _risk_texts(candidate) if is_risk_told else ("", "")
+    parts = [f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"]
+    if then_s:
+        then = f"then {seconds_text(then_s)} after a pause of {seconds_text(pause_s)}"
+        parts += [risk, *moving, then, *then_risk]
+    else:
+        parts += [*moving, risk]
+    return ", ".join(filter(None, parts))
+
+
+def _risk_texts(candidate: Mapping[str, object]) -> list[str]:
+    """By its plan, and by the one that follows if there is one; rounded as they are told."""
+    samples = [_number(candidate, "samples_at_risk")]
+    if _number(candidate, "then_s"):
+        samples.append(_number(candidate, "then_at_risk"))
+    return [f"{_rounded(one)} samples at risk" for one in samples]
+
+
+def _rounded(samples: float) -> str:
+    """Whole, or with a decimal below 10."""
+    return f"{samples:,.0f}" if samples >= 10.0 else f"{round(samples, 1):g}"
+
+
+def _number(candidate: Mapping[str, object], key: str) -> float:
+    """0 where a report is older than the key."""
+    return float(str(candidate.get(key, 0.0)))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from planaria.observe.metrics import EventRecord
 from planaria.show.beside import off_text
-from planaria.show.choice import back_text, choice_text
+from planaria.show.choice import back_text, choice_text, differs_in_risk
 from planaria.show.words import bytes_text, counted, seconds_text
 
 _HAPPENED = {
@@ -70,9 +70,10 @@ def _why(event: EventRecord) -> str:
         ((float(str(c["score"])), str(c["answer"])) for c in event.candidates), reverse=True
     )
     told = ", ".join(f"{answer} {score:.2f}" for score, answer in scores)
+    less = ", less what that costs" if differs_in_risk(event) else ""
     return (
-        "It makes the most samples a second that are expected to count until the next failure: "
-        f"{told}."
+        "It makes the most samples a second that are expected to count until the next failure"
+        f"{less}: {told}."
     )
 
 
