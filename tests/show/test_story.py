@@ -75,6 +75,16 @@ def test_where_all_went_back_to_is_told(tier: str, where: str) -> None:
     assert len(lines) == len(list(event_lines(replace(KILLED, source_tier="live")))) + 1
 
 
+def test_a_recovery_that_the_next_coordinator_begins_is_told_as_one() -> None:
+    """It found that the members were being changed, and nobody knew who had begun."""
+    reason = "the coordinator before this one was changing the members"
+    led = replace(KILLED, kind="leader", nodes=(), step="", reason=reason)
+
+    first, second, *_ = event_lines(led)
+    assert first == f"iteration 5: the coordinator was lost ({reason})"
+    assert second == "All had left what they were in after 200.0 ms."
+
+
 def test_a_change_is_a_pause_and_redoes_nothing() -> None:
     """Nothing was detected: training went on."""
     joined = replace(
@@ -101,6 +111,35 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
+        (
+            EventRecord(kind="leader", nodes=(), iteration=12, step="start", detect_s=0.8622),
+            (
+                "iteration 12, start: the coordinator was killed; it ran again after 862.2 ms, "
+                "training goes on without it"
+            ),
+        ),
+        (
+            EventRecord(
+                kind="leader",
+                nodes=(),
+                iteration=10,
+                step="decide",
+                detect_s=0.25,
+                reason="all waited for it",
+            ),
+            (
+                "iteration 10, decide: the coordinator was killed; it ran again after 250.0 ms, "
+                "all waited for it"
+            ),
+        ),
+        (
+            EventRecord(kind="leader", nodes=(), iteration=9),
+            "iteration 9: the coordinator was lost",
+        ),
+        (
+            EventRecord(kind="leader", nodes=(), iteration=9, fired=False),
+            "iteration 9: leader was never injected: its place never came",
+        ),
         (
             EventRecord(kind="kill", nodes=(1,), iteration=9, fired=False),
             "iteration 9: kill of node 1 was never injected: its place never came",

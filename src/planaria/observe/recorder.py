@@ -5,6 +5,7 @@ Source: DESIGN 7 (Report). It is told the time; it does not look.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Final
 
 from planaria.core.inject import Injection
 from planaria.core.messages import MeasuredSpan, WorkerReady
@@ -22,6 +23,8 @@ from planaria.observe.copied import Copied
 from planaria.observe.ledger import Category, Ledger
 from planaria.observe.measured import Measured
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
+
+_AWAITED: Final = "all waited for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,13 @@ class Recorder:
         # By the epoch from which on it holds: seconds and bytes of an iteration.
         self._predicted = {-1: (predicted_s, predicted_peak_bytes)}
         self._committed_s = start_s
+        # The event of the coordinator that was lost last, and when the next one ran.
+        self._led = (-1, start_s)
+
+    @property
+    def next_iteration(self) -> int:
+        """The one after the newest that is committed."""
+        return self.iterations[-1].iteration + 1 if self.iterations else 0
 
     def running(self, message: Running) -> tuple[EventRecord, ...]:
         """Training runs, for the first time or again; the events that are over with that."""
@@ -174,6 +184,7 @@ class Recorder:
             if one.event.kind == "slow":  # Nobody is lost by that.
                 continue
             if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
+                self._await_leader(one.lost_s)
                 self._enter(Category.DETECT, max(one.lost_s, self.ledger.now_s))
                 event = replace(one.event, reason=one.event.reason or message.reason)
                 self._open[index] = replace(one, event=event, is_noticed=True)
@@ -186,6 +197,12 @@ class Recorder:
             reason=message.reason,
         )
         self._open.append(_Open(event, message.lost_s, is_noticed=True))
+
+    def _await_leader(self, lost_s: float) -> None:
+        """A loss from before the coordinator ran again had to wait for it."""
+        index, led_s = self._led
+        if lost_s < led_s:
+            self._events[index] = replace(self._events[index], reason=_AWAITED)
 
     def _noticed(self) -> list[_Open]:
         return [one for one in self._open if one.is_noticed]
@@ -250,13 +267,19 @@ class Recorder:
             self._open = [replace(one, told_s=message.now_s) for one in self._open]
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
-        """The coordinator was lost and runs again; training did not wait for it."""
-        for index, event in enumerate(self._events):
-            if event.kind == "leader" and event.fired and not event.detect_s:
-                self._events[index] = replace(event, detect_s=now_s - lost_s)
-                return
-        event = EventRecord(kind="leader", nodes=(), iteration=0, detect_s=now_s - lost_s)
-        self._events.append(event)
+        """The coordinator was lost and runs again; training goes on without one, all else waits."""
+        reason = "" if self.ledger.category is Category.USEFUL else _AWAITED
+        killed = (
+            index
+            for index, event in enumerate(self._events)
+            if event.kind == "leader" and event.fired and not event.detect_s
+        )
+        index = next(killed, len(self._events))
+        if index == len(self._events):
+            event = EventRecord(kind="leader", nodes=(), iteration=self.next_iteration)
+            self._events.append(event)
+        self._events[index] = replace(self._events[index], detect_s=now_s - lost_s, reason=reason)
+        self._led = (index, now_s)
 
     def noted(self, kind: str, *, iteration: int, reason: str) -> None:
         """Something else happened."""

@@ -22,6 +22,7 @@ _HAPPENED = {
     "reformed": "got other layers",
     "lost": "was lost",
 }
+_NOBODYS = {"join": "nodes are to join", "leader": "the coordinator was lost"}
 
 
 def event_lines(event: EventRecord) -> Iterator[str]:
@@ -29,7 +30,7 @@ def event_lines(event: EventRecord) -> Iterator[str]:
     yield _happened(event)
     if not event.fired:
         return
-    if event.detect_s:
+    if event.detect_s and not _is_restart(event):
         yield f"All had left what they were in after {seconds_text(event.detect_s)}."
     if event.answer:
         yield f"Chosen was {choice_text(event)}."
@@ -51,7 +52,10 @@ def _happened(event: EventRecord) -> str:
         where += f", {event.step}"
     nodes = ", ".join(map(str, event.nodes))
     if not event.fired:
-        return f"{where}: {event.kind} of node {nodes} was never injected: its place never came"
+        what = f"{event.kind} of node {nodes}" if nodes else event.kind
+        return f"{where}: {what} was never injected: its place never came"
+    if _is_restart(event):
+        return f"{where}: {_restart(event)}"
     if event.nodes and event.kind in _HAPPENED:
         noun = "node" if len(event.nodes) == 1 else "nodes"
         was = _HAPPENED[event.kind]
@@ -60,8 +64,21 @@ def _happened(event: EventRecord) -> str:
     elif event.nodes:
         what = f"{event.kind}: node {nodes}"
     else:
-        what = "nodes are to join" if event.kind == "join" else event.kind.replace("_", " ")
+        what = _NOBODYS.get(event.kind, event.kind.replace("_", " "))
     return f"{where}: {what}" + (f" ({event.reason})" if event.reason else "")
+
+
+def _is_restart(event: EventRecord) -> bool:
+    """Whether the coordinator was lost, and nobody had to answer to that."""
+    return event.kind == "leader" and not event.answer
+
+
+def _restart(event: EventRecord) -> str:
+    what = f"the coordinator was {'killed' if event.step else 'lost'}"
+    if not event.detect_s:
+        return f"{what} ({event.reason})" if event.reason else what
+    meanwhile = event.reason or "training goes on without it"
+    return f"{what}; it ran again after {seconds_text(event.detect_s)}, {meanwhile}"
 
 
 def _why(event: EventRecord) -> str:

@@ -115,7 +115,7 @@ class Watcher:
     def granted(self, node: int, *, stead: int) -> None:
         """See `Observer`."""
         reason = f"another machine is granted in the stead of node {stead}'s: node {node}"
-        self._recorder.noted("granted", iteration=len(self._recorder.iterations), reason=reason)
+        self._recorder.noted("granted", iteration=self._recorder.next_iteration, reason=reason)
         self._display.note(reason)
 
     def stopping(self) -> None:
@@ -128,9 +128,7 @@ class Watcher:
 
     def failed(self, reason: str, *, kind: str) -> None:
         """Training ended before its time."""
-        records = self._recorder.iterations
-        iteration = records[-1].iteration + 1 if records else 0
-        self._recorder.noted(kind, iteration=iteration, reason=reason)
+        self._recorder.noted(kind, iteration=self._recorder.next_iteration, reason=reason)
 
     def unfired(self, injections: tuple[Injection, ...]) -> None:
         """The places of these faults never came."""

@@ -1,0 +1,136 @@
+"""The recorder's events: what happened, in order, each of them once."""
+
+import pytest
+
+from planaria.observe.ledger import Category
+from planaria.observe.metrics import EventRecord
+from recorded import committed, decided, kill, lost, parts, recorder, recover
+
+
+def test_other_events_say_what_happened_when_and_why() -> None:
+    """A save that failed is one; a coordinator that was lost is one, and costs no training."""
+    run = recorder()
+    run.noted("unsaved", iteration=4, reason="disk full")
+    run.restarted(lost_s=15.0, now_s=15.5)
+
+    assert run.events() == (
+        EventRecord(kind="unsaved", nodes=(), iteration=4, reason="disk full"),
+        EventRecord(kind="leader", nodes=(), iteration=0, detect_s=0.5),
+    )
+    assert run.ledger.category is Category.USEFUL
+
+
+def test_a_fault_that_was_injected_is_one_event_with_the_loss_that_it_made() -> None:
+    """Two nodes at once are noticed one after the other; the time of the fault is known."""
+    run = recorder()
+    run.fired(kill("kill:5,6@7.reduce"), now_s=19.0)
+    run.recovering(lost(19.5, 5))
+    events = recover(run)
+
+    (event,) = events
+    assert run.events() == events
+    assert (event.kind, event.nodes, event.step, event.fired) == ("kill", (5, 6), "reduce", True)
+    assert (event.detect_s, event.downtime_s) == (2.0, 7.0)
+
+
+def test_the_ledger_counts_from_the_fault_where_its_time_is_known() -> None:
+    """A node that hangs is noticed a lease later; nothing useful was done in between."""
+    run = recorder()
+    run.committed(committed(6, 16.0))
+    run.fired(kill("hang:6@7"), now_s=17.0)
+    (event,) = recover(run)
+
+    assert event.detect_s == 4.0
+    assert parts(run, 26.0)["detect"] == event.detect_s
+
+
+def test_another_loss_beside_an_injected_one_is_an_event_of_its_own() -> None:
+    """Both are answered by the same plan."""
+    run = recorder()
+    run.fired(kill(), now_s=19.0)
+    run.recovering(lost(19.5, 5))
+    events = recover(run)
+
+    assert [(event.kind, event.nodes) for event in events] == [("kill", (6,)), ("lost", (5,))]
+    assert [event.downtime_s for event in events] == [7.0, 6.5]
+
+
+def test_a_short_stop_is_not_charged_with_the_loss_of_another_node() -> None:
+    """The node went on before its lease ran out, and training with it."""
+    run = recorder()
+    run.fired(kill("hang=1:5@6"), now_s=15.0)
+    for iteration in range(6, 9):
+        run.committed(committed(iteration, 10.0 + iteration))
+    recover(run)
+
+    told = {event.kind: (event.nodes, event.answer, event.downtime_s) for event in run.events()}
+    assert told == {"hang": ((5,), "", 0.0), "lost": ((6,), "borrow", 6.0)}
+
+
+def test_a_killed_coordinator_is_an_event_that_ends_with_the_next_one() -> None:
+    """How long the job had none; training goes on meanwhile."""
+    run = recorder()
+    run.fired(kill("leader:@6.commit"), now_s=15.0)
+    run.restarted(lost_s=15.0, now_s=15.25)
+
+    (event,) = run.events()
+    assert (event.kind, event.step, event.detect_s) == ("leader", "commit", 0.25)
+    assert run.ledger.category is Category.USEFUL
+
+
+@pytest.mark.parametrize("kills_s", [14.75, 15.1])
+def test_a_recovery_waits_for_the_coordinator(kills_s: float) -> None:
+    """One that was under way, and one of a node that was lost while there was none."""
+    run = recorder()
+    run.fired(kill(), now_s=kills_s)
+    if kills_s < 15.0:
+        run.recovering(lost(14.8, 6))
+    run.fired(kill("leader:@7.decide"), now_s=15.0)
+    run.restarted(lost_s=15.0, now_s=15.25)
+    if kills_s > 15.0:
+        run.recovering(lost(15.3, 6))
+
+    (leader,) = [event for event in run.events() if event.kind == "leader"]
+    assert (leader.detect_s, leader.reason) == (0.25, "all waited for it")
+
+
+def test_a_later_loss_did_not_wait_for_the_coordinator() -> None:
+    """It ran again by then."""
+    run = recorder()
+    run.restarted(lost_s=15.0, now_s=15.25)
+    run.fired(kill(), now_s=16.0)
+    run.recovering(lost(16.5, 6))
+
+    (leader,) = [event for event in run.events() if event.kind == "leader"]
+    assert leader.reason == ""
+
+
+def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> None:
+    """A report must not look as if a place had been tested that was never reached."""
+    run = recorder()
+    run.fired(kill("kill:6@~2.5"), now_s=16.5)
+    run.unfired(kill("kill:5@99"))
+
+    unfired, fired = run.events()
+    assert (unfired.kind, unfired.iteration, unfired.fired) == ("kill", 99, False)
+    assert (fired.step, fired.fired) == ("~2.5", True)
+
+
+def test_a_job_that_is_degraded_is_an_event() -> None:
+    """With the words that a person was warned with."""
+    run = recorder()
+    run.recovering(lost(20.0, 6))
+    run.decided(decided(21.0, degraded="one node is left"), predicted_peak_bytes=555)
+
+    degraded = EventRecord(kind="degraded", nodes=(), iteration=7, reason="one node is left")
+    assert run.events()[0] == degraded
+
+
+def test_a_loss_that_ended_the_job_has_no_downtime() -> None:
+    """It is there all the same."""
+    run = recorder()
+    run.recovering(lost(20.0, 5, 6))
+
+    (event,) = run.events()
+    assert (event.kind, event.nodes, event.downtime_s) == ("lost", (5, 6), 0.0)
+    assert event.reason == "its connection closed"
