@@ -81,7 +81,7 @@ def lost(now_s: float, *nodes: int, kind: str = "lost") -> Recovering:
     )
 
 
-def decided(now_s: float, *, redone_samples: int = 0, degraded: str = "") -> Decided:
+def decided(now_s: float, *, redone_samples: int = 0) -> Decided:
     candidate = Candidate(
         policy="reinstantiate",
         answer="borrow",
@@ -107,7 +107,6 @@ def decided(now_s: float, *, redone_samples: int = 0, degraded: str = "") -> Dec
         transfer_bytes=50,
         redone_samples=redone_samples,
         detected_s=now_s,
-        degraded=degraded,
     )
 
 

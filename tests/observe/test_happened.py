@@ -108,22 +108,55 @@ def test_a_later_loss_did_not_wait_for_the_coordinator() -> None:
 def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> None:
     """A report must not look as if a place had been tested that was never reached."""
     run = recorder()
+    run.committed(committed(6, 16.0))
     run.fired(kill("kill:6@~2.5"), now_s=16.5)
     run.unfired(kill("kill:5@99"))
 
-    unfired, fired = run.events()
+    fired, unfired = run.events()
     assert (unfired.kind, unfired.iteration, unfired.fired) == ("kill", 99, False)
-    assert (fired.step, fired.fired) == ("~2.5", True)
+    assert (fired.iteration, fired.step, fired.fired) == (7, "~2.5", True)
 
 
-def test_a_job_that_is_degraded_is_an_event() -> None:
-    """With the words that a person was warned with."""
+def test_events_are_in_the_order_in_which_they_happened() -> None:
+    """A loss is told of before what came of it, whether it is over or not."""
     run = recorder()
-    run.recovering(lost(20.0, 6))
-    run.decided(decided(21.0, degraded="one node is left"), predicted_peak_bytes=555)
+    run.fired(kill("preempt:5@6"), now_s=15.0)
+    run.fired(kill("kill:6@7"), now_s=16.0)
+    run.recovering(lost(16.5, 6))
+    run.decided(decided(17.0), predicted_peak_bytes=555)
+    assert run.degraded("one node is left", iteration=7)
+    run.fired(kill("leader:@7.decide"), now_s=17.1)
+    run.restarted(lost_s=17.1, now_s=17.4)
+    run.decided(decided(17.5), predicted_peak_bytes=555)
+    run.noted("lost", iteration=7, reason="no node is left")
 
-    degraded = EventRecord(kind="degraded", nodes=(), iteration=7, reason="one node is left")
-    assert run.events()[0] == degraded
+    kinds = [event.kind for event in run.events()]
+    assert kinds == ["preempt", "kill", "degraded", "leader", "lost"]
+
+
+def test_a_recovery_that_is_over_keeps_its_place() -> None:
+    """It began before what happened meanwhile."""
+    run = recorder()
+    run.fired(kill(), now_s=19.0)
+    run.noted("save_failed", iteration=6, reason="disk full")
+    recover(run)
+
+    assert [event.kind for event in run.events()] == ["kill", "save_failed"]
+
+
+def test_a_job_is_degraded_once() -> None:
+    """The next coordinator decides again, and says the same; what is new is told."""
+    run = recorder()
+    told = [
+        run.degraded(reason, iteration=7)
+        for reason in ("two nodes are left", "two nodes are left", "one node is left")
+    ]
+
+    assert told == [True, False, True]
+    assert run.events() == tuple(
+        EventRecord(kind="degraded", nodes=(), iteration=7, reason=reason)
+        for reason in ("two nodes are left", "one node is left")
+    )
 
 
 def test_a_loss_that_ended_the_job_has_no_downtime() -> None:

@@ -147,8 +147,9 @@ def test_a_user_drains_a_node_and_hears_when_it_has_left(
     assert (left.kind, left.nodes, left.redone_samples) == ("drained", (1,), 0)
     assert [answer.is_done for answer in answers] == [False, True]
     assert "there is no node 9" in answers[0].text
-    (event,) = json.loads(told[0])  # As the job told while it ran.
+    event, degraded = json.loads(told[0])  # As the job told while it ran.
     assert (event["kind"], event["nodes"]) == ("drained", [1])
+    assert (degraded["kind"], degraded["reason"][:16]) == ("degraded", "3 nodes are left")
     with pytest.raises(ConfigError, match="no job of yours runs here"):
         ask(Drain(1), job="", timeout_s=1.0)
 

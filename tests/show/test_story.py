@@ -145,6 +145,14 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             "iteration 9: kill of node 1 was never injected: its place never came",
         ),
         (
+            EventRecord(kind="crash", nodes=(1,), iteration=9, step="~2.5"),
+            "iteration 9, 2.5 s after training began: node 1 had its workers killed",
+        ),
+        (
+            EventRecord(kind="kill", nodes=(1,), iteration=0, step="~2.5", fired=False),
+            ("2.5 s after training began: kill of node 1 was never injected: its place never came"),
+        ),
+        (
             EventRecord(kind="degraded", nodes=(), iteration=2, reason="3 nodes are left"),
             "iteration 2: degraded (3 nodes are left)",
         ),

@@ -5,6 +5,8 @@ Source: DESIGN 7 (Report). It is told the time; it does not look.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import count
+from operator import itemgetter
 from typing import Final
 
 from planaria.core.inject import Injection
@@ -32,12 +34,14 @@ class _Open:
     """An event that is not over yet.
 
     Attributes:
+        order: among all events, by when they were first told.
         lost_s: when it happened, if that is known, else when it was noticed.
         detected_s, told_s: when all had answered, and when they were told the plan; 0 before.
         num_joining: how many of the nodes that were to join have not yet.
     """
 
     event: EventRecord
+    order: int
     lost_s: float
     is_noticed: bool = False
     detected_s: float = 0.0
@@ -65,7 +69,8 @@ class Recorder:
         self.measured = Measured()
         self.copied = Copied()
         self._useful_s: list[float] = []  # Of each committed iteration.
-        self._events: list[EventRecord] = []
+        self._orders = count()
+        self._events: list[tuple[int, EventRecord]] = []  # Those that are over, by their order.
         self._open: list[_Open] = []
         self._workers: dict[tuple[int, int], WorkerRecord] = {}
         # By the epoch from which on it holds: seconds and bytes of an iteration.
@@ -86,7 +91,7 @@ class Recorder:
             self._note_worker(rank, worker, message)
         noticed = self._noticed()
         self._enter(Category.TRANSFER if noticed else self.ledger.category, message.now_s)
-        over = tuple(_closed(one, message) for one in noticed)
+        over = tuple((one.order, _closed(one, message)) for one in noticed)
         told_s = max((one.told_s for one in noticed), default=message.now_s)
         if over:
             between_s = message.now_s - told_s
@@ -97,7 +102,7 @@ class Recorder:
         self._open = [one for one in self._open if not one.is_noticed]
         self._enter(Category.USEFUL, message.now_s)
         self._committed_s = message.now_s
-        return over
+        return tuple(event for _, event in over)
 
     def committed(self, message: Committed) -> IterationRecord:
         """An iteration is committed, for the first time or again."""
@@ -155,28 +160,18 @@ class Recorder:
 
     def fired(self, injection: Injection, *, now_s: float) -> None:
         """A fault is injected."""
-        event = EventRecord(
-            kind=injection.kind,
-            nodes=injection.nodes,
-            iteration=injection.place.iteration,
-            step=injection.place.step if injection.place.at_s < 0 else f"~{injection.place.at_s}",
-        )
+        event = _injected_event(injection)
+        if injection.place.at_s >= 0.0:
+            event = replace(event, iteration=self.next_iteration)
         if injection.kind == "leader":  # Training goes on without a coordinator.
-            self._events.append(event)
+            self._add(event)
         else:
-            self._open.append(_Open(event, now_s, num_joining=injection.num_nodes))
+            order, num_joining = next(self._orders), injection.num_nodes
+            self._open.append(_Open(event, order, now_s, num_joining=num_joining))
 
     def unfired(self, injection: Injection) -> None:
         """The place of a fault never came."""
-        place = injection.place
-        event = EventRecord(
-            kind=injection.kind,
-            nodes=injection.nodes,
-            iteration=place.iteration,
-            step=place.step,
-            fired=False,
-        )
-        self._events.append(event)
+        self._add(replace(_injected_event(injection), fired=False))
 
     def recovering(self, message: Recovering) -> None:
         """The coordinator noticed a loss."""
@@ -196,13 +191,14 @@ class Recorder:
             iteration=message.iteration,
             reason=message.reason,
         )
-        self._open.append(_Open(event, message.lost_s, is_noticed=True))
+        self._open.append(_Open(event, next(self._orders), message.lost_s, is_noticed=True))
 
     def _await_leader(self, lost_s: float) -> None:
         """A loss from before the coordinator ran again had to wait for it."""
         index, led_s = self._led
         if lost_s < led_s:
-            self._events[index] = replace(self._events[index], reason=_AWAITED)
+            order, event = self._events[index]
+            self._events[index] = order, replace(event, reason=_AWAITED)
 
     def _noticed(self) -> list[_Open]:
         return [one for one in self._open if one.is_noticed]
@@ -218,18 +214,19 @@ class Recorder:
         self._enter(Category.DECIDE, message.detected_s)
         self._open = [_decided(one, message) if one.is_noticed else one for one in self._open]
         if message.joined:
-            joined = self._injected("join", message.joined)
+            order, joined = self._injected("join", message.joined)
             reason = "taken at once, to make up for a loss"
             joined = replace(joined, nodes=message.joined, reason=reason)
-            self._events.append(replace(joined, iteration=message.iteration))
-        if message.degraded:
-            event = EventRecord(
-                kind="degraded",
-                nodes=(),
-                iteration=message.iteration,
-                reason=message.degraded,
-            )
-            self._events.append(event)
+            self._events.append((order, replace(joined, iteration=message.iteration)))
+
+    def degraded(self, reason: str, *, iteration: int) -> bool:
+        """Fewer failures are survived from now on; whether it is news, and not said again by the
+        next coordinator."""
+        event = EventRecord(kind="degraded", nodes=(), iteration=iteration, reason=reason)
+        is_new = all(told != event for _, told in self._events)
+        if is_new:
+            self._add(event)
+        return is_new
 
     def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Nodes have come or left while training went on; an event for each kind of reason."""
@@ -238,11 +235,12 @@ class Recorder:
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
             nodes = tuple(sorted(n for n, why in message.kinds.items() if why == kind))
-            over.append(_changed(self._injected(kind, nodes), nodes, message))
+            order, event = self._injected(kind, nodes)
+            over.append((order, _changed(event, nodes, message)))
         self._events += over
-        return tuple(over)
+        return tuple(event for _, event in over)
 
-    def _injected(self, kind: str, nodes: tuple[int, ...]) -> EventRecord:
+    def _injected(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
         """The event of an injection that is behind a change, or a new one."""
         for index, one in enumerate(self._open):
             is_meant = kind == "join" or set(nodes) <= set(one.event.nodes)
@@ -251,14 +249,14 @@ class Recorder:
                 self._open[index : index + 1] = (
                     [replace(one, num_joining=num_left)] if num_left > 0 else []
                 )
-                return one.event
+                return one.order, one.event
         told = {
             "join": "joined",
             "drain": "drained",
             "preempt": "drained",
             "reform": "reformed",
         }.get(kind, kind)
-        return EventRecord(kind=told, nodes=nodes, iteration=-1)
+        return next(self._orders), EventRecord(kind=told, nodes=nodes, iteration=-1)
 
     def starting(self, message: Starting) -> None:
         """The members were told the plan."""
@@ -271,23 +269,27 @@ class Recorder:
         reason = "" if self.ledger.category is Category.USEFUL else _AWAITED
         killed = (
             index
-            for index, event in enumerate(self._events)
+            for index, (_, event) in enumerate(self._events)
             if event.kind == "leader" and event.fired and not event.detect_s
         )
         index = next(killed, len(self._events))
         if index == len(self._events):
-            event = EventRecord(kind="leader", nodes=(), iteration=self.next_iteration)
-            self._events.append(event)
-        self._events[index] = replace(self._events[index], detect_s=now_s - lost_s, reason=reason)
+            self._add(EventRecord(kind="leader", nodes=(), iteration=self.next_iteration))
+        order, event = self._events[index]
+        self._events[index] = order, replace(event, detect_s=now_s - lost_s, reason=reason)
         self._led = (index, now_s)
 
     def noted(self, kind: str, *, iteration: int, reason: str) -> None:
         """Something else happened."""
-        self._events.append(EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason))
+        self._add(EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason))
+
+    def _add(self, event: EventRecord) -> None:
+        self._events.append((next(self._orders), event))
 
     def events(self) -> tuple[EventRecord, ...]:
-        """All that happened; what is not over by now has no downtime."""
-        return (*self._events, *(one.event for one in self._open))
+        """All that happened, in order; what is not over by now has no downtime."""
+        told = [*self._events, *((one.order, one.event) for one in self._open)]
+        return tuple(event for _, event in sorted(told, key=itemgetter(0)))
 
     def workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the run, by rank, and the one before first."""
@@ -308,6 +310,16 @@ class Recorder:
 
     def _enter(self, category: Category, now_s: float) -> None:
         self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
+
+
+def _injected_event(injection: Injection) -> EventRecord:
+    place = injection.place
+    return EventRecord(
+        kind=injection.kind,
+        nodes=injection.nodes,
+        iteration=place.iteration,
+        step=place.step if place.at_s < 0.0 else f"~{place.at_s}",
+    )
 
 
 def _changed(event: EventRecord, nodes: tuple[int, ...], message: Changed) -> EventRecord:

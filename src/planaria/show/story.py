@@ -47,9 +47,7 @@ def event_lines(event: EventRecord) -> Iterator[str]:
 
 
 def _happened(event: EventRecord) -> str:
-    where = f"iteration {event.iteration}"
-    if event.step:
-        where += f", {event.step}"
+    where = _where(event)
     nodes = ", ".join(map(str, event.nodes))
     if not event.fired:
         what = f"{event.kind} of node {nodes}" if nodes else event.kind
@@ -66,6 +64,14 @@ def _happened(event: EventRecord) -> str:
     else:
         what = _NOBODYS.get(event.kind, event.kind.replace("_", " "))
     return f"{where}: {what}" + (f" ({event.reason})" if event.reason else "")
+
+
+def _where(event: EventRecord) -> str:
+    """The iteration, and its step or how long the job had trained."""
+    if not event.step.startswith("~"):
+        return f"iteration {event.iteration}" + (f", {event.step}" if event.step else "")
+    after = f"{event.step[1:]} s after training began"
+    return f"iteration {event.iteration}, {after}" if event.fired else after
 
 
 def _is_restart(event: EventRecord) -> bool:

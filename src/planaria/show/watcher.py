@@ -174,8 +174,7 @@ class Watcher:
     def _decided(self, message: Decided) -> None:
         peak_bytes = self._predicted_peak_bytes(message.plan)
         self._recorder.decided(message, predicted_peak_bytes=peak_bytes)
-        if message.degraded:
-            self._display.note(f"degraded: {message.degraded}")
+        self._degraded(message)
         self._display.replanned(message.plan)
 
     def _changed(self, message: Changed) -> None:
@@ -187,9 +186,13 @@ class Watcher:
                 f"{event.transfer_bytes / 1e6:.1f} MB moved while training went on, which paused "
                 f"for {1000 * event.downtime_s:.0f} ms"
             )
-        if message.degraded:
-            self._display.note(f"degraded: {message.degraded}")
+        self._degraded(message)
         self._display.replanned(message.plan)
+
+    def _degraded(self, message: Decided | Changed) -> None:
+        text = message.degraded
+        if text and self._recorder.degraded(text, iteration=message.iteration):
+            self._display.note(f"degraded: {text}")
 
 
 def _loss_text(message: Recovering) -> str:
