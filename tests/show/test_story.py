@@ -85,6 +85,26 @@ def test_a_recovery_that_the_next_coordinator_begins_is_told_as_one() -> None:
     assert second == "All had left what they were in after 200.0 ms."
 
 
+def test_a_recovery_that_was_never_over_moved_nothing() -> None:
+    """The job ended in it, or is in it still."""
+    ended = replace(
+        KILLED, detect_s=0.0, decide_s=0.0, regroup_s=0.0, transfer_s=0.0, downtime_s=0.0
+    )
+
+    first, chosen, why, last = event_lines(ended)
+    assert first.endswith("node 3 was killed (its connection closed)")
+    assert chosen.startswith("Chosen was borrow")
+    assert why.startswith("It makes")
+    assert last == "Nobody has gone on by it."
+
+
+def test_what_did_not_move_is_not_told() -> None:
+    """An answer may need no layer to move."""
+    still = replace(KILLED, transfer_bytes=0, redone_samples=1)
+
+    assert list(event_lines(still))[-1] == "1 sample was done again."
+
+
 def test_a_change_is_a_pause_and_redoes_nothing() -> None:
     """Nothing was detected: training went on."""
     joined = replace(

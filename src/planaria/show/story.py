@@ -36,14 +36,17 @@ def event_lines(event: EventRecord) -> Iterator[str]:
         yield f"Chosen was {choice_text(event)}."
     if len(event.candidates) > 1:
         yield _why(event)
-    if event.answer and event.downtime_s:
+    if not event.answer:
+        return
+    if event.predicted_downtime_s and not event.downtime_s:
+        yield "Nobody has gone on by it."
+        return
+    if event.downtime_s:
         yield _took(event)
     if back := back_text(event):
         yield f"{back.capitalize()}."
-    if event.answer and (event.transfer_bytes or event.redone_samples):
-        redone = f"{counted(event.redone_samples, 'sample')} were done again"
-        moved = f"{bytes_text(event.transfer_bytes)} of layers moved"
-        yield f"{moved}, {redone}." if event.redone_samples else f"{moved}."
+    if done := ", ".join(_done(event)):
+        yield f"{done}."
 
 
 def _happened(event: EventRecord) -> str:
@@ -98,6 +101,14 @@ def _why(event: EventRecord) -> str:
         "It makes the most samples a second that are expected to count until the next failure"
         f"{less}: {told}."
     )
+
+
+def _done(event: EventRecord) -> Iterator[str]:
+    if event.transfer_bytes:
+        yield f"{bytes_text(event.transfer_bytes)} of layers moved"
+    if event.redone_samples:
+        was = "was" if event.redone_samples == 1 else "were"
+        yield f"{counted(event.redone_samples, 'sample')} {was} done again"
 
 
 def _took(event: EventRecord) -> str:
