@@ -36,6 +36,7 @@ from planaria.show.gantt import compared_figure
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
+from planaria.show.words import counted
 
 app = typer.Typer(
     add_completion=False,
@@ -188,8 +189,9 @@ class _Shown:
         assert profile is not None
         self._display.note(
             f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
-            f"layers, {planned.prepared.num_samples} samples; {len(planned.plan.nodes)} nodes in "
-            f"{len(planned.plan.pipelines)} pipelines"
+            f"layers, {planned.prepared.num_samples} samples; "
+            f"{counted(len(planned.plan.nodes), 'node')} in "
+            f"{counted(len(planned.plan.pipelines), 'pipeline')}"
         )
         self._display.show_plan(
             planned.plan,

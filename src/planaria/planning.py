@@ -279,7 +279,8 @@ def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Pro
         return problem
     if config.resilience.when_below == "stop":
         raise InsufficientError(
-            f"{num_nodes} nodes are fewer than (f + 1) * n0 = {wanted}, and "
+            f"{num_nodes} node{'s are' if num_nodes > 1 else ' is'} fewer than "
+            f"(f + 1) * n0 = {wanted}, and "
             'resilience.when_below = "stop"; start more nodes'
         )
     return replace(problem, failures_tolerated=num_nodes // n0 - 1)

@@ -115,7 +115,7 @@ def test_layers_that_take_longer_are_found_and_the_iteration_is_predicted_anew()
     assert notice.layer_factors == factors(cluster)
     assert notice.predicted_s == pytest.approx(1.5 * predicted_s, rel=1e-2)
     assert notice.iteration == cluster.state.next_iteration
-    assert "1.50 to 1.50 times as long as the profile says" in notice.warning
+    assert "layers take 1.50 times as long as the profile says" in notice.warning
     train(cluster, 3 * WINDOW, true=dict.fromkeys(range(NUM_LAYERS), 1.5))
     assert len(of_type(cluster.commands, ProfileCorrected)) == 1
 

@@ -126,6 +126,7 @@ def test_too_few_nodes_are_refused_with_each_way_out_and_each_works() -> None:
         template_sizes(problem, 6)
 
     assert (caught.value.field, caught.value.value) == ("cluster.nodes", 6)
+    assert "pipelines of 3 or more nodes are needed, f + 1 = 3 of them" in caught.value.remedy
     assert "cluster.nodes = 9 or more" in caught.value.remedy
     assert "resilience.failures_tolerated = 1" in caught.value.remedy
     needed = (3 * 16 + 2 * 3) * MEBIBYTE

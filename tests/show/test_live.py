@@ -113,3 +113,12 @@ def test_a_job_that_goes_on_with_other_nodes_says_with_which(is_terminal: bool) 
 
     assert "4 nodes go on as 1+3" in text
     assert not is_terminal or "samples/s   500 ms (predicted 500)   4 nodes" in text
+
+
+def test_a_node_that_is_left_alone_goes_on() -> None:
+    """One node is no nodes."""
+    console = Console(file=StringIO(), width=80, force_terminal=False)
+    LiveDisplay(console).replan(shaped_plan((1,), 2))
+
+    assert isinstance(console.file, StringIO)
+    assert console.file.getvalue() == "1 node goes on as 1\n"

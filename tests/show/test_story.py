@@ -165,6 +165,10 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             "iteration 9: kill of node 1 was never injected: its place never came",
         ),
         (
+            EventRecord(kind="join", nodes=(), iteration=5, step="start"),
+            "iteration 5, start: nodes came to join and are not members so far",
+        ),
+        (
             EventRecord(kind="crash", nodes=(1,), iteration=9, step="~2.5"),
             "iteration 9, 2.5 s after training began: node 1 had its workers killed",
         ),

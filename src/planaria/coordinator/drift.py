@@ -197,8 +197,10 @@ def _is_far(factor: float) -> bool:
 
 
 def _warning(factors: tuple[float, ...]) -> str:
+    least, most = f"{min(factors):.2f}", f"{max(factors):.2f}"
+    times = least if least == most else f"{least} to {most}"
     return (
-        f"layers take {min(factors):.2f} to {max(factors):.2f} times as long as the profile says; "
+        f"layers take {times} times as long as the profile says; "
         "what is predicted from now on is corrected"
     )
 

@@ -231,8 +231,8 @@ def _too_few_nodes_error(problem: Problem, num_nodes: int, n0: int) -> ConfigErr
     if needed is not None:
         ways.append(f"cluster.device_memory_bytes = {needed} or more")
     remedy = (
-        f"{num_pipelines} pipelines of {n0} nodes or more are needed to tolerate "
-        f"{problem.failures_tolerated} failures; would do: {', '.join(ways)}"
+        f"pipelines of {n0} or more nodes are needed, f + 1 = {num_pipelines} of them; "
+        f"would do: {', '.join(ways)}"
     )
     return ConfigError("cluster.nodes", num_nodes, remedy)
 

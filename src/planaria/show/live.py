@@ -18,6 +18,7 @@ from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.plans import pipeline_microbatches
 from planaria.show.beside import beside_table
+from planaria.show.words import counted
 
 _NUM_RECENT = 10
 
@@ -116,7 +117,8 @@ class LiveDisplay:
         self._num_nodes = len(plan.nodes)
         alive = [set(pipeline.nodes).difference(plan.gone) for pipeline in plan.pipelines]
         sizes = "+".join(str(len(nodes)) for nodes in alive if nodes)
-        self.note(f"{len(plan.nodes)} nodes go on as {sizes}")
+        go = "goes" if len(plan.nodes) == 1 else "go"
+        self.note(f"{counted(len(plan.nodes), 'node')} {go} on as {sizes}")
 
     def note(self, text: str) -> None:
         """Shows a line, with the time of day on a terminal."""
@@ -151,7 +153,7 @@ class LiveDisplay:
                 f"loss [bold]{last.loss:.4f}[/] (first {self._first_loss:.4f})",
                 f"[bold]{samples / seconds:.1f}[/] samples/s",
                 f"{1000 * last.seconds:.0f} ms (predicted {1000 * last.predicted_s:.0f})",
-                f"{self._num_nodes} nodes",
+                counted(self._num_nodes, "node"),
             )
             parts.append(Text.from_markup("   ".join(facts)))
         return Group(*parts)

@@ -22,7 +22,10 @@ _HAPPENED = {
     "reformed": "got other layers",
     "lost": "was lost",
 }
-_NOBODYS = {"join": "nodes are to join", "leader": "the coordinator was lost"}
+_NOBODYS = {
+    "join": "nodes came to join and are not members so far",
+    "leader": "the coordinator was lost",
+}
 
 
 def event_lines(event: EventRecord) -> Iterator[str]:

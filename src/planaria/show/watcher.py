@@ -25,6 +25,7 @@ from planaria.core.records import (
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.choice import back_text, choice_text
+from planaria.show.words import counted
 
 
 class Progress(Protocol):
@@ -104,7 +105,7 @@ class Watcher:
         nodes = ", ".join(str(node) for node in injection.nodes)
         target = f"node {nodes}" if nodes else "the coordinator"
         if injection.num_nodes:
-            target = f"{injection.num_nodes} nodes"
+            target = counted(injection.num_nodes, "node")
         self._display.note(f"injecting {injection.kind}: {target}")
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
@@ -160,7 +161,9 @@ class Watcher:
         self._recorder.starting(message)
         if not self._has_begun:
             self._starting_s = message.now_s
-            self._display.note(f"{message.num_nodes} nodes are up, they take their layers")
+            is_one = message.num_nodes == 1
+            they = "is up, it takes its" if is_one else "are up, they take their"
+            self._display.note(f"{counted(message.num_nodes, 'node')} {they} layers")
 
     def _running(self, message: Running) -> None:
         for event in self._recorder.running(message):
@@ -211,7 +214,8 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
         ("transfer", event.transfer_s),
     )
     parts = ", ".join(f"{name} {1000 * seconds:.0f}" for name, seconds in phases)
-    moved = f"{event.transfer_bytes / 1e6:.1f} MB moved, {event.redone_samples} samples redone"
+    redone = f"{counted(event.redone_samples, 'sample')} redone"
+    moved = f"{event.transfer_bytes / 1e6:.1f} MB moved, {redone}"
     back = back_text(event)
     return (
         f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}",

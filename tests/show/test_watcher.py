@@ -1,0 +1,60 @@
+"""What the watcher shows of what the launcher tells."""
+
+from msgspec import structs
+
+from planaria.core.inject import parse_injection
+from planaria.core.plan import Plan
+from planaria.observe.metrics import IterationRecord
+from planaria.observe.recorder import Recorder
+from planaria.show.watcher import Watcher
+from recorded import decided, lost, starting
+
+
+class Notes:
+    """A display that keeps what it is given to note."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def began(self) -> None: ...
+
+    def committed(self, record: IterationRecord) -> None: ...
+
+    def replanned(self, plan: Plan) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def watched() -> tuple[Watcher, Recorder, Notes]:
+    recorder = Recorder(start_s=10.0, predicted_s=0.5, predicted_peak_bytes=999)
+    notes = Notes()
+    return Watcher(recorder, notes, predicted_peak_bytes=lambda _: 555), recorder, notes
+
+
+def test_one_node_is_one_node() -> None:
+    """And two are two."""
+    watcher, _, notes = watched()
+    watcher.noticed(structs.replace(starting(11.0), num_nodes=1))
+    watcher.noticed(starting(11.0))
+    watcher.fired(parse_injection("join:1@5"), now_s=12.0)
+    watcher.fired(parse_injection("join:2@5"), now_s=12.0)
+
+    assert notes.texts == [
+        "1 node is up, it takes its layers",
+        "2 nodes are up, they take their layers",
+        "injecting join: 1 node",
+        "injecting join: 2 nodes",
+    ]
+
+
+def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
+    """The second decides again what the first did not live to record."""
+    watcher, recorder, notes = watched()
+    watcher.noticed(lost(20.0, 6))
+    message = structs.replace(decided(21.0), degraded="one node is left")
+    watcher.noticed(message)
+    watcher.noticed(message)
+
+    assert notes.texts.count("degraded: one node is left") == 1
+    assert [event.kind for event in recorder.events()] == ["lost", "degraded"]
