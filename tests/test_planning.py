@@ -36,6 +36,19 @@ def test_a_paced_job_of_short_actions_is_told_a_time_scale_that_would_do() -> No
     assert _told(1.01 * enough) == ""
 
 
+def test_a_paced_job_of_other_microbatches_than_its_profiles_is_refused() -> None:
+    """Its layers would sleep as long for three samples as for one; types are only a name there."""
+    of_three, of_bfloat16 = (
+        load_job(PACED, overrides=[setting])
+        for setting in ("training.microbatch_size=3", 'training.dtype="bfloat16"')
+    )
+
+    with pytest.raises(ConfigError, match="microbatch_size is 1 there and 3 here") as caught:
+        given_profile(of_three)
+    assert "training.microbatch_size = 1 would do" in caught.value.remedy
+    assert given_profile(of_bfloat16) == given_profile(load_job(PACED))
+
+
 def test_a_paced_job_of_layers_that_take_no_time_is_refused(tmp_path: Path) -> None:
     """Its iterations would have no length to speak of."""
     profile = read_profile(PACED.with_name("paced-profile.json"))

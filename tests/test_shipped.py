@@ -82,7 +82,8 @@ def test_planning_takes_a_name_and_tells_the_names_there_are() -> None:
 
 def test_a_paced_job_takes_a_name_from_any_directory(tmp_path: Path) -> None:
     """Its other paths are relative to the job file; its layers share no parameters."""
-    tables = {"model": {"kind": "paced", "profile": "gpt2"}}
+    training = {"microbatch_size": 32, "global_batch_size": 64}
+    tables = {"model": {"kind": "paced", "profile": "gpt2"}, "training": training}
 
     job = job_from_dict(tables, directory=tmp_path / "jobs")
     profile = given_profile(job)

@@ -187,7 +187,7 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
 
     Raises:
         ConfigError: it cannot be read, a layer of it does not run on one device, or the layers of a
-            paced job take no time there.
+            paced job take no time there, or the time of other microbatches.
     """
     if not config.model.profile:
         return None
@@ -200,6 +200,14 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
         raise ConfigError("model.profile", config.model.profile, remedy)
     if config.model.kind == "paced" and not any(layer.forward_s[1] for layer in profile.layers):
         remedy = "its layers take no time at all on one device, so there is nothing to pace"
+        raise ConfigError("model.profile", config.model.profile, remedy)
+    size = config.training.microbatch_size
+    if config.model.kind == "paced" and size != profile.microbatch_size:
+        there = profile.microbatch_size
+        remedy = (
+            "its seconds are of whole microbatches, and microbatch_size is "
+            f"{there} there and {size} here; training.microbatch_size = {there} would do"
+        )
         raise ConfigError("model.profile", config.model.profile, remedy)
     return replace(on_one_device(profile), device_memory_bytes=memory_bytes)
 
