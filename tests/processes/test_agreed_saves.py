@@ -60,7 +60,8 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     zero = stepped(lambda model: ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1))
     by_hand = stepped(lambda model: AdamW(list(model.parameters())[number::2]))
     stateless = stepped(lambda model: SGD(list(model.parameters())[number::2], lr=0.1))
-    stages = Held(nn.Linear(2, 2 + number), SGD([nn.Parameter(torch.ones(1))]), {})
+    stage = nn.Linear(2, 2 + number)
+    stages = Held(stage, SGD(stage.parameters()), {})
     odd = Held(whole.model, whole.optimizer, {"sampler": Sampler()} if number else {})
     told = {
         name: refusal(held)

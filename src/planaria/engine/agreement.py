@@ -1,7 +1,8 @@
 """That what ranks hold can be saved: all find it out before the first version, or none does.
 
 A model that every rank holds whole is saved by one rank of each node. What ranks hold each in its
-own way would be lost, such as the parts of an optimizer that is sharded apart from its model.
+own way would be lost, such as the parts of an optimizer that is sharded apart from its model; so
+would what an optimizer holds of parameters that are not the model's.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from hashlib import sha256
 from typing import Final
 
 import msgspec
+from torch import Tensor
 from torch.optim import Optimizer
 
 from planaria.engine.beside import check
@@ -17,6 +19,7 @@ from planaria.engine.shards import Held, Slice
 from planaria.errors import ConfigError
 
 _SHARD: Final = "shard it with its model, by FSDP2"
+_HOLD: Final = "make it a parameter of the model, or give a module that holds both as the model"
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -63,6 +66,8 @@ def _said(held: Held) -> _Said:
     said = _Said(_digest(model), _digest(optimizer))
     try:
         _check_within(held.optimizer)
+        _check_parameters(held)
+        _check_state(held)
         check(held.beside())
     except ConfigError as error:
         refusal = error.field, str(error.value), error.remedy
@@ -84,3 +89,27 @@ def _check_within(optimizer: Optimizer) -> None:
                 f" one if it has the state of all parameters, else {_SHARD}"
             )
             raise ConfigError("optimizer", type(optimizer).__name__, remedy)
+
+
+def _check_parameters(held: Held) -> None:
+    """Refuses an optimizer of parameters that are not of its model."""
+    own = {id(parameter) for parameter in held.model.parameters()}
+    for index, group in enumerate(held.optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                field = f"optimizer.param_groups[{index}]['params'][{position}]"
+                value = f"a parameter of shape {tuple(parameter.shape)}"
+                raise ConfigError(field, value, f"it is not of the model: {_HOLD}")
+
+
+def _check_state(held: Held) -> None:
+    """Refuses state of an optimizer that is of no parameter of its model."""
+    own = {id(parameter) for parameter in held.model.parameters()}
+    for owner, values in held.optimizer.state.items():
+        if id(owner) in own or values == {}:  # As whoever only looked it up has left it.
+            continue
+        if isinstance(owner, Tensor):
+            value = f"a tensor of shape {tuple(owner.shape)}"
+            raise ConfigError("optimizer.state", value, f"it is not of the model: {_HOLD}")
+        remedy = "only state of parameters is saved: keep it in a param group"
+        raise ConfigError("optimizer.state", str(owner), remedy)

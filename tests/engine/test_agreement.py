@@ -1,0 +1,53 @@
+"""What an optimizer holds that is not of its model is refused before the first version."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from planaria.engine.agreement import check_on_all
+from planaria.engine.shards import Held
+from planaria.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _group(tmp_path: Path) -> Iterator[None]:
+    """Of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_optimized_parameter_that_is_not_of_the_model_is_refused() -> None:
+    """It would not be in a version, nor would its moments; a module that holds both will do."""
+    model, temperature = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+    optimizer = AdamW([model.bias])
+    optimizer.add_param_group({"params": [model.weight, temperature]})
+
+    with pytest.raises(ConfigError, match="make it a parameter of the model") as caught:
+        check_on_all(Held(model, optimizer, {}))
+    assert caught.value.field == "optimizer.param_groups[1]['params'][1]"
+    assert caught.value.value == "a parameter of shape (3,)"
+    both = nn.Module()
+    both.model, both.temperature = model, temperature
+    check_on_all(Held(both, optimizer, {}))
+
+
+def test_state_that_is_of_no_parameter_is_refused() -> None:
+    """Such as a count of all steps, or what is left of a parameter that is optimized no more."""
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters())
+    state: dict[object, object] = optimizer.state  # type: ignore[assignment]
+    state["all"] = {"steps": 3}
+    with pytest.raises(ConfigError, match="keep it in a param group") as caught:
+        check_on_all(Held(model, optimizer, {}))
+    assert caught.value.value == "all"
+    del state["all"]
+    state[torch.ones(4)] = {}
+    state[torch.ones(5)] = {"step": 3}
+    with pytest.raises(ConfigError, match=r"shape \(5,\)'?: it is not of the model"):
+        check_on_all(Held(model, optimizer, {}))
