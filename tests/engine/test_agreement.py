@@ -1,4 +1,4 @@
-"""What an optimizer holds that is not of its model is refused before the first version."""
+"""What an optimizer holds that would not come back is refused before the first version."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,3 +51,19 @@ def test_state_that_is_of_no_parameter_is_refused() -> None:
     state[torch.ones(5)] = {"step": 3}
     with pytest.raises(ConfigError, match=r"shape \(5,\)'?: it is not of the model"):
         check_on_all(Held(model, optimizer, {}))
+
+
+@pytest.mark.parametrize("key", [0, "old/gradient"])
+def test_state_under_a_name_that_is_not_kept_is_refused(key: object) -> None:
+    """A number would come back as a string, and what is behind a / as another parameter's."""
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters())
+    state: dict[object, object] = optimizer.state[model.weight]
+    state["momentum_buffer"] = torch.ones(4, 4)
+    check_on_all(Held(model, optimizer, {}))
+    state[key] = torch.ones(4, 4)
+
+    with pytest.raises(ConfigError, match="strings without a /") as caught:
+        check_on_all(Held(model, optimizer, {}))
+    assert caught.value.field == "a key of optimizer.state of weight"
+    assert caught.value.value == repr(key)

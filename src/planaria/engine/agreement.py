@@ -5,7 +5,7 @@ own way would be lost, such as the parts of an optimizer that is sharded apart f
 would what an optimizer holds of parameters that are not the model's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Final
 
@@ -103,13 +103,24 @@ def _check_parameters(held: Held) -> None:
 
 
 def _check_state(held: Held) -> None:
-    """Refuses state of an optimizer that is of no parameter of its model."""
-    own = {id(parameter) for parameter in held.model.parameters()}
+    """Refuses state of an optimizer that is of no parameter of its model, or under a name that is
+    not kept."""
+    names = {id(parameter): name for name, parameter in held.model.named_parameters()}
     for owner, values in held.optimizer.state.items():
-        if id(owner) in own or values == {}:  # As whoever only looked it up has left it.
+        if values == {}:  # As whoever only looked it up has left it.
             continue
-        if isinstance(owner, Tensor):
+        if id(owner) in names:
+            _check_keys(names[id(owner)], values)
+        elif isinstance(owner, Tensor):
             value = f"a tensor of shape {tuple(owner.shape)}"
             raise ConfigError("optimizer.state", value, f"it is not of the model: {_HOLD}")
-        remedy = "only state of parameters is saved: keep it in a param group"
-        raise ConfigError("optimizer.state", str(owner), remedy)
+        else:
+            remedy = "only state of parameters is saved: keep it in a param group"
+            raise ConfigError("optimizer.state", str(owner), remedy)
+
+
+def _check_keys(parameter: str, values: Mapping[object, object]) -> None:
+    for key in values:
+        if not isinstance(key, str) or "/" in key:
+            field = f"a key of optimizer.state of {parameter}"
+            raise ConfigError(field, repr(key), "state is saved under strings without a /")
