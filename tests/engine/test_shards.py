@@ -1,5 +1,6 @@
 """State of a loop of one's own, cut and put together in other ways."""
 
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -182,3 +183,37 @@ def test_other_param_groups_are_refused_before_anything_changes() -> None:
 
     with pytest.raises(CheckpointError, match=r"of \[1, 1, 1, 1\] parameters here, .* of \[4\]"):
         target.wanted({0: shard}, rather=frozenset())
+
+
+@pytest.mark.parametrize("flag", ["fused", "capturable", "neither"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_an_optimizer_s_state_is_on_the_device_where_torch_has_it(
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer], flag: str
+) -> None:
+    """Whether it is of the parameter's shape or not; a step is with its parameter only for kernels
+    that read it there. Other devices than the host's are played by meta."""
+    model = nn.Linear(3, 4)
+    optimizer = make(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0][flag] = True
+    shard, state = Held(model, optimizer, {}).shard(0, 1)
+    model = nn.Linear(3, 4, device="meta")
+    target = Held(model, make(model.parameters()), {})
+    oracle = make(model.parameters())
+    oracle.load_state_dict(optimizer.state_dict())
+
+    target.load(target.assembled({0: shard}, {0: state}), shard)
+
+    found = devices(target.optimizer)
+    assert found == devices(oracle)
+    assert {one["step"] for one in found} == {"cpu" if flag == "neither" else "meta"}
+    assert len(found) == 2
+
+
+def devices(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Of each parameter's state, by key."""
+    return [
+        {key: value.device.type for key, value in values.items()}
+        for values in optimizer.state.values()
+    ]

@@ -212,20 +212,25 @@ class Held:
     def _load_optimizer(
         self, filled: Mapping[str, Tensor], slices: Mapping[str, Slice], beside: Beside
     ) -> None:
+        for group, saved in zip(self.optimizer.param_groups, beside.groups, strict=True):
+            for key in saved.keys() - {"params"}:
+                group[key] = _taken_over(group.get(key), saved[key])
+        groups = {one: group for group in self.optimizer.param_groups for one in group["params"]}
         state: dict[nn.Parameter, dict[str, Any]] = {}
         parameters = self._parameters()
         for name, local in filled.items():
-            parameter = parameters[_owner(name)]
-            value = _like(parameter, local, slices.get(name))
-            state.setdefault(parameter, {})[_key(name)] = value
+            parameter, key = parameters[_owner(name)], _key(name)
+            value = (
+                _step(parameter, local, groups.get(parameter, {}))
+                if key == "step"
+                else _like(parameter, local, slices.get(name))
+            )
+            state.setdefault(parameter, {})[key] = value
         for name, number in beside.numbers.items():
             state.setdefault(parameters[_owner(name)], {})[_key(name)] = number
         self.optimizer.state.clear()
         for parameter, values in state.items():
             self.optimizer.state[parameter] = values
-        for group, saved in zip(self.optimizer.param_groups, beside.groups, strict=True):
-            for key in saved.keys() - {"params"}:
-                group[key] = _taken_over(group.get(key), saved[key])
 
     def _places(self, shards: Mapping[int, Shard]) -> dict[str, Slice]:
         """By name which part of each tensor this rank is to have."""
@@ -286,14 +291,23 @@ def _bytes(local: Tensor) -> np.ndarray:
     return array
 
 
+def _step(parameter: nn.Parameter, local: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A parameter's count of steps, on the host, or with the parameter for the kernels that read it
+    there, as torch's load_state_dict has it."""
+    is_with_parameter = group.get("fused") or group.get("capturable")
+    return local.to(parameter.device, torch.float32) if is_with_parameter else local
+
+
 def _like(parameter: nn.Parameter, local: Tensor, saved: Slice | None) -> Tensor:
-    """A tensor of the optimizer, cut and placed as its parameter is, if it is of its shape."""
+    """A tensor of the optimizer on its parameter's device; cut and placed as that is, if it is of
+    its shape. It keeps the dtype that it was saved in."""
+    local = local.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return local
     if saved is None or saved.whole != tuple(parameter.shape):
         return local
-    if not isinstance(parameter, DTensor):
-        return local.to(parameter.device)
     return DTensor.from_local(
-        local.to(parameter.device),
+        local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
