@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -48,6 +50,21 @@ def refusal(held: Held) -> str:
     return ""
 
 
+def _of(held: Held, name: str) -> nn.Parameter:
+    return dict(held.model.named_parameters())[name]
+
+
+def sharded() -> Held:
+    """A model of DTensors, of whose parts the ranks have plain tensors."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = SGD(model.parameters())
+    weight = model.weight
+    assert isinstance(weight, DTensor)
+    optimizer.state[weight]["momentum"] = weight.to_local().detach().clone()
+    return Held(model, optimizer, {})
+
+
 def rank(number: int, answers: Connection, directory: str) -> None:
     """Tells what is refused of states that are shared in various ways."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # Warns of torch's own use of jit.
@@ -60,14 +77,25 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     zero = stepped(lambda model: ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1))
     by_hand = stepped(lambda model: AdamW(list(model.parameters())[number::2]))
     stateless = stepped(lambda model: SGD(list(model.parameters())[number::2], lr=0.1))
+    for index, parameter in enumerate(stateless.model.parameters()):
+        dist.broadcast(parameter.data, index % 2)
     stage = nn.Linear(2, 2 + number)
     stages = Held(stage, SGD(stage.parameters()), {})
+    own_statistics = stepped(lambda model: AdamW(model.parameters()))
+    own_statistics.model.register_buffer("mean", torch.tensor(float(number)))
+    by_experts = stepped(lambda model: AdamW(model.parameters()))
+    _of(by_experts, "module.1.weight").data.add_(number)
+    own_moments = stepped(lambda model: AdamW(model.parameters()))
+    moments = own_moments.optimizer.state[_of(own_moments, "module.0.bias")]
+    moments["exp_avg"].add_(number)
     odd = Held(whole.model, whole.optimizer, {"sampler": Sampler()} if number else {})
     told = {
         name: refusal(held)
         for name, held in (
             *(("whole", whole), ("zero", zero), ("by hand", by_hand)),
             *(("stateless", stateless), ("stages", stages), ("odd", odd)),
+            *(("statistics", own_statistics), ("experts", by_experts), ("moments", own_moments)),
+            ("sharded", sharded()),
         )
     }
     saver = MemoryCheckpointer(zero.model, zero.optimizer, directory=f"{directory}/{number}")
@@ -81,8 +109,9 @@ def rank(number: int, answers: Connection, directory: str) -> None:
 
 
 def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    """Parts of an optimizer whose model is not sharded, other models, and states of no known type.
-    What is the same on all ranks is let through, and so is a sharded optimizer without a state."""
+    """Parts of an optimizer whose model is not sharded, other models, other values, and states of
+    no known type. What is the same on all ranks is let through, whatever their buffers are, and so
+    is a sharded optimizer without a state."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [
@@ -100,9 +129,12 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
 
     told = found[0]
     assert told == found[1]
-    assert told["whole"] == told["stateless"] == ""
+    assert told["whole"] == told["stateless"] == told["statistics"] == ""
     assert told["zero"] == told["save"]
     assert "'ZeroRedundancyOptimizer': the state of the AdamW within it" in told["zero"]
     assert "optimizer = 'AdamW': rank 1 holds other parts of its state" in told["by hand"]
     assert "model = 'Linear': rank 1 holds other tensors than rank 0" in told["stages"]
     assert "others.sampler.is = 'Sampler': " in told["odd"]
+    assert "model = 'parameter/module.1.weight': rank 1 holds other values" in told["experts"]
+    assert "'optimizer/module.0.bias/exp_avg': rank 1 holds other values" in told["moments"]
+    assert "'optimizer/weight/momentum': rank 1 holds other values than rank 0" in told["sharded"]

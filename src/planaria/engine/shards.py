@@ -105,6 +105,13 @@ class Held:
         """By name where this rank's tensors lie, as they are now."""
         return {name: _placed(value)[1] for name, value in self._tensors()}
 
+    def whole(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The bytes of parameters and optimizer state that are no DTensors, by name, one after the
+        other: those of one rank are restored on all."""
+        for name, value in self._tensors():
+            if not name.startswith("buffer/") and not isinstance(value, DTensor):
+                yield name, _bytes(value.detach())
+
     def beside(self) -> Beside:
         """What is no tensor, as it is now."""
         optimized = self._optimized(self._parameters())
