@@ -46,6 +46,7 @@ from planaria.core.copies import IdleSpan, Label, LayerCopy
 from planaria.engine.agreement import check_on_all
 from planaria.engine.collectives import BetweenCollectives, measured_link
 from planaria.engine.gathering import backend_of, gathered, gathered_as, on_all
+from planaria.engine.memory_options import check_least, own_host, runtime_directory
 from planaria.engine.restores import TIMEOUT_S, Restores
 from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
@@ -86,7 +87,7 @@ class MemoryCheckpointer:
         others: what else is saved, such as a scheduler; its state_dict has to be what torch.load
             reads with weights_only=True, and the same on all ranks.
         copies: of each shard, its own node's included.
-        buffer_bytes: of copies on their way to a node.
+        buffer_bytes: of copies on their way to a node, 64 KiB at least.
         is_interleaved: whether copies go between the loop's collectives, as far as those are of the
             gloo backend; else they go at once.
         profile_iterations: in which collectives are watched before that, and again and again.
@@ -117,21 +118,20 @@ class MemoryCheckpointer:
         if not dist.is_initialized():
             remedy = "call torch.distributed.init_process_group before"
             raise ConfigError("MemoryCheckpointer", "no process group", remedy)
-        if copies < 1:
-            raise ConfigError("copies", copies, "at least 1, the node's own")
+        check_least(copies, buffer_bytes, profile_iterations)
         self._held = Held(model, optimizer, others or {})
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._copies = copies
         self._buffers = Buffers(buffer_bytes, 4)
         self._profile_iterations = profile_iterations if is_interleaved else 0
         self._turns: BetweenCollectives | None = None
-        place = Path(directory) if directory else _runtime_directory() / name
+        place = Path(directory) if directory else runtime_directory() / name
         slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
         self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
         self._arena = Arena(self._kept.fd)
         self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
         token = gathered(secrets.token_bytes(16))[0]
-        self._links = Links(self._rank, token=token, host=_own_host())
+        self._links = Links(self._rank, token=token, host=own_host())
         mine = _Rank(f"{socket.gethostname()}:{place}", self._links.address, self._versions())
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
@@ -372,20 +372,3 @@ class MemoryCheckpointer:
 
 def _real(_shard: int) -> int:
     return 0
-
-
-def _own_host() -> str:
-    """The address by which other nodes reach this one."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((master, 9))
-            host: str = sock.getsockname()[0]
-            return host
-    except OSError:
-        return "127.0.0.1"
-
-
-def _runtime_directory() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")

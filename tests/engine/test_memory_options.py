@@ -1,0 +1,29 @@
+"""Numbers that a MemoryCheckpointer cannot do with are refused by name."""
+
+from typing import Any
+
+import pytest
+
+from planaria.engine.memory_options import BUFFER_BYTES_MIN, check_least
+from planaria.errors import ConfigError
+
+FINE = {"copies": 1, "buffer_bytes": BUFFER_BYTES_MIN, "profile_iterations": 0}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("copies", 0), ("copies", 2.5)),
+        *(("buffer_bytes", 0), ("buffer_bytes", BUFFER_BYTES_MIN - 1), ("buffer_bytes", 1e9)),
+        ("profile_iterations", -1),
+    ],
+)
+def test_numbers_that_will_not_do_are_refused(field: str, value: float) -> None:
+    """Buffers of a few bytes would send a copy for minutes."""
+    values: dict[str, Any] = {**FINE, field: value}
+    check_least(**FINE)
+
+    with pytest.raises(ConfigError, match="a whole number, at least") as caught:
+        check_least(**values)
+    assert caught.value.field == field
+    assert caught.value.value == value
