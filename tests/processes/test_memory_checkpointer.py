@@ -1,5 +1,6 @@
 """Loops of one's own under torchrun: ranks and nodes are killed, and memory has what they had."""
 
+import math
 import os
 import signal
 import socket
@@ -208,3 +209,17 @@ def test_a_keeper_outlives_those_who_ask_it_and_ends_alone(place: Path) -> None:
     assert os.pread(anew.fd, 4, 128) == bytes(4)
     anew.end()
     wait_until(lambda: not keepers(place))
+
+
+@pytest.mark.parametrize("idle_s", [math.inf, 1e9])
+def test_a_keeper_may_stay_for_longer_than_the_kernel_counts(idle_s: float, place: Path) -> None:
+    """What one process left is there for the next one."""
+    first = attach(place, 0, num_slots=1, idle_s=idle_s)
+    os.pwrite(first.fd, b"here", 128)
+    first.close()
+    wait_until(lambda: not keepers(place)[0].net_connections("unix")[1:])
+
+    again = attach(place, 0, num_slots=1, idle_s=idle_s)
+
+    assert os.pread(again.fd, 4, 128) == b"here"
+    again.end()

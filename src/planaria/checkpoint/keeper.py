@@ -28,6 +28,7 @@ _LINE_BYTES: Final = 1 << 12
 FREE_TIMEOUT_S: Final = 10.0
 _GIVEN, _HELD = b".", b"!"
 _FDS_MAX: Final = 200  # Of one message.
+_SELECT_S_MAX: Final = 1e6  # The kernel takes milliseconds of 31 bits.
 
 
 class Kept:
@@ -60,7 +61,7 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
 
     Args:
         num_slots: that are held now. There may have been more; each of those is for one to read.
-        idle_s: for how long it stays when nobody is connected.
+        idle_s: for how long it stays when nobody is connected; inf: for ever.
 
     Raises:
         CheckpointError: it does not start, another process holds the slot, or another user the
@@ -147,10 +148,13 @@ def serve(directory: Path, idle_s: float) -> None:
             listener.bind(path)
         listener.listen(1024)
         selector.register(listener, selectors.EVENT_READ)
+        busy_s = time.monotonic()
         while True:
             is_alone = len(selector.get_map()) == 1
-            ready = selector.select(timeout=idle_s if is_alone else None)
-            if is_alone and not ready:
+            ready = selector.select(timeout=min(idle_s, _SELECT_S_MAX) if is_alone else None)
+            if ready:
+                busy_s = time.monotonic()
+            elif is_alone and time.monotonic() >= busy_s + idle_s:
                 return
             for key, _ in ready:
                 if key.fileobj is listener:

@@ -94,7 +94,7 @@ class MemoryCheckpointer:
         name: tells apart jobs of one user on one machine.
         directory: for the socket of the process that owns the memory; below XDG_RUNTIME_DIR, or
             below /tmp, if it is "".
-        idle_s: for how long that process keeps copies when no rank is left.
+        idle_s: for how long that process keeps copies when no rank is left; inf: for ever.
 
     Raises:
         ConfigError: a value is wrong, or there is no process group.
@@ -118,7 +118,12 @@ class MemoryCheckpointer:
         if not dist.is_initialized():
             remedy = "call torch.distributed.init_process_group before"
             raise ConfigError("MemoryCheckpointer", "no process group", remedy)
-        check_least(copies, buffer_bytes, profile_iterations)
+        check_least(
+            copies=copies,
+            buffer_bytes=buffer_bytes,
+            profile_iterations=profile_iterations,
+            idle_s=idle_s,
+        )
         self._held = Held(model, optimizer, others or {})
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._copies = copies

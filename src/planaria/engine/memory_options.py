@@ -11,8 +11,8 @@ from planaria.errors import ConfigError
 BUFFER_BYTES_MIN: Final = 64 << 10
 
 
-def check_least(copies: int, buffer_bytes: int, profile_iterations: int) -> None:
-    """Refuses numbers that are too small, or no whole ones.
+def check_least(*, copies: int, buffer_bytes: int, profile_iterations: int, idle_s: float) -> None:
+    """Refuses numbers that are too small, or no whole ones where only those will do.
 
     Raises:
         ConfigError: naming the first of them.
@@ -24,6 +24,8 @@ def check_least(copies: int, buffer_bytes: int, profile_iterations: int) -> None
     ):
         if not isinstance(value, int) or value < least:
             raise ConfigError(field, value, f"a whole number, at least {least}, {why}")
+    if not idle_s > 0:
+        raise ConfigError("idle_s", idle_s, "above 0, or copies are gone with the ranks")
 
 
 def own_host() -> str:
