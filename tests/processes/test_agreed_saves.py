@@ -1,9 +1,10 @@
-"""What ranks cannot save, or not whole, all of them refuse before the first version."""
+"""What ranks cannot save, or not whole, all of them refuse, and all tell the same of a save."""
 
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from keepers import keepers
 from planaria.engine.agreement import check_on_all
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.engine.shards import Held
-from planaria.errors import ConfigError
+from planaria.errors import CheckpointError, ConfigError
 
 TIMEOUT_S = 110.0
 
@@ -65,6 +67,22 @@ def sharded() -> Held:
     return Held(model, optimizer, {})
 
 
+def lost_keeper(held: Held, number: int, place: Path) -> dict[str, str]:
+    """What saves tell, after the first one on a machine of rank 1 whose keeper cannot be had."""
+    saver = MemoryCheckpointer(held.model, held.optimizer, directory=str(place))
+    told = [saver.save(1)]
+    saver.wait_ended()
+    if number:
+        (process,) = keepers(place)
+        process.kill()
+        process.wait()
+    with patch("planaria.checkpoint.keeper._started", side_effect=CheckpointError("no process")):
+        told += [saver.save(2), saver.save(3)]
+    dist.barrier()
+    saver.close()
+    return {"lost keeper": str(told)}
+
+
 def rank(number: int, answers: Connection, directory: str) -> None:
     """Tells what is refused of states that are shared in various ways."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # Warns of torch's own use of jit.
@@ -104,6 +122,7 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     except ConfigError as error:
         told["save"] = str(error)
     saver.close()
+    told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     answers.send(told)
     dist.destroy_process_group()
 
@@ -130,6 +149,7 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
     told = found[0]
     assert told == found[1]
     assert told["whole"] == told["stateless"] == told["statistics"] == ""
+    assert told["lost keeper"] == "[True, False, False]"
     assert told["zero"] == told["save"]
     assert "'ZeroRedundancyOptimizer': the state of the AdamW within it" in told["zero"]
     assert "optimizer = 'AdamW': rank 1 holds other parts of its state" in told["by hand"]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
-import psutil
 import pytest
 
+from keepers import keepers
 from linked import wait_until
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.keeper import attach
@@ -31,16 +31,6 @@ def place(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for process in keepers(tmp_path):
         process.kill()
-
-
-def keepers(place: Path) -> list[psutil.Process]:
-    """The processes that own memory below a directory."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "planaria.checkpoint.keeper" in words and any(str(place) in word for word in words):
-            found.append(process)
-    return found
 
 
 def begun(

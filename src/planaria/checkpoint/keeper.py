@@ -3,7 +3,8 @@
 One for each directory, started by the first rank that asks for it, in a session of its own: it
 outlives the ranks, and what starts them again. It makes a file in memory (arena.py) for each slot,
 which is a rank's place on the machine, and hands it to whoever asks over a socket in that
-directory. It ends when it is told to, or when nobody has been connected for a while.
+directory. It ends when it is told to, or when nobody has been connected for a while. Those who hold
+slots of one that was killed hand the files to another one.
 """
 
 import fcntl
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +33,16 @@ _FDS_MAX: Final = 200  # Of one message.
 _SELECT_S_MAX: Final = 1e6  # The kernel takes milliseconds of 31 bits.
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A slot of a directory's keeper; see `attach`."""
+
+    directory: Path
+    slot: int
+    num_slots: int
+    idle_s: float
+
+
 class Kept:
     """A slot of a keeper, held by this process.
 
@@ -39,9 +51,28 @@ class Kept:
         further_fds: of arenas that nobody holds now, for this process to read.
     """
 
-    def __init__(self, sock: socket.socket, fds: Sequence[int]) -> None:
+    def __init__(self, place: _Place, sock: socket.socket, fds: Sequence[int]) -> None:
+        self._place = place
         self._sock = sock
         self.fd, *self.further_fds = fds
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the keeper is gone: copies are there for as long as this process is."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError as error:
+            return not isinstance(error, BlockingIOError)  # It says nothing by itself.
+
+    def renew(self) -> None:
+        """Hands the slot's memory to a keeper that is there, for the one before has ended.
+
+        Raises:
+            CheckpointError: as `attach` does.
+        """
+        self._sock.close()
+        self._sock, again = _attached(self._place, (self.fd, *self.further_fds))
+        _close(again)
 
     def end(self) -> None:
         """Ends the keeper, and with it all copies on this machine."""
@@ -67,26 +98,46 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
         CheckpointError: it does not start, another process holds the slot, or another user the
             directory.
     """
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for place in (directory, directory.parent):
-        if place.stat().st_uid not in (0, os.getuid()):
-            raise CheckpointError(f"{place} is another user's: name another directory")
-    with _locked(directory):
-        sock = _connected(directory) or _started(directory, idle_s)
+    place = _Place(directory, slot, num_slots, idle_s)
+    return Kept(place, *_attached(place, ()))
+
+
+def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, list[int]]:
+    """A keeper, which has arenas of the slot from now on, those that are given if any are."""
+    directory = place.directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in (directory, directory.parent):
+            if path.stat().st_uid not in (0, os.getuid()):
+                raise CheckpointError(f"{path} is another user's: name another directory")
+        with _locked(directory):
+            sock = _connected(directory) or _started(directory, place.idle_s)
+    except OSError as error:
+        raise CheckpointError(f"{directory} is of no use for copies: {error}") from error
+    asked = json.dumps({"slot": place.slot, "of": place.num_slots}).encode() + b"\n"
     deadline_s = time.monotonic() + FREE_TIMEOUT_S  # One that was killed may be there a moment.
     while True:
-        sock.sendall(json.dumps({"slot": slot, "of": num_slots}).encode() + b"\n")
-        said, fds, *_ = socket.recv_fds(sock, len(_GIVEN), _FDS_MAX)
+        said, fds = _answer(sock, asked, given)
         if said == _GIVEN and fds:
-            return Kept(sock, fds)
+            return sock, fds
         if said != _HELD or time.monotonic() > deadline_s:
             break
         time.sleep(0.05)
     sock.close()
     if said == _HELD:
-        what = f"place {slot} of the copies in {directory} is another process's"
+        what = f"place {place.slot} of the copies in {directory} is another process's"
         raise CheckpointError(f"{what}: give each job a name of its own")
     raise CheckpointError(f"the process that owns copies in {directory} has ended")
+
+
+def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[bytes, list[int]]:
+    """What a keeper says; nothing if it has ended."""
+    try:
+        socket.send_fds(sock, [asked], given)
+        said, fds, *_ = socket.recv_fds(sock, len(_GIVEN), _FDS_MAX)
+    except OSError:
+        return b"", []
+    return said, fds
 
 
 @contextmanager
@@ -180,7 +231,7 @@ def _answered(client: socket.socket, slots: dict[int, int], held: dict[socket.so
         held: by client, the slot that it has alone.
     """
     try:
-        line = client.recv(_LINE_BYTES)
+        line, given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
         if not line:
             return False
         asked = json.loads(line)
@@ -189,9 +240,14 @@ def _answered(client: socket.socket, slots: dict[int, int], held: dict[socket.so
             return False
         slot, num_slots = int(asked["slot"]), int(asked["of"])
         if slot in held.values():
+            _close(given)
             client.sendall(_HELD)
             return True
         held[client] = slot
+        for index, fd in enumerate(given):
+            number = slot + index * num_slots  # Of those that the same process reads.
+            _close([slots[number]] if number in slots else [])
+            slots[number] = fd
         if slot not in slots:
             slots[slot] = arena_fd()
         free = sorted(slots.keys() - {*held.values()})
@@ -201,6 +257,11 @@ def _answered(client: socket.socket, slots: dict[int, int], held: dict[socket.so
         sys.stderr.write(f"a client said nothing of use: {error}\n")
         return False
     return True
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@
 Each rank's shard is copied into memory that a process of its machine owns (checkpoint/keeper.py),
 and from there to other nodes, while training goes on; the next optimizer step waits until the copy
 here is done, and for nothing else. Ranks that die, and whoever starts them again, leave the copies
-alone; a machine that is lost takes its own along, and others have theirs. `restore` takes the
-newest version that is there of all shards, for as many ranks as there are now: model and optimizer
-may be cut in another way.
+alone; a machine that is lost takes its own along, and others have theirs. Where that process is
+killed, the next save finds it out, and another one owns the memory. `restore` takes the newest
+version that is there of all shards, for as many ranks as there are now: model and optimizer may be
+cut in another way.
 
 A model that every rank holds whole (DDP) is copied once on each node, and sent to none.
 
@@ -133,6 +134,7 @@ class MemoryCheckpointer:
         place = Path(directory) if directory else runtime_directory() / name
         slot, num_slots = (int(os.environ.get(n, d)) for n, d in _PLACE.items())
         self._kept: Kept = attach(place, slot, num_slots=num_slots, idle_s=idle_s)
+        self._can_be_kept = True
         self._arena = Arena(self._kept.fd)
         self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
         token = gathered(secrets.token_bytes(16))[0]
@@ -205,7 +207,8 @@ class MemoryCheckpointer:
         """Begins a version of the state as it is after so many iterations.
 
         Returns:
-            False if none begins, because the one before is still on its way, or copies failed.
+            False if none begins, because the one before is still on its way, or copies failed, or
+            a machine has no process any more that owns their memory. All ranks return the same.
 
         Raises:
             ConfigError: so many iterations were saved before; at the first time also that there is
@@ -232,20 +235,34 @@ class MemoryCheckpointer:
         return True
 
     def _completed(self, copier: Copier) -> bool:
-        """Whether the newest version has ended on all ranks; if none has failed it is complete."""
+        """Whether the newest version has ended on all ranks, and another one may begin; if none has
+        failed it is complete."""
         try:
             is_free = not copier.has_begun or copier.has_ended
             is_whole = copier.has_begun and not copier.has_failed
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s copies no more: %s", self._rank, error)
             is_free, is_whole = False, False
-        are_free, are_whole = on_all(is_free, is_whole)
+        are_free, are_whole, are_owned = on_all(is_free, is_whole, self._is_owned())
         if are_free and are_whole:
             copier.complete()
             for arena in self._older:
                 arena.keep((), layers=())
             self._older = []
-        return are_free
+        return are_free and are_owned
+
+    def _is_owned(self) -> bool:
+        """Whether a process owns this rank's memory, if need be another one than before."""
+        if self._can_be_kept and self._kept.has_ended:
+            gone = f"rank {self._rank}: the process that owned copies on this machine has ended"
+            try:
+                self._kept.renew()
+                logger.warning("%s: another one owns them now", gone)
+            except CheckpointError as error:
+                self._can_be_kept = False
+                lost = "copies here end with this rank, and nothing is saved any more"
+                logger.warning("%s, and there is no other: %s: %s", gone, lost, error)
+        return self._can_be_kept
 
     def _states(self) -> dict[int, State]:
         """This rank's shard, as it is now."""

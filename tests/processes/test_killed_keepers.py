@@ -1,0 +1,111 @@
+"""The process that owns a machine's copies is killed: the next save finds another one."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from keepers import keepers
+from planaria.checkpoint import keeper
+from planaria.checkpoint.arena import Arena
+from planaria.checkpoint.keeper import attach
+from planaria.engine.memory_checkpointer import MemoryCheckpointer
+from planaria.errors import CheckpointError
+
+SAVED = torch.arange(4.0)
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[MemoryCheckpointer]:
+    """That of a single rank, which has saved one iteration."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data.copy_(SAVED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = MemoryCheckpointer(model, optimizer, directory=str(tmp_path / "place"))
+    assert made.save(1)
+    made.wait_ended()
+    yield made
+    made.close()
+    dist.destroy_process_group()
+
+
+def kill_keeper(place: Path) -> None:
+    """Whoever is connected finds it out at once."""
+    (process,) = keepers(place)
+    process.kill()
+    process.wait()
+
+
+def test_a_save_hands_the_copies_of_a_killed_keeper_to_another_one(
+    saver: MemoryCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It outlives the rank as the one before did, and is told of once."""
+    place = tmp_path / "place"
+    kill_keeper(place)
+    with caplog.at_level(logging.WARNING):
+        begun = []
+        for iteration in (2, 3):
+            begun.append(saver.save(iteration))
+            saver.wait_ended()
+    saver._kept.close()  # As if the rank were dead.
+
+    next_one = attach(place, 0, num_slots=1, idle_s=60.0)
+
+    assert begun == [True, True]
+    assert [record.message for record in caplog.records] == [
+        "rank 0: the process that owned copies on this machine has ended: another one owns them now"
+    ]
+    assert [label.age for label in Arena(next_one.fd).versions()[0]] == [2, 3]
+    next_one.end()
+
+
+def test_nothing_is_saved_where_no_other_keeper_starts(
+    saver: MemoryCheckpointer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A save that says that it has begun would be lost with the rank. What is there can still be
+    restored by whoever lives."""
+
+    def fails(directory: Path, idle_s: float) -> None:
+        raise CheckpointError(f"no process in {directory} for {idle_s} s")
+
+    monkeypatch.setattr(keeper, "_started", fails)
+    kill_keeper(tmp_path / "place")
+    with caplog.at_level(logging.WARNING):
+        begun = [saver.save(2), saver.save(3)]
+    weight = next(saver._held.model.parameters())
+    weight.data.zero_()
+
+    assert begun == [False, False]
+    (record,) = caplog.records
+    assert "nothing is saved any more" in record.message
+    assert saver.restore() == 1
+    assert torch.equal(weight[0], SAVED)
+
+
+def test_what_others_left_is_handed_to_another_keeper_too(tmp_path: Path) -> None:
+    """Slots of more processes than there are now, which one of these reads."""
+    for slot, said in enumerate((b"own", b"more", b"left")):
+        kept = attach(tmp_path, slot, num_slots=3, idle_s=60.0)
+        os.pwrite(kept.fd, said, 128)
+        kept.close()
+    first = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
+    kill_keeper(tmp_path)
+
+    assert first.has_ended
+    first.renew()
+
+    assert not first.has_ended
+    first.close()
+    again = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
+    fds = (again.fd, *again.further_fds)
+    assert [os.pread(fd, 4, 128).rstrip(b"\0") for fd in fds] == [b"own", b"more", b"left"]
+    again.end()
