@@ -153,9 +153,9 @@ def test_a_start_tells_what_links_took_and_a_restart_in_the_middle_nothing() -> 
 
 def test_switches_are_measured_for_themselves() -> None:
     """A pause at a commit has nothing of a recovery."""
-    state = state_with(Findings(linked_s=0.4, overheads_s=(0.3,)))
+    state = state_with(Findings(scheduled_s=0.2, linked_s=1.0, overheads_s=(0.3,)))
     assert switch_s(RULES, state_with(Findings())) == RULES.prices.regroup_s
-    assert switch_s(RULES, state) == 0.4
+    assert switch_s(RULES, state) == pytest.approx(0.2 + NEW_LINKS * 0.8)
     for pause_s in (0.01, 0.02, 0.9):
         state = with_switch(state, pause_s)
 

@@ -17,7 +17,7 @@ from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.library import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import given_profile
+from planaria.planning import read_profile
 from planaria.policies.unequal import STAY
 
 ITERATIONS = 16
@@ -80,35 +80,36 @@ def test_five_nodes_die_and_three_come(adaptive: Run) -> None:
 
 
 def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
-    server: ForkServer, tmp_path: Path, calm: tuple[str, str]
+    server: ForkServer, tmp_path: Path
 ) -> None:
-    """The profile says that a layer's state takes 0.1 s to move, and the job that it fails every
-    six seconds: the loss is rerouted, and layers move while training goes on. Nothing but the loss
-    is done again."""
-    config = chaos_job("gpt2", tmp_path / "run", server, iterations=ITERATIONS)
-    profile = given_profile(config)
-    assert profile is not None
-    links = {kind: replace(link, bandwidth_bytes_per_s=1e9) for kind, link in profile.links.items()}
-    layers = tuple(replace(layer, optimizer_bytes=10**8) for layer in profile.layers)
+    """A layer's state takes 0.3 s to move, an iteration 0.4 s, and the job fails every six seconds:
+    the loss is rerouted, and layers move while training goes on. Nothing but the loss is done
+    again."""
+    profile = read_profile(PACED.with_name("paced-profile.json"))
+    layers = tuple(replace(layer, optimizer_bytes=3 * 10**9) for layer in profile.layers)
     path = tmp_path / "large-state.json"
-    path.write_bytes(encode_profile(replace(profile, layers=layers, links=links)))
-    config = replace(
-        config,
-        model=replace(config.model, profile=str(path)),
-        resilience=replace(
-            config.resilience, policy="adaptive", failure_rate=600.0, failures_ahead=0
-        ),
-        cluster=replace(config.cluster, device_memory_bytes=1 << 50),
+    path.write_bytes(encode_profile(replace(profile, layers=layers)))
+    large = (
+        f'model.profile="{path}"',
+        "training.global_batch_size=36",
+        "cluster.nodes=6",
+        f"cluster.device_memory_bytes={23 * 10**9}",  # For 7 of 12 layers.
+        "checkpoint.persist_every=1",
+    )
+    often = ("resilience.failure_rate=600.0", "resilience.failures_ahead=0")
+    calm = Job(_paced(tmp_path / "calm", *large, iterations=12, time_scale=0.01)).run(server=server)
+
+    result = Job(_paced(tmp_path / "run", *large, *often, iterations=12)).run(
+        injections=(parse_injection("kill:1@2"),), server=server
     )
 
-    result = struck(config, server, "kill:1@2", sizes=(3, 3))
-
     assert result.error is None
-    assert digests(result) == calm
+    assert digests(result) == digests(calm)
     (lost,) = recoveries(result)
     assert (lost.policy, lost.transfer_bytes) == ("reroute", 0)
+    assert lost.answer.endswith(", then repartition")
     (reformed,) = (event for event in result.report.events if event.kind == "reformed")
-    assert reformed.policy != "reroute"
+    assert reformed.policy == "repartition"
     assert reformed.transfer_bytes > 0
     assert reformed.redone_samples == 0
     assert len(result.report.final.nodes) == 5
@@ -137,7 +138,7 @@ def test_the_search_betters_what_a_loss_was_answered_with_in_a_hurry(
     assert digests(found) == digests(calm)
 
 
-def _paced(directory: Path, *, iterations: int, time_scale: float = 0.1) -> JobConfig:
+def _paced(directory: Path, *overrides: str, iterations: int, time_scale: float = 0.1) -> JobConfig:
     return load_job(
         PACED,
         overrides=[
@@ -146,6 +147,7 @@ def _paced(directory: Path, *, iterations: int, time_scale: float = 0.1) -> JobC
             f"training.iterations={iterations}",
             f"model.time_scale={time_scale}",
             f'checkpoint.directory="{directory / str(iterations)}"',
+            *overrides,
         ],
     )
 

@@ -19,8 +19,8 @@ newest. The first recovery of a job is priced by how it began: as a fixed prior 
 and what the schedules took, which all ranks compute again; and an eighth of what the links took,
 which were all new then, where most of them stand in a recovery.
 
-A change has no such overhead, but a pause at each of its switches, which is measured likewise; it
-is mostly links, too.
+A change has no such overhead, but a pause at each of its switches, which is measured likewise.
+Before the first it is expected to take schedules, and as few links.
 
 Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
 """
@@ -35,6 +35,7 @@ import msgspec
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
+from planaria.core.records import Findings
 from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
@@ -45,8 +46,7 @@ NEW_LINKS: Final = 1 / 8  # Measured on 8 and 32 nodes, see docs/LOG.md.
 def prices_of(rules: Rules, state: JobState) -> Prices:
     """What recovery costs, as far as the job has told."""
     findings, factor = state.learning.findings, _transfer_factor(state)
-    linking_s = findings.linked_s - findings.scheduled_s
-    regroup_s = rules.prices.regroup_s + findings.scheduled_s + NEW_LINKS * linking_s
+    regroup_s = rules.prices.regroup_s + _begun_s(findings)
     if findings.overheads_s:
         regroup_s = median(findings.overheads_s)
     links = {
@@ -54,6 +54,11 @@ def prices_of(rules: Rules, state: JobState) -> Prices:
         for kind, link in rules.prices.links.items()
     }
     return replace(rules.prices, links=links, regroup_s=regroup_s)
+
+
+def _begun_s(findings: Findings) -> float:
+    """What an epoch takes to begin, as far as the start of the job has told."""
+    return findings.scheduled_s + NEW_LINKS * (findings.linked_s - findings.scheduled_s)
 
 
 def _transfer_factor(state: JobState) -> float:
@@ -68,7 +73,7 @@ def switch_s(rules: Rules, state: JobState) -> float:
     findings = state.learning.findings
     if findings.pauses_s:
         return median(findings.pauses_s)
-    return findings.linked_s or rules.prices.regroup_s
+    return _begun_s(findings) or rules.prices.regroup_s
 
 
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
