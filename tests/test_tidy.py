@@ -8,6 +8,7 @@ Source: TigerBeetle's tidy.zig, style as a test in which a banned call names its
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -285,6 +286,14 @@ def test_the_tree_keeps_every_rule(rule: Rule) -> None:
     assert len(files) > 10
     problems = [problem for file in files for problem in _problems(rule, file)]
     assert not problems, "\n".join(problems)
+
+
+def test_no_two_modules_of_tests_have_one_name() -> None:
+    """Pytest imports each by its name alone, and knows only one of them."""
+    names = Counter(Path(file.path).name for file in _tree_files() if file.path[:6] == "tests/")
+    del names["__init__.py"]
+
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_text_files_name_no_machine_path_and_no_unfinished_work() -> None:
