@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW
 
 from planaria.engine.agreement import check_on_all
@@ -67,3 +69,17 @@ def test_state_under_a_name_that_is_not_kept_is_refused(key: object) -> None:
         check_on_all(Held(model, optimizer, {}))
     assert caught.value.field == "a key of optimizer.state of weight"
     assert caught.value.value == repr(key)
+
+
+def test_state_that_is_cut_otherwise_than_its_parameter_is_refused() -> None:
+    """A restore knows how parameters are cut, and cuts what has their shape like them."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters())
+    optimizer.state[model.weight]["like"] = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    check_on_all(Held(model, optimizer, {}))
+    optimizer.state[model.weight]["rows"] = distribute_tensor(torch.ones(4, 1), mesh, [Shard(0)])
+
+    with pytest.raises(ConfigError, match="of another shape") as caught:
+        check_on_all(Held(model, optimizer, {}))
+    assert caught.value.field == "optimizer.state of weight, rows"

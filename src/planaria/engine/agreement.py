@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planaria.engine.beside import check
@@ -146,7 +147,7 @@ def _check_state(held: Held) -> None:
         if values == {}:  # As whoever only looked it up has left it.
             continue
         if id(owner) in names:
-            _check_keys(names[id(owner)], values)
+            _check_kept(names[id(owner)], owner, values)
         elif isinstance(owner, Tensor):
             value = f"a tensor of shape {tuple(owner.shape)}"
             raise ConfigError("optimizer.state", value, f"it is not of the model: {_HOLD}")
@@ -155,8 +156,13 @@ def _check_state(held: Held) -> None:
             raise ConfigError("optimizer.state", str(owner), remedy)
 
 
-def _check_keys(parameter: str, values: Mapping[object, object]) -> None:
-    for key in values:
+def _check_kept(parameter: str, owner: Tensor, values: Mapping[object, object]) -> None:
+    """Refuses names that are not kept, and what is cut in a way that nobody knows in a restore."""
+    for key, value in values.items():
+        if isinstance(value, DTensor) and value.shape != owner.shape:
+            field = f"optimizer.state of {parameter}, {key}"
+            remedy = "a DTensor of another shape than its parameter's would come back as a tensor"
+            raise ConfigError(field, tuple(value.shape), remedy)
         if not isinstance(key, str) or "/" in key:
             field = f"a key of optimizer.state of {parameter}"
             raise ConfigError(field, repr(key), "state is saved under strings without a /")
