@@ -45,7 +45,7 @@ from planaria.policies.named import policy_of
 from study.cases import Case, drawn_cases, every_of, happenings
 from study.job import Answers, Job
 
-VERSION: Final = 2  # Of samples. Those of 1 had none: runs of 20 failures at most, and no absorb.
+VERSION: Final = 3  # Of samples.
 ADAPTIVE: Final = "adaptive"
 POLICIES: Final = (
     ADAPTIVE,

@@ -97,11 +97,15 @@ def test_a_node_that_is_back_joins_once_its_layers_have_moved(job: Job) -> None:
 
 
 def test_the_last_copy_takes_along_what_is_not_saved(job: Job) -> None:
-    """Both first places are gone: from the save at 200 s, with the two that are left."""
+    """Both first places are gone: from the save at 200 s, in place, with the two that are left."""
     job.answer(Happening(255.0, (0, 2), is_loss=True))
 
     assert job.samples == 800
-    assert job.begins_s == 255.0 + 60.0
+    prices = job.answers.prices
+    assert job.plan is not None
+    load_s = job.answers.load_s(job.plan)
+    assert load_s >= prices.links["inter_node"].seconds(sum(prices.layer_bytes) // 2)
+    assert job.begins_s == pytest.approx(255.0 + prices.regroup_s + load_s)
 
 
 def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:

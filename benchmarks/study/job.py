@@ -47,7 +47,7 @@ from planaria.policies.policy import (
 )
 from planaria.policies.unequal import STAY
 
-RESTART_S: Final = 60.0  # From a save, when some layer has no holder left.
+RESTART_S: Final = 60.0  # Of a job that had ended, for too few nodes were left.
 LEASE_S: Final = 3.0
 _ROUNDING: Final = 1e-9  # Of an iteration.
 
@@ -90,6 +90,13 @@ class Answers:
             return priced(self.every.problem, shadowed(plan))
         templates = [pipeline.template for pipeline in plan.pipelines]
         return Priced(plan, self.every.distribution(templates)[0])
+
+    def load_s(self, plan: Plan) -> float:
+        """For all to load their layers from a save, as morph has it."""
+        layer_bytes = self.prices.layer_bytes
+        held = plan.held_by_rank.values()
+        most = max(sum(layer_bytes[layer] for layer in layers) for layers in held)
+        return self.prices.links["inter_node"].seconds(most)
 
     def to(
         self, plan: Plan, alive: Iterable[int], event: ClusterEvent
@@ -195,7 +202,7 @@ class Job:
         else:
             self.alive |= set(what.nodes)
         if self.plan is None:
-            self._restart(what.at_s)
+            self._restart(what.at_s, RESTART_S)
         elif what.is_loss:
             self._recover(what)
         else:
@@ -207,9 +214,9 @@ class Job:
         if not set(what.nodes).intersection(self.plan.nodes):
             return
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
-        if not transitions:
+        if not transitions:  # Some layer has no holder: all go back to the save, in place.
             self.samples = self.saved
-            self._restart(what.at_s)
+            self._restart(what.at_s, self.answers.prices.regroup_s)
             return
         best = self._best_answer(transitions, what.at_s)
         if best.goes_back:
@@ -289,12 +296,13 @@ class Job:
         self.plan = _relabelled(best.after, node_of)
         self.iteration_s = best.iteration_s
 
-    def _restart(self, now_s: float) -> None:
-        """From the newest save with those that are there, if they are enough."""
+    def _restart(self, now_s: float, takes_s: float) -> None:
+        """From the newest save with those that are there, if they are enough; it takes so long
+        besides loading."""
         found = self.answers.start(len(self.alive))
         self.plan = None
         if found is not None:
             labels = dict(zip(found.plan.nodes, sorted(self.alive), strict=False))
             self.plan = _relabelled(found.plan, labels)
             self.iteration_s = found.iteration_s
-            self.begins_s = now_s + RESTART_S
+            self.begins_s = now_s + takes_s + self.answers.load_s(self.plan)
