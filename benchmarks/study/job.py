@@ -43,6 +43,7 @@ from planaria.policies.policy import (
     Prices,
     best_transition,
     expected_samples_per_s,
+    expected_unsaved,
     profile_prices,
 )
 from planaria.policies.unequal import STAY
@@ -284,11 +285,14 @@ class Job:
         """As coordinator/choice.py has it, with saves that come by time."""
         rate = learned_failures_per_s(self.history, now_s)
         fastest_s = min(one.iteration_s for one in transitions)
-        unsaved = self.samples - self.saved + self.batch / (rate * fastest_s)
-        most = self.batch * self.save_every_s / fastest_s
+        unsaved = expected_unsaved(
+            self.samples - self.saved,
+            self.batch / (rate * fastest_s),
+            self.batch * self.save_every_s / fastest_s,
+        )
         return Outlook(
             failures_per_s=rate,
-            unsaved_samples=max(0.0, min(unsaved, most)),
+            unsaved_samples=unsaved,
             nodes_per_failure=learned_nodes_per_failure(self.history, now_s),
         )
 

@@ -169,7 +169,7 @@ def test_what_is_not_saved_is_what_was_trained_and_what_will_be_but_not_beyond_a
 
     assert never.failures_per_s == pytest.approx(0.01)
     assert never.unsaved_samples == pytest.approx(101 * NUM_MICROBATCHES)
-    assert often.unsaved_samples == 5 * NUM_MICROBATCHES
+    assert often.unsaved_samples == pytest.approx(2.5 * NUM_MICROBATCHES, rel=0.02)
     assert published.unsaved_samples == pytest.approx(100 * NUM_MICROBATCHES)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
+from math import inf
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from planaria.policies.policy import (
     best_transition,
     downtime_s,
     expected_samples_per_s,
+    expected_unsaved,
     profile_prices,
     share_at_risk,
 )
@@ -239,3 +241,17 @@ def test_a_transition_that_changes_the_global_batch_cannot_be_made() -> None:
             policy="any",
             answer="any",
         )
+
+
+@pytest.mark.parametrize("unsaved", [0.0, 3.0, 7.0, 9.0])
+@pytest.mark.parametrize("to_failure", [0.0, 1.0, 7.0, 500.0])
+def test_what_is_not_saved_by_the_next_failure_is_the_mean_of_many(
+    unsaved: float, to_failure: float
+) -> None:
+    """Of 200,000 drawn failures between saves each 7; and all there is without saves."""
+    times = np.random.default_rng(3).exponential(to_failure, 200_000) if to_failure else np.zeros(1)
+    ages = min(unsaved, 7.0) + times
+    expected = np.mean(ages % 7.0) if to_failure else min(unsaved, 7.0)
+
+    assert expected_unsaved(unsaved, to_failure, 7.0) == pytest.approx(expected, abs=0.02)
+    assert expected_unsaved(unsaved, to_failure, inf) == unsaved + to_failure

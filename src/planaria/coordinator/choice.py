@@ -1,6 +1,7 @@
 """Which of the answers is taken: what is to be expected of the next failure, and all prices."""
 
 from dataclasses import replace
+from math import inf
 from typing import Final
 
 from planaria.coordinator.history import learned_failures_per_s, learned_nodes_per_failure
@@ -13,6 +14,7 @@ from planaria.policies.policy import (
     Outlook,
     best_transition,
     expected_samples_per_s,
+    expected_unsaved,
     samples_at_risk,
 )
 
@@ -113,17 +115,17 @@ def outlook(
     """The rate and the size of failures, and what is not saved when the next one is to be expected.
 
     The last is what there is since the newest save of this run, and what the fastest of the answers
-    makes until then; no more than is trained between two saves, where the job saves as it goes, and
-    no more than all go back to copies in other nodes' memory, which are taken to survive.
+    makes until then, less what is saved meanwhile, where the job saves as it goes; and no more than
+    all go back to copies in other nodes' memory, which are taken to survive.
     """
     training, job = rules.job.training, rules.job.checkpoint
     to_failure_s = time_to_failure_s(rules, state, now_s)
     saved = max(rules.first_iteration, state.published)
     fastest_s = min(transition.iteration_s for transition in transitions)
     # A save may be published before the last report of its iteration is in.
-    num_unsaved = max(0.0, state.next_iteration - saved + to_failure_s / fastest_s)
-    if job.persist_every:
-        num_unsaved = min(num_unsaved, job.persist_every)
+    num_unsaved = expected_unsaved(
+        state.next_iteration - saved, to_failure_s / fastest_s, job.persist_every or inf
+    )
     if job.copies > 1:
         num_unsaved = min(num_unsaved, _BACK_MAX * (1 if job.every == "auto" else job.every))
     return Outlook(

@@ -10,7 +10,7 @@ Source: DESIGN 6 (Policies).
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf, lgamma
+from math import exp, expm1, inf, lgamma
 from typing import Final, Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -249,6 +249,28 @@ def expected_samples_per_s(
     until_then = samples_per_s - at_risk_per_s
     then_per_s = global_batch_size / then.iteration_s - rate * samples_at_risk(then.after, outlook)
     return useful_per_s + exp(-rate * end_s) * (then_per_s - until_then)
+
+
+def expected_unsaved(unsaved: float, to_failure: float, between_saves: float) -> float:
+    """What is not saved when the next failure comes, on average, in any unit of time or work.
+
+    The failure comes after T, which is exponential, and saves at each multiple of P: with x unsaved
+    now that is the mean of (x + T) mod P, with m the mean of T
+
+        x + m - P * exp(-(P - x) / m) / (1 - exp(-P / m))
+
+    Args:
+        unsaved: x, now.
+        to_failure: m.
+        between_saves: P; inf if nothing is saved.
+    """
+    if between_saves == inf:
+        return max(0.0, unsaved + to_failure)
+    unsaved = min(unsaved, between_saves)
+    if not to_failure:
+        return unsaved
+    num_saves = exp((unsaved - between_saves) / to_failure) / -expm1(-between_saves / to_failure)
+    return max(0.0, unsaved + to_failure - between_saves * num_saves)
 
 
 def samples_at_risk(plan: Plan, outlook: Outlook) -> float:
