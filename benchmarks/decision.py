@@ -18,6 +18,7 @@ from pathlib import Path
 from time import process_time
 from typing import Final
 
+from planaria.coordinator.choice import weighed_answers
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig, ResilienceConfig
 from planaria.core.plan import Plan, on_one_device
@@ -35,6 +36,7 @@ MICROBATCHES_A_PIPELINE: Final = 8
 # Nodes, and the goal.
 SIZES: Final = ((32, 0.010), (1000, 0.100))
 NUM_LOST: Final = 4
+OUTLOOK: Final = Outlook(failures_per_s=1e-4, unsaved_samples=1000.0)
 
 
 def main() -> int:
@@ -80,9 +82,15 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
         unforeseen_s = process_time() - began_s
         began_s = process_time()
         transitions = policy.propose(plan, cluster, event, prices)
-        best = best_transition(
-            transitions, global_batch_size=len(plan.routes), outlook=Outlook(failures_per_s=1e-4)
+        pairs = weighed_answers(
+            transitions,
+            prices=prices,
+            switch_s=REGROUP_S,
+            global_batch_size=len(plan.routes),
+            outlook=OUTLOOK,
         )
+        weighed = [as_that for _, as_that in pairs]
+        best = best_transition(weighed, global_batch_size=len(plan.routes), outlook=OUTLOOK)
         foreseen_s = process_time() - began_s
         is_fast = is_fast and foreseen_s <= goal_s
         print(

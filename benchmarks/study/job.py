@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Final
 
-from planaria.coordinator.choice import gains, is_followed
+from planaria.coordinator.choice import gains, weighed_answers
 from planaria.coordinator.history import (
     learned_failures_per_s,
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.switching import followed_as, weighed_as
+from planaria.coordinator.switching import weighed_as
 from planaria.core.cluster import (
     ClusterEvent,
     ClusterState,
@@ -230,13 +230,13 @@ class Job:
     def _best_answer(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
         """As coordinator/choice.py has it: what is to follow counts if it will."""
         outlook = self._outlook(transitions, now_s)
-        weighed = followed_as(transitions, prices=self.answers.prices, switch_s=REGROUP_S)
-        pairs = [
-            (one, as_that)
-            for one, as_that in zip(transitions, weighed, strict=True)
-            if not one.then
-            or is_followed(one, as_that, global_batch_size=self.batch, outlook=outlook)
-        ]
+        pairs = weighed_answers(
+            transitions,
+            prices=self.answers.prices,
+            switch_s=REGROUP_S,
+            global_batch_size=self.batch,
+            outlook=outlook,
+        )
         best = self._best(tuple(as_that for _, as_that in pairs), outlook)
         return next(one for one, as_that in pairs if as_that is best)
 

@@ -12,6 +12,7 @@ from planaria.core.plan import Transition
 from planaria.core.records import Candidate
 from planaria.policies.policy import (
     Outlook,
+    Prices,
     best_transition,
     expected_samples_per_s,
     expected_unsaved,
@@ -33,29 +34,26 @@ def candidates_of(
 ) -> tuple[Transition | None, tuple[Candidate, ...]]:
     """The best of the transitions, None if there are none, and the prices of all.
 
-    Of answers to a loss those are left out that another plan is to follow for which nobody would
-    change at a commit.
-
     Args:
         weighed: what each change is weighed as, its downtime being what is paid; empty for answers
-            to a loss.
+            to a loss, see `weighed_answers`.
     """
     if not transitions:
         return None, ()
     batch = rules.job.training.global_batch_size
     expected = outlook(rules, state, transitions, now_s)
     is_change = bool(weighed)
-    if not is_change:
-        weighed = followed_as(
-            transitions, prices=prices_of(rules, state), switch_s=switch_s(rules, state)
-        )
-    pairs = [
-        (transition, as_that)
-        for transition, as_that in zip(transitions, weighed, strict=True)
+    pairs = (
+        list(zip(transitions, weighed, strict=True))
         if is_change
-        or not as_that.then
-        or is_followed(transition, as_that, global_batch_size=batch, outlook=expected)
-    ]
+        else weighed_answers(
+            transitions,
+            prices=prices_of(rules, state),
+            switch_s=switch_s(rules, state),
+            global_batch_size=batch,
+            outlook=expected,
+        )
+    )
     best = best_transition(
         [as_that for _, as_that in pairs], global_batch_size=batch, outlook=expected
     )
@@ -80,14 +78,28 @@ def candidates_of(
     return replace(chosen, downtime_s=best.downtime_s) if is_change else chosen, tuple(candidates)
 
 
-def is_followed(
+def weighed_answers(
+    answers: tuple[Transition, ...],
+    *,
+    prices: Prices,
+    switch_s: float,
+    global_batch_size: int,
+    outlook: Outlook,
+) -> list[tuple[Transition, Transition]]:
+    """Answers to a loss, each with what it is weighed as; without those that another plan is to
+    follow for which nobody would change at a commit."""
+    weighed = followed_as(answers, prices=prices, switch_s=switch_s)
+    return [
+        (answer, as_that)
+        for answer, as_that in zip(answers, weighed, strict=True)
+        if not answer.then
+        or _is_followed(answer, as_that, global_batch_size=global_batch_size, outlook=outlook)
+    ]
+
+
+def _is_followed(
     answer: Transition, weighed: Transition, *, global_batch_size: int, outlook: Outlook
 ) -> bool:
-    """Whether it is worth to change to what is to follow an answer.
-
-    Args:
-        weighed: what both are weighed as.
-    """
     with_it, alone = (
         expected_samples_per_s(one, global_batch_size=global_batch_size, outlook=outlook)
         for one in (weighed, replace(answer, then=None))
