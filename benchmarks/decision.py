@@ -14,6 +14,7 @@ import pickle
 import sys
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import process_time
 from typing import Final
@@ -36,7 +37,7 @@ MICROBATCHES_A_PIPELINE: Final = 8
 # Nodes, and the goal.
 SIZES: Final = ((32, 0.010), (1000, 0.100))
 NUM_LOST: Final = 4
-OUTLOOK: Final = Outlook(failures_per_s=1e-4, unsaved_samples=1000.0)
+OUTLOOK: Final = Outlook(failures_per_s=1e-4, unsaved_samples=1000.0, lost_max=inf)
 
 
 def main() -> int:

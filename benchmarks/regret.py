@@ -42,10 +42,10 @@ from typing import Final
 
 from planaria.config import load_job
 from planaria.policies.named import policy_of
-from study.cases import Case, drawn_cases, every_of, happenings
+from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Job
 
-VERSION: Final = 3  # Of samples.
+VERSION: Final = 4  # Of samples.
 ADAPTIVE: Final = "adaptive"
 POLICIES: Final = (
     ADAPTIVE,
@@ -176,11 +176,11 @@ def trained(case: Case, answers: Answers, name: str, seed: int, *, num_failures:
     """The samples of one job until its last failure, and a mean gap after that."""
     start = answers.start(case.num_nodes)
     assert start is not None
-    problem = answers.every.problem
+    batch = answers.every.problem.num_microbatches * answers.every.problem.profile.microbatch_size
     run = Job(
         answers=answers,
-        batch=problem.num_microbatches * problem.profile.microbatch_size,
-        save_every_s=case.save_every_s,
+        batch=batch,
+        between_saves=batch * iterations_between_saves(case),
         is_adaptive=name == ADAPTIVE,
         plan=start.plan,
         iteration_s=start.iteration_s,

@@ -91,7 +91,6 @@ def decided(now_s: float, *, redone_samples: int = 0) -> Decided:
         pause_s=0.0,
         then_s=0.0,
         samples_at_risk=0.5,
-        then_at_risk=0.0,
         score=4.0,
     )
     return Decided(

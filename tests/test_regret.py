@@ -16,7 +16,7 @@ from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
 from policies.losses import every, plan_of
 from regret import Result, known_samples, page, result_line, summary, verdicts
-from study.cases import Case, drawn_cases, happenings
+from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Happening, Job
 
 CASE = Case(
@@ -39,7 +39,7 @@ def job() -> Job:
     return Job(
         answers=answers,
         batch=40,
-        save_every_s=100.0,
+        between_saves=400,
         is_adaptive=False,
         plan=plan_of(book, (2, 2)),
         iteration_s=10.0,
@@ -47,24 +47,12 @@ def job() -> Job:
     )
 
 
-def test_whole_iterations_count_and_saves_come_by_time(job: Job) -> None:
-    """At 255 s there are 25 iterations of 40 samples; the save at 200 s has 20."""
+def test_whole_iterations_count_and_each_tenth_is_saved(job: Job) -> None:
+    """At 255 s there are 25 iterations of 40 samples, and the newest save has 20."""
     job.go_on(255.0)
 
     assert job.samples == 1000
-    assert job.saved == 800
-
-
-def test_a_save_that_was_due_while_nobody_trained_is_made_afterwards(job: Job) -> None:
-    """Due at 200 s, down from 195 to 215 s: with what there was, and the next 100 s later."""
-    job.go_on(195.0)
-    job.begins_s = 215.0
-    job.go_on(260.0)
-    assert job.saved == 760
-
-    job.go_on(330.0)
-
-    assert (job.saved, job.samples) == (760 + 400, 760 + 440)
+    assert job.unsaved == 200
 
 
 def test_a_loss_costs_the_iteration_in_flight_and_the_downtime(job: Job) -> None:
@@ -97,7 +85,7 @@ def test_a_node_that_is_back_joins_once_its_layers_have_moved(job: Job) -> None:
 
 
 def test_the_last_copy_takes_along_what_is_not_saved(job: Job) -> None:
-    """Both first places are gone: from the save at 200 s, in place, with the two that are left."""
+    """Both first places are gone: from the 20th iteration, in place, with the two that are left."""
     job.answer(Happening(255.0, (0, 2), is_loss=True))
 
     assert job.samples == 800
@@ -119,7 +107,7 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
         job = Job(
             answers=Answers(book, Adaptive((Unequal(Reinstantiate(book)),))),
             batch=40,
-            save_every_s=100.0,
+            between_saves=400,
             is_adaptive=True,
             plan=one,
             iteration_s=10.0,
@@ -135,12 +123,12 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
 
 
 def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
-    """Though all layers live: of 25 iterations at 255 s the save at 200 s has 20."""
+    """Though all layers live: of 25 iterations at 255 s the newest save has 20."""
     book = every(4, n0=1, f=1)
     job = Job(
         answers=Answers(book, Morph(book)),
         batch=40,
-        save_every_s=100.0,
+        between_saves=400,
         is_adaptive=False,
         plan=plan_of(book, (2, 2)),
         iteration_s=10.0,
@@ -148,7 +136,7 @@ def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
     )
     job.answer(Happening(255.0, (1,), is_loss=True))
 
-    assert job.samples == job.saved == 800
+    assert job.samples == 800
     assert job.plan is not None
     assert job.begins_s > 255.0
 
@@ -162,7 +150,7 @@ def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
     job = Job(
         answers=answers,
         batch=40,
-        save_every_s=100.0,
+        between_saves=400,
         is_adaptive=False,
         plan=start.plan,
         iteration_s=10.0,
@@ -173,6 +161,19 @@ def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
     assert start.plan.shadows
     assert job.samples == 1000
     assert job.begins_s == 255.0 + answers.prices.regroup_s
+
+
+def test_saves_are_as_far_apart_as_the_case_says_at_the_start() -> None:
+    """In iterations, which is how a job is told."""
+    every = every_of(CASE)
+    (start,) = {
+        priced.iteration_s
+        for policy in (Reinstantiate(every), Morph(every))
+        if (priced := Answers(every, policy).start(CASE.num_nodes))
+    }
+
+    assert iterations_between_saves(CASE) == round(CASE.save_every_s / start)
+    assert iterations_between_saves(replace(CASE, save_every_s=start / 3)) == 1
 
 
 def test_every_run_has_all_its_failures() -> None:

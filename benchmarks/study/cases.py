@@ -27,6 +27,7 @@ class Case:
         gap_s: mean time between failures of the job.
         burst: so many nodes at most fail at once.
         repair_s: mean time until a node is back.
+        save_every_s: what the iterations from one save to the next take at the start.
         failures_tolerated: what the job asks for: each layer is to be on one more node than this.
     """
 
@@ -87,6 +88,14 @@ def every_of(case: Case) -> EveryPlan:
     """What the job can be re-formed to."""
     problem = _problem(case)
     return every_plan(problem, case.num_nodes, pipeline_templates(problem, case.num_nodes))
+
+
+@cache
+def iterations_between_saves(case: Case) -> int:
+    """The same whatever policy answers."""
+    every = every_of(case)
+    templates = [pipeline.template for pipeline in every.plans[case.num_nodes].pipelines]
+    return max(1, round(case.save_every_s / every.distribution(templates)[0]))
 
 
 @cache

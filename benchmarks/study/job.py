@@ -12,7 +12,7 @@ Not modelled: coordinators that fail, slow or distrusted nodes.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import Final
 
 from planaria.coordinator.choice import gains, weighed_answers
@@ -43,7 +43,6 @@ from planaria.policies.policy import (
     Prices,
     best_transition,
     expected_samples_per_s,
-    expected_unsaved,
     profile_prices,
 )
 from planaria.policies.unequal import STAY
@@ -150,22 +149,20 @@ class Job:
     """One job until some time.
 
     Attributes:
+        between_saves: samples from one save to the next.
         begins_s: when it trains by its plan; samples count from then on.
         following: a change that is being made, and when its plan begins.
-        saved: samples that the newest save has.
     """
 
     answers: Answers
     batch: int
-    save_every_s: float
+    between_saves: int
     is_adaptive: bool
     plan: Plan | None
     iteration_s: float
     alive: set[int]
     begins_s: float = 0.0
-    samples: float = 0.0
-    saved: float = 0.0
-    saved_s: float = 0.0
+    samples: int = 0
     history: FailureHistory = field(default_factory=lambda: FailureHistory(since_s=1e-9))
     following: tuple[float, Plan, float] | None = None
 
@@ -182,14 +179,13 @@ class Job:
         if self.plan is None or until_s <= self.begins_s:
             return
         done = floor((until_s - self.begins_s) / self.iteration_s + _ROUNDING)
-        due_s = max(self.begins_s, self.saved_s + self.save_every_s)
-        if due_s <= until_s:
-            periods = (until_s - due_s) // self.save_every_s
-            self.saved_s = due_s + periods * self.save_every_s
-            before = floor(max(0.0, self.saved_s - self.begins_s) / self.iteration_s + _ROUNDING)
-            self.saved = self.samples + self.batch * before
         self.samples += self.batch * done
         self.begins_s += done * self.iteration_s
+
+    @property
+    def unsaved(self) -> int:
+        """Samples that the newest save does not have."""
+        return self.samples % self.between_saves
 
     def answer(self, what: Happening) -> None:
         """Loses nodes, or gets them back."""
@@ -216,12 +212,12 @@ class Job:
             return
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
         if not transitions:  # Some layer has no holder: all go back to the save, in place.
-            self.samples = self.saved
+            self.samples -= self.unsaved
             self._restart(what.at_s, self.answers.prices.regroup_s)
             return
         best = self._best_answer(transitions, what.at_s)
         if best.goes_back:
-            self.samples = self.saved
+            self.samples -= self.unsaved
         self._take(best, node_of)
         self.begins_s = what.at_s + best.downtime_s
         if self.plan.gone and self.is_adaptive:
@@ -229,7 +225,7 @@ class Job:
 
     def _best_answer(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
         """As coordinator/choice.py has it: what is to follow counts if it will."""
-        outlook = self._outlook(transitions, now_s)
+        outlook = self._outlook(now_s)
         pairs = weighed_answers(
             transitions,
             prices=self.answers.prices,
@@ -254,7 +250,7 @@ class Job:
             prices=self.answers.prices,
             switch_s=REGROUP_S,
         )
-        outlook = self._outlook(transitions, now_s)
+        outlook = self._outlook(now_s)
         best = self._best(weighed, outlook)
         then = best.then or best
         placed = any(node_of[label] in event.joined for label in then.after.nodes)
@@ -281,18 +277,13 @@ class Job:
     def _best(self, transitions: tuple[Transition, ...], outlook: Outlook) -> Transition:
         return best_transition(transitions, global_batch_size=self.batch, outlook=outlook)
 
-    def _outlook(self, transitions: tuple[Transition, ...], now_s: float) -> Outlook:
-        """As coordinator/choice.py has it, with saves that come by time."""
-        rate = learned_failures_per_s(self.history, now_s)
-        fastest_s = min(one.iteration_s for one in transitions)
-        unsaved = expected_unsaved(
-            self.samples - self.saved,
-            self.batch / (rate * fastest_s),
-            self.batch * self.save_every_s / fastest_s,
-        )
+    def _outlook(self, now_s: float) -> Outlook:
+        """As coordinator/choice.py has it."""
         return Outlook(
-            failures_per_s=rate,
-            unsaved_samples=unsaved,
+            failures_per_s=learned_failures_per_s(self.history, now_s),
+            unsaved_samples=self.unsaved,
+            between_saves=self.between_saves,
+            lost_max=inf,
             nodes_per_failure=learned_nodes_per_failure(self.history, now_s),
         )
 

@@ -34,7 +34,7 @@ def proposed(
 
 def expected_samples(transition: Transition, outlook: Outlook) -> float:
     """The objective once more, from the definition: who holds what is counted layer by layer, and
-    what follows is worth its own as soon as it begins."""
+    what follows is worth its own as soon as it begins. As much is lost whenever it is."""
     rate = outlook.failures_per_s
     redone_s = transition.iteration_s * transition.redone_samples / NUM_SAMPLES
     begins_s, plans = [transition.downtime_s + redone_s], [transition]
@@ -48,10 +48,15 @@ def expected_samples(transition: Transition, outlook: Outlook) -> float:
             over = exp(-rate * begins_s[index + 1])
         holders = [set(one.after.holders(x)) for x in range(one.after.num_layers)]
         alone = {rank for ranks in holders if len(ranks) == 1 for rank in ranks}
-        at_risk = rate * outlook.unsaved_samples * len(alone) / len(one.after.nodes)
+        at_risk = rate * outlook.lost_max * len(alone) / len(one.after.nodes)
         total += NUM_SAMPLES / one.iteration_s * (left - over)
         total -= at_risk * ((left if index else 1.0) - over)
     return total
+
+
+def losing(failures_per_s: float, samples: float) -> Outlook:
+    """So many are lost with a last copy."""
+    return Outlook(failures_per_s=failures_per_s, unsaved_samples=samples, lost_max=samples)
 
 
 @settings(max_examples=6)
@@ -66,9 +71,8 @@ def test_the_choice_is_the_best_of_all_candidates(
         lost = tuple(
             sorted(data.draw(st.sets(st.sampled_from(plan.nodes), min_size=1, max_size=2)))
         )
-        outlook = Outlook(
-            failures_per_s=10.0 ** data.draw(st.floats(-7.5, 0.0)),
-            unsaved_samples=data.draw(st.floats(0.0, 1e6)),
+        outlook = losing(
+            10.0 ** data.draw(st.floats(-7.5, 0.0)), samples=data.draw(st.floats(0.0, 1e6))
         )
         apart = [one for p in policies(book) for one in proposed(book, p, plan, lost)]
         together = proposed(book, Adaptive(policies(book)), plan, lost)
@@ -104,7 +108,7 @@ def test_one_job_is_answered_by_either_policy() -> None:
     def chosen(
         options: Sequence[Transition], failures_per_s: float, unsaved_samples: float
     ) -> tuple[str, str]:
-        outlook = Outlook(failures_per_s=failures_per_s, unsaved_samples=unsaved_samples)
+        outlook = losing(failures_per_s, unsaved_samples)
         best = best_transition(options, global_batch_size=NUM_SAMPLES, outlook=outlook)
         return best.policy, best.answer
 

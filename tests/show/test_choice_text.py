@@ -75,7 +75,7 @@ def test_what_a_failure_costs_is_told_where_that_differs() -> None:
 
 
 def test_of_an_answer_that_another_plan_follows_both_are_told() -> None:
-    """The pause between them, and the risk of each, are part of its price."""
+    """The pause between them is part of its price; what is at risk is so under either."""
     event = EventRecord(
         kind="kill",
         nodes=(3,),
@@ -84,14 +84,14 @@ def test_of_an_answer_that_another_plan_follows_both_are_told() -> None:
         answer="reroute, then merge",
         candidates=(
             priced("reroute", "reroute, then merge", 1.5, 0.1, 3.0)
-            | {"then_s": 1.25, "pause_s": 0.2, "samples_at_risk": 3.44, "then_at_risk": 96.0},
+            | {"then_s": 1.25, "pause_s": 0.2, "samples_at_risk": 96.0},
             priced("reroute", "reroute", 1.5, 0.1) | {"samples_at_risk": 3.44},
         ),
     )
 
     assert choice_text(event) == (
-        "reroute, then merge: 1.50 s an iteration after 100.0 ms, 3.4 samples at risk, layers move "
-        "for 3.00 s, then 1.25 s after a pause of 200.0 ms, 96 samples at risk; "
+        "reroute, then merge: 1.50 s an iteration after 100.0 ms, layers move for 3.00 s, then "
+        "1.25 s after a pause of 200.0 ms, 96 samples at risk; "
         "reroute would be 1.50 s after 100.0 ms, 3.4 samples at risk; "
         "a failure costs the samples at risk on average, as it may take a last copy"
     )

@@ -15,7 +15,6 @@ from planaria.policies.policy import (
     Prices,
     best_transition,
     expected_samples_per_s,
-    expected_unsaved,
     samples_at_risk,
 )
 
@@ -41,7 +40,7 @@ def candidates_of(
     if not transitions:
         return None, ()
     batch = rules.job.training.global_batch_size
-    expected = outlook(rules, state, transitions, now_s)
+    expected = outlook(rules, state, now_s)
     is_change = bool(weighed)
     pairs = (
         list(zip(transitions, weighed, strict=True))
@@ -69,8 +68,7 @@ def candidates_of(
                 moving_s=as_that.then.downtime_s if as_that.then else 0.0,
                 pause_s=0.0 if is_change else as_that.downtime_s - transition.downtime_s,
                 then_s=then.iteration_s if then else 0.0,
-                samples_at_risk=samples_at_risk(transition.after, expected),
-                then_at_risk=samples_at_risk(then.after, expected) if then else 0.0,
+                samples_at_risk=samples_at_risk(as_that, global_batch_size=batch, outlook=expected),
                 score=expected_samples_per_s(as_that, global_batch_size=batch, outlook=expected),
             )
         )
@@ -121,27 +119,19 @@ def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
     return 1.0 / learned_failures_per_s(state.history, now_s)
 
 
-def outlook(
-    rules: Rules, state: JobState, transitions: tuple[Transition, ...], now_s: float
-) -> Outlook:
-    """The rate and the size of failures, and what is not saved when the next one is to be expected.
-
-    The last is what there is since the newest save of this run, and what the fastest of the answers
-    makes until then, less what is saved meanwhile, where the job saves as it goes; and no more than
-    all go back to copies in other nodes' memory, which are taken to survive.
+def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
+    """The rate and the size of failures, and what is not saved: since the newest save of this run,
+    and of what is to come as much as is trained between saves; and no more than all go back to
+    copies in other nodes' memory, which are taken to survive.
     """
     training, job = rules.job.training, rules.job.checkpoint
-    to_failure_s = time_to_failure_s(rules, state, now_s)
     saved = max(rules.first_iteration, state.published)
-    fastest_s = min(transition.iteration_s for transition in transitions)
-    # A save may be published before the last report of its iteration is in.
-    num_unsaved = expected_unsaved(
-        state.next_iteration - saved, to_failure_s / fastest_s, job.persist_every or inf
-    )
-    if job.copies > 1:
-        num_unsaved = min(num_unsaved, _BACK_MAX * (1 if job.every == "auto" else job.every))
+    every = 1 if job.every == "auto" else job.every
     return Outlook(
-        failures_per_s=1.0 / to_failure_s,
-        unsaved_samples=num_unsaved * training.global_batch_size,
+        failures_per_s=1.0 / time_to_failure_s(rules, state, now_s),
+        # A save may be published before the last report of its iteration is in.
+        unsaved_samples=max(0, state.next_iteration - saved) * training.global_batch_size,
+        between_saves=(job.persist_every or inf) * training.global_batch_size,
+        lost_max=(_BACK_MAX * every if job.copies > 1 else inf) * training.global_batch_size,
         nodes_per_failure=learned_nodes_per_failure(state.history, now_s),
     )

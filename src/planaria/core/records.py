@@ -181,7 +181,6 @@ class Candidate:
         then_s: of an iteration by that plan; 0 if none follows.
         samples_at_risk: that the next failure makes the job train again, on average, because a last
             copy of some layer is lost with it.
-        then_at_risk: the same by the plan that follows.
         score: in samples a second; the highest is taken.
     """
 
@@ -193,7 +192,6 @@ class Candidate:
     pause_s: float
     then_s: float
     samples_at_risk: float
-    then_at_risk: float
     score: float
 
 

@@ -43,17 +43,23 @@ class Outlook:
 
     Attributes:
         failures_per_s: of the whole job; 0 if none is expected.
-        unsaved_samples: that would be trained again if it took the last copy of a layer.
+        unsaved_samples: now, those that would be trained again if it took the last copy of a layer.
+        between_saves: samples from one save to the next; inf if nothing is saved.
+        lost_max: samples that are trained again at most: of copies in memory, or inf.
         nodes_per_failure: that one failure takes at once, on average.
     """
 
     failures_per_s: float
     unsaved_samples: float = 0.0
+    between_saves: float = inf
+    lost_max: float = 0.0
     nodes_per_failure: float = 1.0
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.failures_per_s < inf
         assert 0.0 <= self.unsaved_samples < inf
+        assert self.between_saves > 0.0
+        assert self.lost_max >= 0.0
         assert 1.0 <= self.nodes_per_failure < inf
 
 
@@ -223,14 +229,9 @@ def expected_samples_per_s(
         samples until the next failure = v * integral over T of L * exp(-L * T) * max(0, T - t)
                                        = v * exp(-L * t) / L
 
-    If the next failure takes the last copy of some layer, which it does with probability p
-    (`share_at_risk`), the job goes back to its newest save, and U samples, those that are not saved
-    by then, are lost. Over 1 / L together:
-
-        v * exp(-L * t) - L * U * p
-
-    If another plan follows, m after the first has begun, what is beyond t + m is worth what that
-    one makes and risks, not the first: exp(-L * (t + m)) times their difference is added.
+    If another plan follows, m after the first has begun, what is beyond t + m is made at its pace:
+    exp(-L * (t + m)) / L times the difference is added. What the next failure takes back on average
+    is subtracted: `samples_at_risk`.
 
     With L = 0 that is v: the fastest iteration. Where L is high the least t is best.
 
@@ -238,17 +239,64 @@ def expected_samples_per_s(
     Differs: samples that are redone are time in which nothing counts; last copies have a price.
     """
     samples_per_s = global_batch_size / transition.iteration_s
-    begin_s = transition.downtime_s + transition.redone_samples / samples_per_s
     rate = outlook.failures_per_s
-    at_risk_per_s = rate * samples_at_risk(transition.after, outlook)
-    useful_per_s = samples_per_s * exp(-rate * begin_s) - at_risk_per_s
+    begins_s = _begins_s(transition, global_batch_size)
+    at_risk = samples_at_risk(transition, global_batch_size=global_batch_size, outlook=outlook)
+    useful_per_s = samples_per_s * exp(-rate * begins_s) - rate * at_risk
     then = transition.then
     if then is None:
         return useful_per_s
-    end_s = begin_s + then.downtime_s
-    until_then = samples_per_s - at_risk_per_s
-    then_per_s = global_batch_size / then.iteration_s - rate * samples_at_risk(then.after, outlook)
-    return useful_per_s + exp(-rate * end_s) * (then_per_s - until_then)
+    faster_per_s = global_batch_size / then.iteration_s - samples_per_s
+    return useful_per_s + exp(-rate * (begins_s + then.downtime_s)) * faster_per_s
+
+
+def _begins_s(transition: Transition, global_batch_size: int) -> float:
+    """When its first plan makes samples that were not made before."""
+    redone_s = transition.iteration_s * transition.redone_samples / global_batch_size
+    return transition.downtime_s + redone_s
+
+
+def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: Outlook) -> float:
+    """What the next failure makes the job train again, on average.
+
+    A failure at T takes the last copy of some layer with probability p (`share_at_risk`) of the
+    plan by which the job trains then. It goes back to its newest save, so all that is not saved by
+    T is trained again: x, what is unsaved now, until the plan begins at t, and what that one made
+    besides after that, less what is saved meanwhile. With E(y, v) the mean of that if training
+    begins with y unsaved (`expected_unsaved`), for exponential T forgets how long it was
+
+        p * (x * (1 - exp(-L * t)) + exp(-L * t) * E(x, v))
+
+    If another plan follows, with p' and v', at t' with y unsaved, it adds
+
+        exp(-L * t') * (p' * E(y, v') - p * E(y, v))
+    """
+    rate = outlook.failures_per_s
+    if not rate * outlook.lost_max:
+        return 0.0
+
+    def mean_unsaved(unsaved: float, iteration_s: float) -> float:
+        to_failure = global_batch_size / iteration_s / rate
+        mean = expected_unsaved(unsaved, to_failure, outlook.between_saves)
+        return min(mean, outlook.lost_max)
+
+    begins_s = _begins_s(transition, global_batch_size)
+    unsaved = min(outlook.unsaved_samples, outlook.lost_max)
+    share = share_at_risk(transition.after, nodes_per_failure=outlook.nodes_per_failure)
+    begun = exp(-rate * begins_s)
+    lost = share * (
+        unsaved * (1.0 - begun)
+        + begun * mean_unsaved(outlook.unsaved_samples, transition.iteration_s)
+    )
+    then = transition.then
+    if then is None:
+        return lost
+    made = then.downtime_s / transition.iteration_s * global_batch_size
+    unsaved = (outlook.unsaved_samples + made) % outlook.between_saves
+    then_share = share_at_risk(then.after, nodes_per_failure=outlook.nodes_per_failure)
+    more = then_share * mean_unsaved(unsaved, then.iteration_s)
+    more -= share * mean_unsaved(unsaved, transition.iteration_s)
+    return lost + exp(-rate * (begins_s + then.downtime_s)) * more
 
 
 def expected_unsaved(unsaved: float, to_failure: float, between_saves: float) -> float:
@@ -271,14 +319,6 @@ def expected_unsaved(unsaved: float, to_failure: float, between_saves: float) ->
         return unsaved
     num_saves = exp((unsaved - between_saves) / to_failure) / -expm1(-between_saves / to_failure)
     return max(0.0, unsaved + to_failure - between_saves * num_saves)
-
-
-def samples_at_risk(plan: Plan, outlook: Outlook) -> float:
-    """U * p: what the next failure makes the job train again under a plan, on average."""
-    if not outlook.failures_per_s * outlook.unsaved_samples:
-        return 0.0
-    share = share_at_risk(plan, nodes_per_failure=outlook.nodes_per_failure)
-    return outlook.unsaved_samples * share
 
 
 def best_transition(

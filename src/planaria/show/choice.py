@@ -42,7 +42,7 @@ def choice_text(event: EventRecord) -> str:
 
 def differs_in_risk(event: EventRecord) -> bool:
     """Whether the next failure costs other samples after one candidate than after another."""
-    return len({text for candidate in event.candidates for text in _risk_texts(candidate)}) > 1
+    return len({_risk_text(candidate) for candidate in event.candidates}) > 1
 
 
 def _name(candidate: Mapping[str, object]) -> tuple[object, object]:
@@ -56,22 +56,17 @@ def _price(candidate: Mapping[str, object], of_what: str = "", *, is_risk_told: 
         for key in ("iteration_s", "downtime_s", "moving_s", "pause_s", "then_s")
     )
     moving = [f"layers move for {seconds_text(moving_s)}"] if moving_s else []
-    risk, *then_risk = _risk_texts(candidate) if is_risk_told else ("", "")
+    then = (
+        [f"then {seconds_text(then_s)} after a pause of {seconds_text(pause_s)}"] if then_s else []
+    )
+    risk = [_risk_text(candidate)] if is_risk_told else []
     parts = [f"{seconds_text(iteration_s)} {of_what}after {seconds_text(downtime_s)}"]
-    if then_s:
-        then = f"then {seconds_text(then_s)} after a pause of {seconds_text(pause_s)}"
-        parts += [risk, *moving, then, *then_risk]
-    else:
-        parts += [*moving, risk]
-    return ", ".join(filter(None, parts))
+    return ", ".join([*parts, *moving, *then, *risk])
 
 
-def _risk_texts(candidate: Mapping[str, object]) -> list[str]:
-    """By its plan, and by the one that follows if there is one; rounded as they are told."""
-    samples = [_number(candidate, "samples_at_risk")]
-    if _number(candidate, "then_s"):
-        samples.append(_number(candidate, "then_at_risk"))
-    return [f"{_rounded(one)} samples at risk" for one in samples]
+def _risk_text(candidate: Mapping[str, object]) -> str:
+    """Rounded as it is told."""
+    return f"{_rounded(_number(candidate, 'samples_at_risk'))} samples at risk"
 
 
 def _rounded(samples: float) -> str:
