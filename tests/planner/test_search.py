@@ -225,6 +225,21 @@ def test_a_search_has_an_answer_soon_and_never_a_worse_one(
         assert [x.num_kept for x in front] == sorted({x.num_kept for x in front})
 
 
+def test_where_one_pipeline_is_the_fastest_the_best_of_more_is_found_too() -> None:
+    """Links are so slow that reductions take longest, and no failure is to be tolerated; but it may
+    be worth something that every layer has a second holder."""
+    problem = llama(16)
+    slow = replace(problem.profile.links["inter_node"], bandwidth_bytes_per_s=1e9)
+    profile = replace(problem.profile, links={**problem.profile.links, "inter_node": slow})
+    problem = replace(problem, profile=profile, failures_tolerated=0)
+
+    front = found(problem, 6, present=())
+    safe, *_ = found(replace(problem, failures_tolerated=1), 6, present=())
+
+    assert [layout.is_doubled for layout in front] == [False, True]
+    assert front[1] == safe
+
+
 def test_layouts_keep_to_the_ranges(
     fifteen: tuple[Problem, list[PipelineTemplate], list[tuple[Layout, ...]]],
 ) -> None:

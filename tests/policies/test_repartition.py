@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
-from planaria.core.plan import NodeKind, Plan, Transition
+from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.depths import Ranges
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroutes import simulated_s
-from planaria.planner.search import Searched
+from planaria.planner.search import Layout, Searched
 from planaria.policies.reinstantiate import Reinstantiate
-from planaria.policies.repartition import Repartition
+from planaria.policies.repartition import Repartition, answers
 from planaria.policies.unequal import STAY, Unequal
 from policies.losses import (
     NUM_LAYERS,
@@ -99,6 +99,29 @@ def test_what_was_searched_before_is_not_searched_again() -> None:
 
     assert tuple(one.iteration_s for one in found) == tuple(one.iteration_s for one in known)
     assert found[0].iteration_s <= at_once[0].iteration_s
+
+
+def test_answers_are_called_by_what_they_have_that_faster_ones_lack() -> None:
+    """Each has a name of its own, also where the fastest holds layers once."""
+
+    template = PipelineTemplate((Stage(0, 1, 1),), 1)
+
+    def layout(num_pipelines: int, num_kept: int) -> Layout:
+        templates = (template,) * num_pipelines
+        return Layout(templates, (1,) * num_pipelines, False, 1.0, num_kept)
+
+    assert answers([layout(2, 0), layout(3, 1), layout(1, 2), layout(1, 3)]) == [
+        "repartition",
+        "repartition-keeping-1",
+        "repartition-once",
+        "repartition-once-keeping-3",
+    ]
+    assert answers([layout(1, 0), layout(2, 0), layout(2, 1), layout(1, 1)]) == [
+        "repartition",
+        "repartition-doubled",
+        "repartition-doubled-keeping-1",
+        "repartition-keeping-1",
+    ]
 
 
 def test_a_node_that_joins_gets_work() -> None:

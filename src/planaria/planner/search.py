@@ -55,6 +55,11 @@ class Layout:
     iteration_s: float
     num_kept: int
 
+    @property
+    def is_doubled(self) -> bool:
+        """Whether every layer has a second holder, which a single pipeline lacks."""
+        return len(self.templates) > 1
+
 
 def layouts(
     problem: Problem,
@@ -66,8 +71,8 @@ def layouts(
     """Ever better layouts that use all nodes, in steps of a few ms for tens of nodes.
 
     Each step yields the best so far, none at first: the fastest, then those that are slower but
-    keep more of the pipelines that there are. A layout has f + 1 pipelines, or as many as there can
-    be.
+    keep more of the pipelines that there are, or hold layers twice where the fastest does not. A
+    layout has f + 1 pipelines, or as many as there can be.
 
     Args:
         present: the templates of the pipelines that there are; of nodes that all are as the profile
@@ -133,7 +138,8 @@ class _Search:
     """What is known so far.
 
     Attributes:
-        front: the layouts than which none is both faster and keeps as much, the fastest first.
+        front: the layouts than which none is faster, keeps as much and holds layers as often, the
+            fastest first.
     """
 
     def __init__(self, problem: Problem, present: Sequence[PipelineTemplate]) -> None:
@@ -155,13 +161,13 @@ class _Search:
         anew = tuple(_Slot(depth, None) for depth in depths)
         found = []
         for slots in dict.fromkeys((self._keeping(depths), anew)):
-            if self._least_s(depths, is_split=False) < self._best_s():
+            if self._least_s(depths, is_split=False) < self._best_s(depths):
                 found.append((yield from self._whole(slots)))
                 self._add(found[-1])
                 yield
             if not self._problem.splits_backward:
                 continue
-            if self._least_s(depths, is_split=True) < self._best_s():
+            if self._least_s(depths, is_split=True) < self._best_s(depths):
                 found.append((yield from self._split(slots)))
                 self._add(found[-1])
                 yield
@@ -173,7 +179,7 @@ class _Search:
         if not self._problem.splits_backward:
             return
         for depths in sorted(self._seconds, key=lambda one: (self._seconds[one], one))[:_CUT_ANEW]:
-            if self._least_s(depths, is_split=True) < self._best_s():
+            if self._least_s(depths, is_split=True) < self._best_s(depths):
                 yield from self._improve(depths)
 
     def _improve(self, depths: tuple[int, ...]) -> Iterator[None]:
@@ -208,8 +214,12 @@ class _Search:
             slots.append(_Slot(depth, kept))
         return tuple(slots)
 
-    def _best_s(self) -> float:
-        return self.front[0].iteration_s if self.front else inf
+    def _best_s(self, depths: Sequence[int]) -> float:
+        """Of the layouts that hold layers as often as pipelines of these depths."""
+        is_doubled = len(depths) > 1
+        return min(
+            (one.iteration_s for one in self.front if one.is_doubled >= is_doubled), default=inf
+        )
 
     def _least_s(self, depths: Sequence[int], *, is_split: bool) -> float:
         """No iteration of pipelines of these depths takes less.
@@ -333,9 +343,17 @@ class _Search:
         if layout is None or any(_is_as_good(one, layout) for one in self.front):
             return
         left = [one for one in self.front if not _is_as_good(layout, one)]
-        *others, keeping = sorted((*left, layout), key=lambda one: one.iteration_s)
-        self.front = (*others[: FRONT_MAX - 1], keeping)
+        front: list[Layout] = []
+        for is_doubled in (False, True):
+            alike = [one for one in (*left, layout) if one.is_doubled is is_doubled]
+            alike.sort(key=lambda one: one.iteration_s)
+            front += (*alike[: FRONT_MAX - 1], *alike[FRONT_MAX - 1 :][-1:])
+        self.front = tuple(sorted(front, key=lambda one: one.iteration_s))
 
 
 def _is_as_good(one: Layout, other: Layout) -> bool:
-    return one.iteration_s <= other.iteration_s and one.num_kept >= other.num_kept
+    return (
+        one.iteration_s <= other.iteration_s
+        and one.num_kept >= other.num_kept
+        and one.is_doubled >= other.is_doubled
+    )

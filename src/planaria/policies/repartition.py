@@ -67,7 +67,7 @@ class Repartition:
         front = self.searched.front(len(cluster.nodes), present)
         found = tuple(
             self._transition(layout, answer, plan, cluster, event, prices)
-            for layout, answer in zip(front, _answers(front), strict=True)
+            for layout, answer in zip(front, answers(front), strict=True)
         )
         is_for_better = isinstance(event, NodesChanged) and not (event.joined or event.leaving)
         if not found or is_for_better or all(num_exposed(one.after, cluster) for one in found):
@@ -124,10 +124,16 @@ def templates_of(plan: Plan) -> tuple[PipelineTemplate, ...]:
     return tuple(pipeline.template for pipeline in plan.pipelines)
 
 
-def _answers(front: Sequence[Layout]) -> list[str]:
-    """What each is called."""
-    kept = (f"{REPARTITION}-keeping-{layout.num_kept}" for layout in front[1:])
-    return [REPARTITION, *kept] if front else []
+def answers(front: Sequence[Layout]) -> list[str]:
+    """What each is called, by what it has that faster ones lack."""
+    names = []
+    for index, layout in enumerate(front):
+        is_like_fastest = layout.is_doubled is front[0].is_doubled
+        holding = "" if is_like_fastest else "-doubled" if layout.is_doubled else "-once"
+        is_first = all(one.is_doubled is not layout.is_doubled for one in front[:index])
+        keeping = "" if is_first else f"-keeping-{layout.num_kept}"
+        names.append(f"{REPARTITION}{holding}{keeping}")
+    return names
 
 
 def _dealt(layout: Layout, pipelines: Sequence[Pipeline]) -> tuple[int, ...]:
