@@ -45,7 +45,7 @@ from planaria.policies.named import policy_of
 from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Job
 
-VERSION: Final = 4  # Of samples.
+VERSION: Final = 5  # Of samples.
 ADAPTIVE: Final = "adaptive"
 POLICIES: Final = (
     ADAPTIVE,
@@ -56,6 +56,7 @@ POLICIES: Final = (
     "absorb",
     "morph",
 )
+IMPROVING: Final = (ADAPTIVE, "repartition")
 NOT_KEEPING: Final = ("morph",)  # Every layer on as many nodes as the job asks for.
 TOLERATED: Final = (1, 0)
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "paced.toml"
@@ -181,11 +182,12 @@ def trained(case: Case, answers: Answers, name: str, seed: int, *, num_failures:
         answers=answers,
         batch=batch,
         between_saves=batch * iterations_between_saves(case),
-        is_adaptive=name == ADAPTIVE,
+        improves=name in IMPROVING,
         plan=start.plan,
         iteration_s=start.iteration_s,
         alive=set(range(case.num_nodes)),
     )
+    run.improve()
     what = happenings(case, seed, num_failures=num_failures)
     for one in what:
         run.answer(one)

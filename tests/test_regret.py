@@ -40,7 +40,7 @@ def job() -> Job:
         answers=answers,
         batch=40,
         between_saves=400,
-        is_adaptive=False,
+        improves=False,
         plan=plan_of(book, (2, 2)),
         iteration_s=10.0,
         alive={0, 1, 2, 3},
@@ -108,7 +108,7 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
             answers=Answers(book, Adaptive((Unequal(Reinstantiate(book)),))),
             batch=40,
             between_saves=400,
-            is_adaptive=True,
+            improves=True,
             plan=one,
             iteration_s=10.0,
             alive={*alive, lost},
@@ -122,6 +122,18 @@ def test_an_answer_is_the_same_whatever_the_nodes_are_called() -> None:
     assert results[1].plan.nodes == (1, 3, 7)
 
 
+@pytest.mark.parametrize("improves", [False, True])
+def test_a_first_plan_that_was_not_searched_for_gives_way(job: Job, *, improves: bool) -> None:
+    """Four pipelines of one are the fastest; until their layers have moved two of two train."""
+    job.improves = improves
+    job.improve()
+
+    assert bool(job.following) is improves
+    job.go_on(1000.0)
+    assert job.plan is not None
+    assert len(job.plan.pipelines) == (4 if improves else 2)
+
+
 def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
     """Though all layers live: of 25 iterations at 255 s the newest save has 20."""
     book = every(4, n0=1, f=1)
@@ -129,7 +141,7 @@ def test_a_morphing_job_goes_back_to_its_save_at_every_loss() -> None:
         answers=Answers(book, Morph(book)),
         batch=40,
         between_saves=400,
-        is_adaptive=False,
+        improves=False,
         plan=plan_of(book, (2, 2)),
         iteration_s=10.0,
         alive={0, 1, 2, 3},
@@ -151,7 +163,7 @@ def test_an_absorbing_job_keeps_shadows_and_moves_nothing() -> None:
         answers=answers,
         batch=40,
         between_saves=400,
-        is_adaptive=False,
+        improves=False,
         plan=start.plan,
         iteration_s=10.0,
         alive={0, 1, 2, 3},

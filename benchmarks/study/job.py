@@ -12,7 +12,7 @@ Not modelled: coordinators that fail, slow or distrusted nodes.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil, floor, inf
+from math import floor, inf
 from typing import Final
 
 from planaria.coordinator.choice import gains, weighed_answers
@@ -150,6 +150,7 @@ class Job:
 
     Attributes:
         between_saves: samples from one save to the next.
+        improves: a plan that was not searched for gives way to a better one at a commit.
         begins_s: when it trains by its plan; samples count from then on.
         following: a change that is being made, and when its plan begins.
     """
@@ -157,7 +158,7 @@ class Job:
     answers: Answers
     batch: int
     between_saves: int
-    is_adaptive: bool
+    improves: bool
     plan: Plan | None
     iteration_s: float
     alive: set[int]
@@ -220,7 +221,12 @@ class Job:
             self.samples -= self.unsaved
         self._take(best, node_of)
         self.begins_s = what.at_s + best.downtime_s
-        if self.plan.gone and self.is_adaptive:
+        if self.plan.gone:
+            self.improve()
+
+    def improve(self) -> None:
+        """Looks for a better plan at the first commit."""
+        if self.improves:
             self._change(NodesChanged((), ()), self.begins_s + self.iteration_s)
 
     def _best_answer(self, transitions: tuple[Transition, ...], now_s: float) -> Transition:
@@ -237,8 +243,7 @@ class Job:
         return next(one for one, as_that in pairs if as_that is best)
 
     def _change(self, event: NodesChanged, now_s: float) -> None:
-        """Layers move while training goes on by the plan as it is, from the next commit on; all
-        pauses come first."""
+        """Layers move while training goes on by the plan as it is; all pauses come first."""
         assert self.plan is not None
         transitions, node_of = self.answers.to(self.plan, sorted(self.alive), event)
         if not transitions:
@@ -256,7 +261,7 @@ class Job:
         placed = any(node_of[label] in event.joined for label in then.after.nodes)
         if not placed and not self._pays(weighed, best, outlook):
             return
-        num_before = ceil(max(0.0, now_s - self.begins_s) / self.iteration_s - _ROUNDING)
+        num_before = floor(max(0.0, now_s - self.begins_s) / self.iteration_s + _ROUNDING)
         self.begins_s += best.downtime_s
         moved_s = self.begins_s + num_before * self.iteration_s + then.downtime_s
         self.following = (moved_s, _relabelled(then.after, node_of), then.iteration_s)
@@ -301,3 +306,4 @@ class Job:
             self.plan = _relabelled(found.plan, labels)
             self.iteration_s = found.iteration_s
             self.begins_s = now_s + takes_s + self.answers.load_s(self.plan)
+            self.improve()

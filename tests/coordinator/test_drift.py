@@ -237,7 +237,7 @@ def test_what_there_is_beside_layers_is_predicted_once_it_was_measured() -> None
 
 def test_a_change_is_priced_by_what_an_iteration_takes_now() -> None:
     """Layers take twenty times what the profile says, which is known when a node comes: its layers
-    move in one iteration."""
+    move in one iteration, between two others."""
     cluster = training()
     config = cluster.rules.job.cluster
     job = replace(cluster.rules.job, cluster=replace(config, max_nodes=6))
@@ -249,7 +249,7 @@ def test_a_change_is_priced_by_what_an_iteration_takes_now() -> None:
     train(cluster, 6, true=slow)
     (changed,) = of_type(cluster.commands, Changed)
 
-    assert [candidate.moving_s for candidate in changed.candidates] == [pytest.approx(now_s)]
+    assert [candidate.moving_s for candidate in changed.candidates] == [pytest.approx(3 * now_s)]
 
 
 def test_a_little_beside_layers_is_not_followed() -> None:

@@ -158,7 +158,12 @@ def _followed(
     prices: Prices,
     switch_s: float,
 ) -> Transition:
-    """The first, with all pauses until the other one's plan begins, and that."""
+    """The first, with all pauses until the other one's plan begins, and that.
+
+    A switch begins at the commit after the one that it is ordered at: the first one after the
+    iteration in flight, and each further one two iterations after the one before, for it waits for
+    the first step that a wave's layers take part in.
+    """
     per_node = then.before.pipelines[0].template.devices_per_node
     waves = waves_of(then, iteration_s=first.iteration_s, leaving=leaving, prices=prices)
     takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
@@ -166,5 +171,5 @@ def _followed(
     return replace(
         first,
         downtime_s=first.downtime_s + (len(waves) + 1) * switch_s + longer_s,
-        then=replace(then, downtime_s=len(waves) * first.iteration_s),
+        then=replace(then, downtime_s=(2 * len(waves) + 1) * first.iteration_s),
     )
