@@ -32,7 +32,11 @@ def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_one(
-    *, policy: Name = "adaptive", failure_rate: float = 60.0, looks_ahead: bool = False
+    *,
+    bytes_per_s: float = BYTES_PER_S,
+    policy: Name = "adaptive",
+    failure_rate: float = 60.0,
+    looks_ahead: bool = False,
 ) -> FakeCluster:
     """Two pipelines of three nodes train, with a failure a minute; node 1 is lost."""
     every = book(6, n0=2)
@@ -46,7 +50,7 @@ def lost_one(
         job=replace(made.job, resilience=resilience, training=training),
         looks_ahead=looks_ahead,
         policy=Adaptive((Unequal(Reinstantiate(every)), around)),
-        prices=replace(prices, links={"inter_node": Link(0.0, BYTES_PER_S)}),
+        prices=replace(prices, links={"inter_node": Link(0.0, bytes_per_s)}),
     )
     templates = [every.templates[3]] * 2
     cluster = FakeCluster(made, bind(every.problem, templates, range(6), epoch=0))
@@ -85,6 +89,22 @@ def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_g
     number = len(of_type(cluster.commands, StartEpoch))
     train(cluster, 10)
     assert len(of_type(cluster.commands, StartEpoch)) == number
+
+
+@pytest.mark.parametrize("bytes_per_s", [1000.0, 3000.0])
+def test_a_change_takes_as_many_iterations_as_it_is_priced_at(bytes_per_s: float) -> None:
+    """Three waves, or two; messages take no time."""
+    cluster = lost_one(bytes_per_s=bytes_per_s, failure_rate=5.0)
+    began = cluster.state.next_iteration
+    while not of_type(cluster.commands, Changed):
+        train(cluster, 1)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    (taken,) = (one for one in changed.candidates if one.answer == changed.answer)
+    (stay,) = (one for one in changed.candidates if one.answer == "stay")
+    assert taken.moving_s == pytest.approx(
+        (cluster.state.next_iteration - began) * stay.iteration_s
+    )
 
 
 def test_what_the_next_failure_would_end_is_not_begun() -> None:
@@ -168,6 +188,22 @@ class Hasty:
             return Unequal(alike).propose(plan, cluster, event, prices)
         long = bind(self.every.problem, [self.every.templates[3]] * 2, range(6), epoch=0)
         return (alike.transition(long.pipelines, "long", plan, cluster, event, prices),)
+
+
+def test_the_first_plan_gives_way_to_a_better_one() -> None:
+    """It is the best of the templates; layouts are looked for while training goes on."""
+    cluster = training(6, (3, 3))
+    cluster.rules = replace(cluster.rules, looks_ahead=True, policy=Hasty(book(6, n0=2)))
+    train(cluster, 20)
+    assert of_type(cluster.commands, Changed) == []
+
+    cluster.hear(AnswersFound(cluster.state.epoch))
+    train(cluster, 20)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.reason == "the plan was the best at hand"
+    assert len(cluster.state.plan.pipelines) == 3
+    assert not of_type(cluster.commands, Recovering)
 
 
 def test_what_answers_a_join_in_a_hurry_is_bettered_when_there_is_time() -> None:

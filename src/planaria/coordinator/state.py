@@ -260,7 +260,7 @@ class JobState:
         leaving: nodes that are to leave in peace.
         change: that is being made.
         asked: for what a change was last looked for: members, candidates, leaving, speeds.
-        is_settled: the plan is the job's first, or one that was looked for at leisure.
+        is_settled: the plan was looked for at leisure.
         sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
         speeds: of nodes that are slow, as they are seen to be; others have 1.
         idle: slow nodes that had no work: how often they were tried again, and since when they
@@ -307,7 +307,7 @@ class JobState:
     leaving: Mapping[int, Leave] = field(default_factory=dict)
     change: Change | None = None
     asked: tuple[tuple[float, ...], ...] = ()
-    is_settled: bool = True
+    is_settled: bool = False
     sought: int = -1
     speeds: Mapping[int, float] = field(default_factory=dict)
     idle: Mapping[int, tuple[int, float]] = field(default_factory=dict)
