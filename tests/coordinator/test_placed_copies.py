@@ -2,18 +2,24 @@
 
 from dataclasses import replace
 from math import comb
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinated import small_rules
 from jobs import shaped_plan
-from planaria.coordinator.placing import copies_of
+from planaria.coordinator.placing import copies_of, version_iterations
 from planaria.coordinator.state import Rules
 from planaria.core.job import CheckpointConfig
-from planaria.core.plan import Plan
+from planaria.core.plan import Link, Plan, on_one_device
 from planaria.planner.copies import keeping_places
+from planaria.planner.plans import foreseen_plans
+from planaria.planner.problem import Problem
 from planaria.planner.survival import survivals
+from planaria.planner.templates import pipeline_templates
+from planaria.planning import read_profile
+from planaria.policies.policy import profile_prices
 
 
 def placed_by(**keys: Any) -> Rules:
@@ -59,3 +65,33 @@ def test_a_job_that_asks_for_more_copies_than_nodes_has_one_on_each(strategy: st
 
 def test_a_job_without_copies_has_none() -> None:
     assert copies_of(placed_by(copies=0, strategy="optimised"), shaped_plan((3,), 6)) == ()
+
+
+@pytest.mark.parametrize(
+    ("gigabits", "every", "mode", "iterations"),
+    [
+        (200, "auto", "interleaved", 1),
+        (200, 4, "interleaved", 4),
+        (5, "auto", "interleaved", 3),
+        (5, 4, "interleaved", 4),
+        (5, "auto", "naive", 1),
+    ],
+)
+def test_a_version_takes_what_it_is_sent_for(
+    gigabits: float, every: Any, mode: Any, iterations: int
+) -> None:
+    """Llama-2 7B on 16 nodes; over slow links its copies do not fit into an iteration's idle time,
+    unless nobody asks whether it is idle."""
+    profile = on_one_device(read_profile(Path("llama2-7b")))
+    link = Link(profile.links["inter_node"].latency_s, gigabits * 1.25e8)
+    problem = Problem(
+        profile=replace(profile, links={**profile.links, "inter_node": link}),
+        devices_per_node=1,
+        num_microbatches=64,
+        failures_tolerated=1,
+    )
+    plans = foreseen_plans(problem, 16, pipeline_templates(problem, 16))
+    prices = profile_prices(problem.profile, regroup_s=0.05)
+    rules = replace(placed_by(copies=2, every=every, mode=mode), every=plans, prices=prices)
+
+    assert version_iterations(rules, plans.plans[16], chunk_bytes=32 << 20) == iterations

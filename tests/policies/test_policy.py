@@ -256,6 +256,16 @@ def test_what_a_failure_makes_the_job_train_again_is_the_mean_of_many(
     assert at_risk == pytest.approx(drawn, rel=0.01)
 
 
+def test_saves_that_do_not_come_are_not_counted_on() -> None:
+    """A thousand samples are not saved, and each ten should be: the disk is full."""
+    alone = replace(transition(downtime_s=0.0, iteration_s=2.0), after=held_by((0, 1), each=2))
+    outlook = Outlook(failures_per_s=0.1, unsaved_samples=1000.0, between_saves=10.0, lost_max=inf)
+
+    at_risk = samples_at_risk(alone, global_batch_size=8, outlook=outlook)
+
+    assert at_risk == pytest.approx(1000.0 + 8 / 2.0 / 0.1)
+
+
 def test_a_second_holder_is_worth_getting_though_a_failure_may_come_first() -> None:
     """All is lost with the next failure, in 300 s, and nothing was trained yet: what is lost while
     layers move is what was trained meanwhile, not what is in 300 s. Then nothing is lost."""

@@ -126,12 +126,12 @@ def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
     """
     training, job = rules.job.training, rules.job.checkpoint
     saved = max(rules.first_iteration, state.published)
-    every = 1 if job.every == "auto" else job.every
+    back_max = _BACK_MAX * rules.version_iterations if job.copies > 1 else inf
     return Outlook(
         failures_per_s=1.0 / time_to_failure_s(rules, state, now_s),
         # A save may be published before the last report of its iteration is in.
         unsaved_samples=max(0, state.next_iteration - saved) * training.global_batch_size,
         between_saves=(job.persist_every or inf) * training.global_batch_size,
-        lost_max=(_BACK_MAX * every if job.copies > 1 else inf) * training.global_batch_size,
+        lost_max=back_max * training.global_batch_size,
         nodes_per_failure=learned_nodes_per_failure(state.history, now_s),
     )

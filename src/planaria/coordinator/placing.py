@@ -8,8 +8,10 @@ from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
 from planaria.planner.copies import layer_copies
 from planaria.planner.fewer_sets import optimised_copies
-from planaria.planner.idle import predicted_idle
+from planaria.planner.idle import predicted_idle, predicted_sending
+from planaria.planner.interleave import PREDICTED_GAMMA
 from planaria.planner.placement import PaperStrategy, paper_placement
+from planaria.planner.problem import Problem
 
 SCHEDULED: Final = ("interleaved", "unpipelined")  # Modes in which copies wait for idle spans.
 
@@ -34,8 +36,37 @@ def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
 def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[IdleSpans, ...]:
     """When these copies may go, as predicted; nothing where they do not wait for that, or where the
     ranks know it sooner than it is predicted."""
-    if not copies or rules.every is None or rules.job.checkpoint.mode not in SCHEDULED:
-        return ()
-    if sum(map(len, plan.routes)) > _MOST_HOPS:
-        return ()
-    return predicted_idle(rules.every.problem, plan, copies)
+    problem = _predictable(rules, plan)
+    return predicted_idle(problem, plan, copies) if copies and problem else ()
+
+
+def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
+    """How many iterations a version of the copies is on its way, as predicted, if it waits for idle
+    spans; a version begins when the one before is there, or as often as the job says.
+
+    Args:
+        chunk_bytes: of a buffer.
+    """
+    checkpoint = rules.job.checkpoint
+    least = 1 if checkpoint.every == "auto" else checkpoint.every
+    problem = _predictable(rules, plan)
+    copies = copies_of(rules, plan)
+    if problem is None or not copies:
+        return least
+    sending = predicted_sending(
+        problem,
+        plan,
+        copies,
+        layer_bytes=rules.prices.layer_bytes,
+        chunk_bytes=chunk_bytes,
+        gamma=PREDICTED_GAMMA if checkpoint.gamma == "auto" else checkpoint.gamma,
+    )
+    return max((least, *(node.iterations for node in sending.values())))
+
+
+def _predictable(rules: Rules, plan: Plan) -> Problem | None:
+    """What an iteration is predicted by, if copies wait for idle spans of it and it is worth it."""
+    if rules.every is None or rules.job.checkpoint.mode not in SCHEDULED:
+        return None
+    is_long = sum(map(len, plan.routes)) > _MOST_HOPS
+    return None if is_long else rules.every.problem

@@ -71,6 +71,7 @@ class Rules:
             ones chosen in a hurry, too; without it those are looked for at each commit.
         every: what the job can be re-formed to; None: its profile is not corrected.
         policy_of: makes the policy of such plans, which may be priced by another profile.
+        version_iterations: from one version of the copies in memory to the next, as predicted.
         first_iteration: where this run starts.
         source: version of the disk tier to start from, "" for the seed.
     """
@@ -88,6 +89,7 @@ class Rules:
     looks_ahead: bool = False
     every: EveryPlan | None = None
     policy_of: Callable[[EveryPlan], Policy] | None = None
+    version_iterations: int = 1
 
 
 @dataclass(frozen=True, slots=True)

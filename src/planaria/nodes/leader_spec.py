@@ -1,9 +1,12 @@
 """What the coordinator's process is told, and the rules that follow from it."""
 
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
+from planaria.checkpoint.turns import Buffers
+from planaria.coordinator.placing import version_iterations
 from planaria.coordinator.state import Rules
 from planaria.core.commit import vector_layout
 from planaria.core.inject import Place
@@ -61,7 +64,7 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
         return aware_policy_of(spec.job, plans, known)
 
     num_layers = len(spec.problem.profile.layers)
-    return Rules(
+    rules = Rules(
         job=spec.job,
         policy=policy(every),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
@@ -78,3 +81,6 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
         policy_of=policy,
         looks_ahead=looks_ahead(spec.job),
     )
+    buffers = Buffers(spec.job.checkpoint.buffer_bytes, spec.job.checkpoint.num_buffers)
+    number = version_iterations(rules, spec.plan, chunk_bytes=buffers.piece_bytes)
+    return replace(rules, version_iterations=number)

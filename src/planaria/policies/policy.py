@@ -270,14 +270,18 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     If another plan follows, with p' and v', at t' with y unsaved, it adds
 
         exp(-L * t') * (p' * E(y, v') - p * E(y, v))
+
+    Where two saves have not come, as on a full disk, no other is expected to.
     """
     rate = outlook.failures_per_s
     if not rate * outlook.lost_max:
         return 0.0
+    is_saving = outlook.unsaved_samples < 2 * outlook.between_saves
+    between_saves = outlook.between_saves if is_saving else inf
 
     def mean_unsaved(unsaved: float, iteration_s: float) -> float:
         to_failure = global_batch_size / iteration_s / rate
-        mean = expected_unsaved(unsaved, to_failure, outlook.between_saves)
+        mean = expected_unsaved(unsaved, to_failure, between_saves)
         return min(mean, outlook.lost_max)
 
     begins_s = _begins_s(transition, global_batch_size)
@@ -292,7 +296,7 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     if then is None:
         return lost
     made = then.downtime_s / transition.iteration_s * global_batch_size
-    unsaved = (outlook.unsaved_samples + made) % outlook.between_saves
+    unsaved = (outlook.unsaved_samples + made) % between_saves
     then_share = share_at_risk(then.after, nodes_per_failure=outlook.nodes_per_failure)
     more = then_share * mean_unsaved(unsaved, then.iteration_s)
     more -= share * mean_unsaved(unsaved, transition.iteration_s)
