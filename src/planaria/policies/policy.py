@@ -188,7 +188,7 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
         k / N * (k - 1) / (N - 1) * .. * (k - h + 1) / (N - h + 1)
 
     which is added up for different sets of holders, so what two of them have in common counts
-    twice.
+    twice: for pipelines of 1 and 7 nodes, and two nodes a failure, that is half as much again.
     """
     num_whole = sum(not set(pipeline.nodes).intersection(plan.gone) for pipeline in plan.pipelines)
     one_more = 1.0 - 1.0 / nodes_per_failure
