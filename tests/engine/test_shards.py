@@ -1,21 +1,15 @@
 """State of a loop of one's own, cut and put together in other ways."""
 
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
-from planaria.checkpoint.wire import State
-from planaria.engine.shards import HEAD, Held, Shard, Slice, Stateful, _filled
+from planaria.engine.shards import HEAD, Held, Stateful
 from planaria.errors import CheckpointError
-
-ROWS, COLUMNS = 7, 3
 
 
 def held(seed: int, width: int = 4) -> Held:
@@ -26,36 +20,6 @@ def held(seed: int, width: int = 4) -> Held:
     model(torch.randn(5, 3)).square().sum().backward()
     optimizer.step()
     return Held(model, optimizer, {})
-
-
-@settings(max_examples=40)
-@given(
-    cuts=st.sets(st.integers(1, ROWS - 1)),
-    replicas=st.integers(1, 2),
-    begin=st.integers(0, ROWS - 1),
-    number=st.integers(0, ROWS),
-)
-def test_any_part_comes_from_any_parts(
-    cuts: set[int], replicas: int, begin: int, number: int
-) -> None:
-    """Rows of a matrix, which some ranks hold twice; a part may be empty."""
-    whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
-    number = min(number, ROWS - begin)
-    shards: dict[int, Shard] = {}
-    states: dict[int, State] = {}
-    for first, end in pairwise((0, *sorted(cuts), ROWS)):
-        for _ in range(replicas):
-            rank = len(shards)
-            part = Slice((ROWS, COLUMNS), (first, 0), (end - first, COLUMNS), "float32")
-            shards[rank] = Shard(rank=rank, world_size=0, tensors={"w": part}, beside=b"")
-            states[rank] = {"w": whole[first:end].reshape(-1).view(torch.uint8).numpy()}
-
-    wanted = Slice((ROWS, COLUMNS), (begin, 0), (number, COLUMNS), "float32")
-    assert torch.equal(_filled("w", wanted, shards, states), whole[begin : begin + number])
-    del shards[0]
-    if replicas == 1 and begin < min({*cuts, ROWS}) and number:
-        with pytest.raises(CheckpointError, match="part of w was not saved"):
-            _filled("w", wanted, shards, states)
 
 
 def test_a_state_is_taken_over_whole() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from planaria.checkpoint.version import Bytes
-from planaria.engine import memory_checkpointer
+from planaria.engine import node_room
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.errors import CheckpointError, ConfigError
 
@@ -125,7 +125,7 @@ def test_copies_that_a_node_has_no_memory_for_are_refused_with_the_figure(
     alone: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any is made: two versions of what is kept there."""
-    monkeypatch.setattr(memory_checkpointer, "available_bytes", lambda: 100)
+    monkeypatch.setattr(node_room, "available_bytes", lambda: 100)
     with pytest.raises(ConfigError, match="has 100 bytes, and they take") as caught:
         alone.save(1)
     assert caught.value.field == "copies"

@@ -24,7 +24,6 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -39,7 +38,6 @@ from torch.optim import Optimizer
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.keeper import Kept, attach
-from planaria.checkpoint.room import available_bytes
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State, sent_by, sent_to
@@ -48,6 +46,7 @@ from planaria.engine.agreement import check_on_all
 from planaria.engine.collectives import BetweenCollectives, measured_link
 from planaria.engine.gathering import backend_of, gathered, gathered_as, on_all
 from planaria.engine.memory_options import check_least, own_host, runtime_directory
+from planaria.engine.node_room import check_room_on_all
 from planaria.engine.restores import TIMEOUT_S, Restores
 from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
@@ -277,7 +276,14 @@ class MemoryCheckpointer:
         first = self._nodes.index(self._nodes[self._rank])
         own = () if is_replicated and first != self._rank else (self._shard,)
         copies = () if is_replicated else shard_copies(self._nodes, self._copies)
-        self._check_room(own, copies)
+        state = self._states()[self._shard] if own else {}
+        check_room_on_all(
+            self._nodes,
+            copies,
+            num_copies=self._copies,
+            own_bytes=sum(array.nbytes for array in state.values()),
+            arena_bytes=self._arena.num_bytes,
+        )
         self._turns = self._turns or self._between_collectives(copies)
         self._copier = Copier(
             self._links,
@@ -296,28 +302,6 @@ class MemoryCheckpointer:
             timeout_s=TIMEOUT_S,
         )
         return self._copier
-
-    def _check_room(self, own: Sequence[int], copies: Sequence[LayerCopy]) -> None:
-        """Refuses copies for which a node has no memory: of each shard that is kept there a version
-        that is whole, and one on its way.
-
-        Raises:
-            ConfigError: on all ranks.
-        """
-        state = self._states()[self._shard] if own else {}
-        sizes = gathered_as(int, sum(array.nbytes for array in state.values()))
-        kept = Counter[str]()
-        for rank, size in enumerate(sizes):
-            kept[self._nodes[rank]] += size
-        for copy in copies:
-            for target in copy.targets:
-                kept[self._nodes[target]] += sizes[copy.source]
-        here, arenas = self._nodes[self._rank], gathered_as(int, self._arena.num_bytes)
-        there = sum(n for n, node in zip(arenas, self._nodes, strict=True) if node == here)
-        needed, room = 2 * kept[here], available_bytes() + there
-        short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
-        for reason in filter(None, gathered_as(str, short)):
-            raise ConfigError("copies", self._copies, f"{reason}: make fewer, or use more nodes")
 
     def _between_collectives(self, copies: Sequence[LayerCopy]) -> BetweenCollectives | None:
         """When copies go, None if at once."""

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from planaria.checkpoint.wire import State
 from planaria.engine.beside import Beside, read, written
+from planaria.engine.slices import Slice, is_in, joined, overlap, placed
 from planaria.errors import CheckpointError
 
 HEAD: Final = "shard"  # The name of the bytes that tell of all others.
@@ -30,21 +30,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
-
-
-class Slice(msgspec.Struct, frozen=True):
-    """Where a rank's tensor lies in the whole one.
-
-    Attributes:
-        whole: shape of the whole one.
-        offset, shape: of the rank's part.
-        dtype: by torch's name.
-    """
-
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +76,7 @@ class Held:
         slices: dict[str, Slice] = {}
         state: dict[str, np.ndarray] = {}
         for name, value in self._tensors():
-            local, slices[name] = _placed(value)
+            local, slices[name] = placed(value)
             # The next forward changes it, and waits for no copy.
             is_buffer = name.startswith("buffer/")
             state[name] = _bytes(local.to("cpu", copy=True) if is_buffer else local)
@@ -103,7 +88,7 @@ class Held:
 
     def slices(self) -> dict[str, Slice]:
         """By name where this rank's tensors lie, as they are now."""
-        return {name: _placed(value)[1] for name, value in self._tensors()}
+        return {name: placed(value)[1] for name, value in self._tensors()}
 
     def whole(self) -> Iterator[tuple[str, np.ndarray]]:
         """The bytes of parameters and optimizer state that are no DTensors, by name, one after the
@@ -158,9 +143,9 @@ class Held:
         for name, wanted in self._places(shards).items():
             having = [n for n, shard in shards.items() if name in shard.tensors]
             overlapping = [
-                n for n in having if _common(shards[n].tensors[name], wanted) is not None
+                n for n in having if overlap(shards[n].tensors[name], wanted) is not None
             ]
-            whole = [n for n in overlapping if _is_in(wanted, shards[n].tensors[name])]
+            whole = [n for n in overlapping if is_in(wanted, shards[n].tensors[name])]
             if whole:
                 found.add(min(whole, key=lambda n: (n not in found, n not in rather, n)))
             else:
@@ -179,11 +164,12 @@ class Held:
         Raises:
             CheckpointError: something was not saved.
         """
-        there = {n: shards[n] for n in states}
-        return {
-            name: _filled(name, place, there, states)
-            for name, place in self._places(shards).items()
-        }
+        found = {}
+        for name, place in self._places(shards).items():
+            there = {n: shards[n].tensors for n in states}
+            parts = {n: slices[name] for n, slices in there.items() if name in slices}
+            found[name] = joined(name, place, parts, states)
+        return found
 
     def _check(self, beside: Beside) -> None:
         """Raises a CheckpointError if it cannot be taken over."""
@@ -207,12 +193,12 @@ class Held:
             told: any shard of it.
         """
         beside = read(told.beside)
-        filled = dict(tensors)
+        left = dict(tensors)
         with torch.no_grad():
             for kind, own in (("parameter", self._parameters()), ("buffer", self._buffers())):
                 for name, tensor in own.items():
-                    _local(tensor).copy_(filled.pop(f"{kind}/{name}"))
-            self._load_optimizer(filled, told.tensors, beside)
+                    _local(tensor).copy_(left.pop(f"{kind}/{name}"))
+            self._load_optimizer(left, told.tensors, beside)
         for name, one in self.others.items():
             one.load_state_dict(beside.others[name])
 
@@ -274,19 +260,6 @@ def _key(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _placed(tensor: Tensor) -> tuple[Tensor, Slice]:
-    """A rank's part of a tensor, and where it lies."""
-    local, offset = tensor.detach(), (0,) * tensor.dim()
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local().detach()
-        _, found = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        offset = tuple(found)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return local, Slice(tuple(tensor.shape), offset, tuple(local.shape), dtype)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
@@ -330,48 +303,3 @@ def _taken_over(own: Any, saved: Any) -> Any:
         return saved
     value = torch.as_tensor(saved)
     return own.copy_(value) if value.shape == own.shape else saved
-
-
-def _filled(
-    name: str, place: Slice, shards: Mapping[int, Shard], states: Mapping[int, State]
-) -> Tensor:
-    """A rank's part of a tensor, put together."""
-    dtype = getattr(torch, place.dtype)
-    target = torch.empty(place.shape, dtype=dtype)
-    missing = target.numel()
-    parts = {n: shard.tensors[name] for n, shard in shards.items() if name in shard.tensors}
-    seen: list[Slice] = []  # Replicas have the same parts.
-    for n, there in parts.items():
-        common = _common(there, place)
-        if common is None or there in seen:
-            continue
-        seen.append(there)
-        source = torch.from_numpy(states[n][name].copy()).view(dtype).reshape(there.shape)
-        into = tuple(slice(a - o, b - o) for (a, b), o in zip(common, place.offset, strict=True))
-        out = tuple(slice(a - o, b - o) for (a, b), o in zip(common, there.offset, strict=True))
-        target[into] = source[out]
-        missing -= int(np.prod([b - a for a, b in common], dtype=np.int64))
-        if _is_in(place, there):
-            return target
-    if missing > 0:
-        raise CheckpointError(f"part of {name} was not saved")
-    return target
-
-
-def _common(one: Slice, other: Slice) -> list[tuple[int, int]] | None:
-    """Where two parts of a tensor overlap, by dimension; None if they do not."""
-    found = []
-    for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True):
-        begin, end = max(a, b), min(a + n, b + m)
-        if begin >= end:
-            return None
-        found.append((begin, end))
-    return found
-
-
-def _is_in(part: Slice, other: Slice) -> bool:
-    """Whether a part of a tensor lies in another one."""
-    return all(
-        b <= a and a + n <= b + m
-        for a, n, b, m in zip(part.offset, part.shape, other.offset, other.shape, strict=True)
-    )

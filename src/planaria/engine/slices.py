@@ -1,0 +1,96 @@
+"""Where the parts of a tensor lie that ranks hold, and a part put together from those of others."""
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from planaria.checkpoint.wire import State
+from planaria.errors import CheckpointError
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Where a rank's tensor lies in the whole one.
+
+    Attributes:
+        whole: shape of the whole one.
+        offset, shape: of the rank's part.
+        dtype: by torch's name.
+    """
+
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def placed(tensor: Tensor) -> tuple[Tensor, Slice]:
+    """A rank's part of a tensor, and where it lies."""
+    local, offset = tensor.detach(), (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local().detach()
+        _, found = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        offset = tuple(found)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return local, Slice(tuple(tensor.shape), offset, tuple(local.shape), dtype)
+
+
+def joined(
+    name: str,
+    place: Slice,
+    parts: Mapping[int, Slice],
+    states: Mapping[int, State],
+) -> Tensor:
+    """A rank's part of a tensor, put together.
+
+    Args:
+        parts: by shard, where those of others lie.
+        states: by shard, bytes by name.
+
+    Raises:
+        CheckpointError: something was not saved.
+    """
+    dtype = getattr(torch, place.dtype)
+    target = torch.empty(place.shape, dtype=dtype)
+    missing = target.numel()
+    seen: list[Slice] = []  # Replicas have the same parts.
+    for n, there in parts.items():
+        common = overlap(there, place)
+        if common is None or there in seen:
+            continue
+        seen.append(there)
+        source = torch.from_numpy(states[n][name].copy()).view(dtype).reshape(there.shape)
+        into = tuple(slice(a - o, b - o) for (a, b), o in zip(common, place.offset, strict=True))
+        out = tuple(slice(a - o, b - o) for (a, b), o in zip(common, there.offset, strict=True))
+        target[into] = source[out]
+        missing -= int(np.prod([b - a for a, b in common], dtype=np.int64))
+        if is_in(place, there):
+            return target
+    if missing > 0:
+        raise CheckpointError(f"part of {name} was not saved")
+    return target
+
+
+def overlap(one: Slice, other: Slice) -> list[tuple[int, int]] | None:
+    """Where two parts of a tensor overlap, by dimension; None if they do not."""
+    found = []
+    for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True):
+        begin, end = max(a, b), min(a + n, b + m)
+        if begin >= end:
+            return None
+        found.append((begin, end))
+    return found
+
+
+def is_in(part: Slice, other: Slice) -> bool:
+    """Whether a part of a tensor lies in another one."""
+    return all(
+        b <= a and a + n <= b + m
+        for a, n, b, m in zip(part.offset, part.shape, other.offset, other.shape, strict=True)
+    )
