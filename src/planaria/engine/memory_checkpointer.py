@@ -172,6 +172,7 @@ class MemoryCheckpointer:
     def _restored(self) -> int:
         if self._copier is not None:
             self._end_run(self._copier)
+        self._held.reshard()
         for label in self._restores.complete():
             reason = self._restores.restored(label)
             if not reason:
@@ -226,6 +227,7 @@ class MemoryCheckpointer:
         return self._turns.unwatched() if self._turns else nullcontext()
 
     def _begin(self, iteration: int) -> bool:
+        self._held.reshard()
         copier = self._copier or self._begun()
         if not self._completed(copier):
             return False

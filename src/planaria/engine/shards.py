@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -65,6 +66,13 @@ class Held:
         """Where the model's collectives are, by torch's name; its shards may lie elsewhere."""
         one = next(self.model.parameters())
         return one.device_mesh.device_type if isinstance(one, DTensor) else one.device.type
+
+    def reshard(self) -> None:
+        """Has FSDP2 show the shards of its parameters: after a forward without a backward the root
+        has plain tensors in their place, which are none of the optimizer's."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def shard(self, rank: int, world_size: int) -> tuple[Shard, State]:
         """What this rank holds, and its bytes, under the names of the shard's tensors and HEAD:
