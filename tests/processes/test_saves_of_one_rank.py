@@ -1,6 +1,7 @@
 """A single rank saves and restores what loops do, and tells what it cannot save."""
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
+from planaria.checkpoint.filling import Filler
+from planaria.checkpoint.version import Bytes
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.engine.shards import Stateful
+
+TIMEOUT_S = 30.0
 
 
 class Savers:
@@ -111,3 +116,42 @@ def test_a_run_goes_back_after_a_validation(savers: Savers) -> None:
 
     assert values(model, optimizer) == before
     step(model, optimizer)
+
+
+class SlowFiller(Filler):
+    """Copies when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.may_copy = threading.Event()
+
+    def __call__(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+        """See Fill."""
+        assert self.may_copy.wait(TIMEOUT_S)
+        super().__call__(pairs)
+
+
+def test_any_optimizer_waits_for_a_copy_before_it_steps(savers: Savers) -> None:
+    """As that of a discriminator does, which is saved beside the generator's: its parameters were
+    changed under the copy, and came back as a mix."""
+    generator, discriminator = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(generator, discriminator)
+    one, other = SGD(generator.parameters(), lr=1.0), SGD(discriminator.parameters(), lr=1.0)
+    saver = savers.next(model, one, {"other": other})
+    saver._filler = SlowFiller()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = discriminator.weight.detach().clone()
+    assert saver.save(1)
+
+    stepping = threading.Thread(target=other.step, daemon=True)
+    stepping.start()
+    stepping.join(0.2)
+
+    assert stepping.is_alive()
+    assert torch.equal(discriminator.weight, before)
+    saver._filler.may_copy.set()
+    stepping.join(TIMEOUT_S)
+    assert torch.equal(discriminator.weight, before - 1.0)
+    assert saver.restore() == 1
+    assert torch.equal(discriminator.weight, before)

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.filling import Filler
@@ -152,7 +153,8 @@ class MemoryCheckpointer:
         self._copier: Copier | None = None
         self._saved = -1
         self._filler = Filler(torch.get_num_threads())
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        # Of any: others may step parameters of the model, too.
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     # -- back -------------------------------------------------------------------------------------
 
@@ -335,7 +337,7 @@ class MemoryCheckpointer:
         logger.warning("rank %s: copies are not complete: %s", self._rank, reason)
 
     def _before_step(self, *_: Any) -> None:
-        """The optimizer's step changes what is being copied."""
+        """An optimizer's step changes what is being copied."""
         self.wait_copied()
 
     def wait_copied(self) -> None:
