@@ -83,6 +83,25 @@ def lost_keeper(held: Held, number: int, place: Path) -> dict[str, str]:
     return {"lost keeper": str(told)}
 
 
+def refused_late(place: Path) -> dict[str, str]:
+    """What the second save tells of an optimizer that had no state at the first one."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # As below.
+
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1)
+    saver = MemoryCheckpointer(model, optimizer, directory=str(place))
+    told = f"{saver.save(0)} "
+    saver.wait_ended()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    try:
+        saver.save(1)
+    except ConfigError as error:
+        told += str(error)
+    saver.close()
+    return {"late": told}
+
+
 def rank(number: int, answers: Connection, directory: str) -> None:
     """Tells what is refused of states that are shared in various ways."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # Warns of torch's own use of jit.
@@ -122,6 +141,7 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     except ConfigError as error:
         told["save"] = str(error)
     saver.close()
+    told |= refused_late(Path(directory) / f"late{number}")
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     answers.send(told)
     dist.destroy_process_group()
@@ -151,6 +171,7 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
     assert told["whole"] == told["stateless"] == told["statistics"] == ""
     assert told["lost keeper"] == "[True, False, False]"
     assert told["zero"] == told["save"]
+    assert told["late"] == f"True {told['zero']}"
     assert "'ZeroRedundancyOptimizer': the state of the AdamW within it" in told["zero"]
     assert "optimizer = 'AdamW': rank 1 holds other parts of its state" in told["by hand"]
     assert "model = 'Linear': rank 1 holds other tensors than rank 0" in told["stages"]

@@ -15,6 +15,7 @@ from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.version import Bytes
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.engine.shards import Stateful
+from planaria.errors import ConfigError
 
 TIMEOUT_S = 30.0
 
@@ -155,3 +156,17 @@ def test_any_optimizer_waits_for_a_copy_before_it_steps(savers: Savers) -> None:
     assert torch.equal(discriminator.weight, before - 1.0)
     assert saver.restore() == 1
     assert torch.equal(discriminator.weight, before)
+
+
+def test_what_a_first_step_adds_is_checked_as_well(savers: Savers) -> None:
+    """Before it an optimizer has no state, and nothing of it to refuse."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    saver = savers.next(model, optimizer)
+    assert saver.save(0)
+    saver.wait_ended()
+    optimizer.state[model.weight]["old_dirs"] = []  # As LBFGS does.
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="optimizer/weight/old_dirs"):
+            saver.save(1)

@@ -64,6 +64,18 @@ def check_on_all(held: Held) -> None:
     _check_values(held)
 
 
+def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
+    """What there is of its state, and of those within it: most have none before their first step.
+    Where that changes there is more to check."""
+    within = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    return frozenset(
+        (id(owner), key)
+        for one in (optimizer, *within)
+        for owner, values in one.state.items()
+        for key in (values if isinstance(values, Mapping) else ("",))
+    )
+
+
 def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
     """Refuses other names, shapes or dtypes than rank 0's."""
     for rank, one in enumerate(told):

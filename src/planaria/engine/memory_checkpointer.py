@@ -43,7 +43,7 @@ from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State, sent_by, sent_to
 from planaria.core.copies import IdleSpan, Label, LayerCopy
-from planaria.engine.agreement import check_on_all
+from planaria.engine.agreement import check_on_all, parts_of_state
 from planaria.engine.collectives import BetweenCollectives, measured_link
 from planaria.engine.gathering import backend_of, gathered, gathered_as, on_all
 from planaria.engine.memory_options import check_least, own_host, runtime_directory
@@ -213,8 +213,9 @@ class MemoryCheckpointer:
             a machine has no process any more that owns their memory. All ranks return the same.
 
         Raises:
-            ConfigError: so many iterations were saved before; at the first time also that there is
-                no memory for copies, or that something would not be there in a restore.
+            ConfigError: so many iterations were saved before; at the first time, and when the
+                optimizer's state has other parts than before, also that there is no memory for
+                copies, or that something would not be there in a restore.
         """
         if iteration <= self._saved:
             raise ConfigError("iteration", iteration, f"must be above {self._saved}, saved before")
@@ -233,6 +234,8 @@ class MemoryCheckpointer:
         copier = self._copier or self._begun()
         if not self._completed(copier):
             return False
+        if not self._are_checked:
+            self._check(copier.own)
         copier.begin(iteration, self._states() if copier.own else {})
         self._saved = iteration
         return True
@@ -246,7 +249,10 @@ class MemoryCheckpointer:
         except (AbortedError, PeerLostError) as error:
             logger.warning("rank %s copies no more: %s", self._rank, error)
             is_free, is_whole = False, False
-        are_free, are_whole, are_owned = on_all(is_free, is_whole, self._is_owned())
+        is_checked = parts_of_state(self._held.optimizer) == self._checked
+        are_free, are_whole, are_owned, self._are_checked = on_all(
+            is_free, is_whole, self._is_owned(), is_checked
+        )
         if are_free and are_whole:
             copier.complete()
             for arena in self._older:
@@ -273,27 +279,19 @@ class MemoryCheckpointer:
 
     def _begun(self) -> Copier:
         """The copier of this run, which begins with the first version."""
-        check_on_all(self._held)
         is_replicated = self._held.is_replicated
         self._num_shards = 1 if is_replicated else self._world_size
         self._shard = 0 if is_replicated else self._rank
         first = self._nodes.index(self._nodes[self._rank])
         own = () if is_replicated and first != self._rank else (self._shard,)
-        copies = () if is_replicated else shard_copies(self._nodes, self._copies)
-        state = self._states()[self._shard] if own else {}
-        check_room_on_all(
-            self._nodes,
-            copies,
-            num_copies=self._copies,
-            own_bytes=sum(array.nbytes for array in state.values()),
-            arena_bytes=self._arena.num_bytes,
-        )
-        self._turns = self._turns or self._between_collectives(copies)
+        self._sent = () if is_replicated else shard_copies(self._nodes, self._copies)
+        self._check(own)
+        self._turns = self._turns or self._between_collectives(self._sent)
         self._copier = Copier(
             self._links,
             self._arena,
             own=own,
-            copies=copies,
+            copies=self._sent,
             since=self._num_shards,
             epoch=self._epoch,
             kept=self._found,
@@ -306,6 +304,19 @@ class MemoryCheckpointer:
             timeout_s=TIMEOUT_S,
         )
         return self._copier
+
+    def _check(self, own: Sequence[int]) -> None:
+        """That all of the state would be there in a restore, and that there is room for it."""
+        check_on_all(self._held)
+        state = self._states()[self._shard] if own else {}
+        check_room_on_all(
+            self._nodes,
+            self._sent,
+            num_copies=self._copies,
+            own_bytes=sum(array.nbytes for array in state.values()),
+            arena_bytes=self._arena.num_bytes,
+        )
+        self._checked = parts_of_state(self._held.optimizer)
 
     def _between_collectives(self, copies: Sequence[LayerCopy]) -> BetweenCollectives | None:
         """When copies go, None if at once."""
