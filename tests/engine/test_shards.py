@@ -110,6 +110,7 @@ def test_schedulers_go_on_as_if_nothing_had_been() -> None:
     steps.step()
     shard, state = source.shard(0, 1)
     target, taken, waiting = scheduled()
+    target.load_others(shard.beside)
     target.load(target.assembled({0: shard}, {0: state}), shard)
     for _ in range(6):
         steps.step()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +171,43 @@ def test_what_a_first_step_adds_is_checked_as_well(savers: Savers) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="optimizer/weight/old_dirs"):
             saver.save(1)
+
+
+class Counter:
+    """Takes over no count from another unit."""
+
+    def __init__(self, unit: str, count: int) -> None:
+        self.unit = unit
+        self.state: dict[str, Any] = {"unit": unit, "count": count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count itself, not a copy."""
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Half, where that raises."""
+        self.state.update(state_dict)
+        if state_dict["unit"] != self.unit:
+            raise ValueError(state_dict["unit"])
+
+
+def test_a_state_that_is_not_taken_over_changes_nothing(
+    savers: Savers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of a scheduler of other parts; it raised after the model had been restored."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    saver = savers.next(model, optimizer, {"a": Counter("km", 3), "b": Counter("m", 4)})
+    assert saver.save(1)
+    saver.wait_ended()
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.2)
+    before = model.weight.detach().clone()
+    first, second = Counter("km", 5), Counter("ft", 6)
+
+    assert savers.next(model, optimizer, {"a": first, "b": second}).restore() == 0
+
+    assert "others.b does not take over what was saved of it: ValueError: m" in caplog.text
+    assert torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+    assert (first.state["count"], second.state) == (5, {"unit": "ft", "count": 6})

@@ -161,9 +161,9 @@ class MemoryCheckpointer:
     def restore(self) -> int:
         """Takes over the newest version that is there of all shards; its iteration, 0 without one.
 
-        A version that turns out to be damaged, or of another model, is named and skipped. It may be
-        called in the middle of a run, too: what is on its way is waited for, and may be what is
-        restored.
+        A version that turns out to be damaged, or of another model, or that `others` do not take
+        over, is named and skipped. It may be called in the middle of a run, too: what is on its way
+        is waited for, and may be what is restored.
 
         Raises:
             CheckpointError: in the middle of a run no version is whole; the model stays as it is.

@@ -1,7 +1,8 @@
 """A version of shards that is in memory, on its way back into a model and its optimizer.
 
 Every rank reads what it keeps of the version; what it needs of the rest comes from those who keep
-that, from several at once. Nothing of the model changes before all ranks have all that they need.
+that, from several at once. Nothing of the model changes before all ranks have all that they need,
+and what is saved beside it has taken over its state on all; else that gets its own back.
 
 Source: DESIGN 6 (checkpoints): a copy taken under one plan loads under any other.
 """
@@ -11,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
+from torch import Tensor
 
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.retrieval import give, take
 from planaria.checkpoint.version import Version
 from planaria.checkpoint.wire import State, state_of
 from planaria.core.copies import Label
+from planaria.engine.beside import written
 from planaria.engine.gathering import gathered_as
 from planaria.engine.shards import HEAD, Held, Shard
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, ConfigError
 from planaria.transport.links import Links
 
 logger = logging.getLogger(__name__)
@@ -117,7 +120,21 @@ class Restores:
             wish = _Wish(reason=str(error))
         if reason := next((one.reason for one in gathered_as(_Wish, wish) if one.reason), ""):
             return reason
-        self._held.load(tensors, shards[min(shards)])  # All can, so all do.
+        return self._taken_over(tensors, shards[min(shards)])
+
+    def _taken_over(self, tensors: Mapping[str, Tensor], told: Shard) -> str:
+        """As `restored`, of a version that can be put together on all ranks."""
+        before, wish = b"", _Wish()
+        try:
+            before = written(self._held.beside())
+            self._held.load_others(told.beside)
+        except (CheckpointError, ConfigError) as error:
+            wish = _Wish(reason=str(error))
+        if reason := next((one.reason for one in gathered_as(_Wish, wish) if one.reason), ""):
+            if before:
+                self._held.load_others(before)
+            return reason
+        self._held.load(tensors, told)  # All can, so all do.
         return ""
 
     def _kept(self, label: Label) -> tuple[dict[int, Version], tuple[str, ...]]:

@@ -193,8 +193,25 @@ class Held:
         if strange := owners - self._parameters().keys():
             raise CheckpointError(f"{min(strange)} was optimized, and is not of this model")
 
+    def load_others(self, raw: bytes) -> None:
+        """Has what is saved beside take over its state, of a version or as it was before.
+
+        Args:
+            raw: as written.
+
+        Raises:
+            CheckpointError: something does not, and may have taken over half of it.
+        """
+        states = read(raw).others
+        for name, one in self.others.items():
+            try:
+                one.load_state_dict(states[name])
+            except Exception as error:  # Every type has its own ways not to take it.
+                what = f"others.{name} does not take over what was saved of it"
+                raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+
     def load(self, tensors: Mapping[str, Tensor], told: Shard) -> None:
-        """Takes over the state of a version.
+        """Takes over the model and the optimizer of a version.
 
         Args:
             tensors: as assembled.
@@ -207,8 +224,6 @@ class Held:
                 for name, tensor in own.items():
                     _local(tensor).copy_(left.pop(f"{kind}/{name}"))
             self._load_optimizer(left, told.tensors, beside)
-        for name, one in self.others.items():
-            one.load_state_dict(beside.others[name])
 
     def _load_optimizer(
         self, filled: Mapping[str, Tensor], slices: Mapping[str, Slice], beside: Beside
