@@ -9,8 +9,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -65,6 +67,27 @@ def sharded() -> Held:
     assert isinstance(weight, DTensor)
     optimizer.state[weight]["momentum"] = weight.to_local().detach().clone()
     return Held(model, optimizer, {})
+
+
+def pipelined(*names: str) -> Held:
+    """A stage of layers of such names, which only this rank holds, as FSDP2 has it."""
+    number = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "peers"))
+    torch.manual_seed(number)
+    stage = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+    for layer in stage.values():
+        fully_shard(layer, mesh=mesh["peers"])
+    return Held(stage, SGD(stage.parameters()), {})
+
+
+def parallel() -> Held:
+    """A model that tensor parallelism cuts in part, and FSDP2 among those of the same part."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("peers", "parts"))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(model, mesh["parts"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["peers"])
+    return Held(model, SGD(model.parameters()), {})
 
 
 def lost_keeper(held: Held, number: int, place: Path) -> dict[str, str]:
@@ -132,7 +155,8 @@ def rank(number: int, answers: Connection, directory: str) -> None:
             *(("whole", whole), ("zero", zero), ("by hand", by_hand)),
             *(("stateless", stateless), ("stages", stages), ("odd", odd)),
             *(("statistics", own_statistics), ("experts", by_experts), ("moments", own_moments)),
-            ("sharded", sharded()),
+            *(("sharded", sharded()), ("layers", pipelined(f"layer{number}"))),
+            *(("same names", pipelined("0")), ("parallel", parallel())),
         )
     }
     saver = MemoryCheckpointer(zero.model, zero.optimizer, directory=f"{directory}/{number}")
@@ -148,9 +172,9 @@ def rank(number: int, answers: Connection, directory: str) -> None:
 
 
 def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    """Parts of an optimizer whose model is not sharded, other models, other values, and states of
-    no known type. What is the same on all ranks is let through, whatever their buffers are, and so
-    is a sharded optimizer without a state."""
+    """Parts of an optimizer whose model is not sharded, other models, stages, other values, and
+    states of no known type. What is the same on all ranks is let through, whatever their buffers
+    are, and so is a sharded optimizer without a state."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [
@@ -168,7 +192,7 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
 
     told = found[0]
     assert told == found[1]
-    assert told["whole"] == told["stateless"] == told["statistics"] == ""
+    assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
     assert told["lost keeper"] == "[True, False, False]"
     assert told["zero"] == told["save"]
     assert told["late"] == f"True {told['zero']}"
@@ -179,3 +203,5 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
     assert "model = 'parameter/module.1.weight': rank 1 holds other values" in told["experts"]
     assert "'optimizer/module.0.bias/exp_avg': rank 1 holds other values" in told["moments"]
     assert "'optimizer/weight/momentum': rank 1 holds other values than rank 0" in told["sharded"]
+    assert "rank 1 has no 'parameter/layer0.bias', and rank 0 has" in told["layers"]
+    assert "'parameter/0.weight from (0, 0)': rank 1 holds other values" in told["same names"]

@@ -2,10 +2,11 @@
 
 A model that every rank holds whole is saved by one rank of each node. What ranks hold each in its
 own way would be lost, such as the parts of an optimizer that is sharded apart from its model, or
-those of a model that is cut by hand; so would what an optimizer holds of other parameters.
+those of a model that is cut by hand or into stages; so would what an optimizer holds of other
+parameters.
 
-What is no DTensor is hashed once a run, at some 20 GB/s, and compared by those who hold tensors of
-the same names. Buffers are not: BatchNorm's differ between the ranks of DDP.
+What is no DTensor of all ranks is hashed, at some 20 GB/s, and compared by those who hold parts of
+the same names and places. Buffers are not: BatchNorm's differ between the ranks of DDP.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,12 @@ class _Said(msgspec.Struct, frozen=True):
     """What a rank holds.
 
     Attributes:
+        names: digest of those of parameters and buffers.
         model, optimizer: digests of names, shapes and dtypes.
         refusal: field, value and remedy of what cannot be saved, if anything.
     """
 
+    names: str
     model: str
     optimizer: str
     refusal: tuple[str, str, str] | None = None
@@ -61,6 +64,7 @@ def check_on_all(held: Held) -> None:
             raise ConfigError(*one.refusal)
     if held.is_replicated:
         _check_shapes(held, told)
+    _check_names(held, told)
     _check_values(held)
 
 
@@ -89,9 +93,26 @@ def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
             raise ConfigError("optimizer", type(held.optimizer).__name__, remedy)
 
 
+def _check_names(held: Held, told: Sequence[_Said]) -> None:
+    """Refuses parameters and buffers that not all ranks have, as a restore needs them."""
+    odd = next((rank for rank, one in enumerate(told) if one.names != told[0].names), None)
+    if odd is None:
+        return
+    own = [name for name in held.slices() if not name.startswith("optimizer/")]
+    names = [frozenset(one) for one in gathered_as(list[str], own)]
+    name = min(names[0] ^ names[odd])
+    having, lacking = (0, odd) if name in names[0] else (odd, 0)
+    remedy = (
+        f"rank {lacking} has no {name!r}, and rank {having} has: give all ranks a model of the same"
+        " names, cut by DTensors; stages of a pipeline cannot be saved"
+    )
+    raise ConfigError("model", type(held.model).__name__, remedy)
+
+
 def _check_values(held: Held) -> None:
     """Refuses what one rank's would be restored of on all, where it is not the same on all."""
-    hashes = {name: xxhash.xxh3_64_hexdigest(array.data) for name, array in held.whole()}
+    repeated = held.repeated(dist.get_world_size())
+    hashes = {name: xxhash.xxh3_64_hexdigest(array.data) for name, array in repeated}
     told = gathered_as(_Whole, _Whole(_digest([*hashes]), _digest([*hashes.items()])))
     alike = {one.names: rank for rank, one in reversed([*enumerate(told)])}
     pairs = [(alike[one.names], rank) for rank, one in enumerate(told)]
@@ -102,8 +123,8 @@ def _check_values(held: Held) -> None:
     by_name = gathered_as(dict[str, str], hashes if dist.get_rank() in odd[0] else {})
     name = next(name for name, one in by_name[like].items() if by_name[rank][name] != one)
     remedy = (
-        f"rank {rank} holds other values than rank {like}, and what is no DTensor is restored on"
-        " all as one rank has it: make it a DTensor of the whole, or the same on all"
+        f"rank {rank} holds other values than rank {like}, and what is no DTensor of all ranks is"
+        " restored on all as one has it: make it a DTensor of the whole, or the same on all"
     )
     raise ConfigError("model", name, remedy)
 
@@ -112,7 +133,7 @@ def _said(held: Held) -> _Said:
     slices = sorted(held.slices().items())
     model = [pair for pair in slices if not pair[0].startswith("optimizer/")]
     optimizer = [pair for pair in slices if pair[0].startswith("optimizer/")]
-    said = _Said(_digest(model), _digest(optimizer))
+    said = _Said(_digest([name for name, _ in model]), _digest(model), _digest(optimizer))
     try:
         _check_within(held.optimizer)
         _check_parameters(held)

@@ -98,12 +98,18 @@ class Held:
         """By name where this rank's tensors lie, as they are now."""
         return {name: placed(value)[1] for name, value in self._tensors()}
 
-    def whole(self) -> Iterator[tuple[str, np.ndarray]]:
-        """The bytes of parameters and optimizer state that are no DTensors, by name, one after the
-        other: those of one rank are restored on all."""
+    def repeated(self, world_size: int) -> Iterator[tuple[str, np.ndarray]]:
+        """The bytes of parameters and optimizer state that other ranks have, too, by name, and from
+        where on, one after the other: what is no DTensor of all ranks, of which those of one are
+        restored on all."""
         for name, value in self._tensors():
-            if not name.startswith("buffer/") and not isinstance(value, DTensor):
+            if name.startswith("buffer/"):
+                continue
+            if not isinstance(value, DTensor):
                 yield name, _bytes(value.detach())
+            elif value.device_mesh.size() < world_size:
+                local, place = placed(value)
+                yield f"{name} from {place.offset}", _bytes(local)
 
     def beside(self) -> Beside:
         """What is no tensor, as it is now."""
