@@ -182,3 +182,32 @@ def devices(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
         {key: value.device.type for key, value in values.items()}
         for values in optimizer.state.values()
     ]
+
+
+class Cached(nn.Module):
+    """Two names of a buffer, and one that grows with what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(2, 2)
+        self.first, self.second = nn.Module(), nn.Module()
+        mean = torch.zeros(2)
+        self.first.register_buffer("mean", mean, persistent=False)
+        self.second.register_buffer("mean", mean)
+        self.register_buffer("positions", torch.arange(2), persistent=False)
+
+
+def test_buffers_are_those_of_a_state_dict() -> None:
+    """One that is not persistent may have any shape, and stays as it is here."""
+    model = Cached()
+    shard, state = Held(model, torch.optim.AdamW(model.parameters()), {}).shard(0, 1)
+    model = Cached()
+    model.positions = torch.arange(5)
+    target = Held(model, torch.optim.AdamW(model.parameters()), {})
+
+    target.load(target.assembled({0: shard}, {0: state}), shard)
+
+    buffers = {name.removeprefix("buffer/") for name in state if name.startswith("buffer/")}
+    assert buffers == {"second.mean"}
+    assert buffers < model.state_dict().keys()
+    assert model.positions.tolist() == [0, 1, 2, 3, 4]

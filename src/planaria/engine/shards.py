@@ -138,7 +138,13 @@ class Held:
         return dict(self.model.named_parameters())
 
     def _buffers(self) -> dict[str, Tensor]:
-        return dict(self.model.named_buffers())
+        """Those that a state_dict has, each once: caches, masks and the like are made anew."""
+        found: dict[Tensor, str] = {}
+        for path, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    found.setdefault(buffer, name)
+        return {name: buffer for buffer, name in found.items()}
 
     # -- back -------------------------------------------------------------------------------------
 
