@@ -13,7 +13,7 @@ the first one, and the spans are found anew again and again.
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from statistics import median
@@ -22,8 +22,10 @@ from typing import Any, Final
 import numpy as np
 import torch.distributed as dist
 
-from planaria.core.copies import IdleSpan
+from planaria.checkpoint.wire import sent_by, sent_to
+from planaria.core.copies import IdleSpan, LayerCopy
 from planaria.core.plan import Link
+from planaria.engine.gathering import backend_of
 from planaria.engine.interleaving import Interleaving
 from planaria.transport.links import Channel, Links, Tag
 from planaria.transport.traffic import Use
@@ -176,6 +178,38 @@ class BetweenCollectives:
         for is_out in (True, False):
             self._links.traffic.note(Use(is_out, self._far, tag, begun_s, ended_s))
         self._turns.acted()
+
+
+def between_collectives(
+    links: Links,
+    nodes: Sequence[str],
+    copies: Sequence[LayerCopy],
+    *,
+    iterations: int,
+    device_type: str,
+) -> BetweenCollectives | None:
+    """When a rank sends copies, None if at once.
+
+    Args:
+        nodes: of each rank its node.
+        iterations: in which collectives are watched; 0: copies go at once.
+        device_type: of what the loop's collectives are of.
+    """
+    far = {rank for rank, node in enumerate(nodes) if node != nodes[links.rank]}
+    targets = {target for target, _ in sent_by(links.rank, copies)}
+    sources = sent_to(links.rank, copies).keys()
+    # Of others nobody on the host knows when they are over.
+    is_timed = backend_of(device_type) == "gloo"
+    if not iterations or not targets or not is_timed:
+        return None
+    return BetweenCollectives(
+        links,
+        link=measured_link(links, targets=targets, sources=sources),
+        far=far,
+        targets=targets,
+        sources=sources,
+        iterations=iterations,
+    )
 
 
 def measured_link(links: Links, *, targets: Collection[int], sources: Collection[int]) -> Link:

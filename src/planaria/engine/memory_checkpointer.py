@@ -41,11 +41,11 @@ from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.keeper import Kept, attach
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
-from planaria.checkpoint.wire import State, sent_by, sent_to
-from planaria.core.copies import IdleSpan, Label, LayerCopy
+from planaria.checkpoint.wire import State
+from planaria.core.copies import IdleSpan, Label
 from planaria.engine.agreement import check_on_all, parts_of_state
-from planaria.engine.collectives import BetweenCollectives, measured_link
-from planaria.engine.gathering import backend_of, gathered, gathered_as, on_all
+from planaria.engine.collectives import BetweenCollectives, between_collectives
+from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.memory_options import check_least, own_host, runtime_directory
 from planaria.engine.node_room import check_room_on_all
 from planaria.engine.restores import TIMEOUT_S, Restores
@@ -286,7 +286,13 @@ class MemoryCheckpointer:
         own = () if is_replicated and first != self._rank else (self._shard,)
         self._sent = () if is_replicated else shard_copies(self._nodes, self._copies)
         self._check(own)
-        self._turns = self._turns or self._between_collectives(self._sent)
+        self._turns = self._turns or between_collectives(
+            self._links,
+            self._nodes,
+            self._sent,
+            iterations=self._profile_iterations,
+            device_type=self._held.device_type,
+        )
         self._copier = Copier(
             self._links,
             self._arena,
@@ -317,25 +323,6 @@ class MemoryCheckpointer:
             arena_bytes=self._arena.num_bytes,
         )
         self._checked = parts_of_state(self._held.optimizer)
-
-    def _between_collectives(self, copies: Sequence[LayerCopy]) -> BetweenCollectives | None:
-        """When copies go, None if at once."""
-        here = self._nodes[self._rank]
-        far = {rank for rank, node in enumerate(self._nodes) if node != here}
-        targets = {target for target, _ in sent_by(self._rank, copies)}
-        sources = sent_to(self._rank, copies).keys()
-        # Of others nobody on the host knows when they are over.
-        is_timed = backend_of(self._held.device_type) == "gloo"
-        if not self._profile_iterations or not targets or not is_timed:
-            return None
-        return BetweenCollectives(
-            self._links,
-            link=measured_link(self._links, targets=targets, sources=sources),
-            far=far,
-            targets=targets,
-            sources=sources,
-            iterations=self._profile_iterations,
-        )
 
     @property
     def idle_spans(self) -> dict[int, tuple[IdleSpan, ...]]:
