@@ -1,7 +1,7 @@
 """A single rank saves and restores what loops do, and tells what it cannot save."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
+from keepers import keepers
+from linked import wait_until
 from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.version import Bytes
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
@@ -211,3 +213,30 @@ def test_a_state_that_is_not_taken_over_changes_nothing(
     assert torch.equal(model.weight, before)
     assert optimizer.param_groups[0]["lr"] == 0.2
     assert (first.state["count"], second.state) == (5, {"unit": "ft", "count": 6})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda saver: saver.save(2),
+        MemoryCheckpointer.restore,
+        MemoryCheckpointer.wait_copied,
+        MemoryCheckpointer.wait_ended,
+    ],
+)
+def test_what_is_closed_is_used_no_more(
+    use: Callable[[MemoryCheckpointer], object], savers: Savers, tmp_path: Path
+) -> None:
+    """A save began another process, which stayed, and waiting for its end never ended."""
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    saver = savers.next(model, optimizer)
+    assert saver.save(1)
+    saver.close()
+
+    with pytest.raises(ConfigError, match="it is closed: make another MemoryCheckpointer"):
+        use(saver)
+
+    saver.close()
+    step(model, optimizer)
+    wait_until(lambda: not keepers(tmp_path))

@@ -152,6 +152,7 @@ class MemoryCheckpointer:
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
         self._saved = -1
+        self._is_closed = False
         self._filler = Filler(torch.get_num_threads())
         # Of any: others may step parameters of the model, too.
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -168,6 +169,7 @@ class MemoryCheckpointer:
         Raises:
             CheckpointError: in the middle of a run no version is whole; the model stays as it is.
         """
+        self._check_open()
         with self._unwatched():
             return self._restored()
 
@@ -217,6 +219,7 @@ class MemoryCheckpointer:
                 optimizer's state has other parts than before, also that there is no memory for
                 copies, or that something would not be there in a restore.
         """
+        self._check_open()
         if iteration <= self._saved:
             raise ConfigError("iteration", iteration, f"must be above {self._saved}, saved before")
         with self._unwatched():
@@ -340,12 +343,14 @@ class MemoryCheckpointer:
 
     def wait_copied(self) -> None:
         """Blocks until model and optimizer may change; an optimizer's step does so by itself."""
+        self._check_open()
         copier = self._copier
         if copier is not None and copier.own and copier.has_begun:
             self._wait(lambda: copier.wait_copied(copier.own[0]))
 
     def wait_ended(self) -> None:
         """Blocks until what this rank sends of the newest version is kept, and it keeps its own."""
+        self._check_open()
         if self._copier is not None and self._copier.has_begun:
             if self._turns is not None:
                 self._turns.rush()
@@ -359,7 +364,10 @@ class MemoryCheckpointer:
             logger.warning("rank %s copies no more: %s", self._rank, error)
 
     def close(self) -> None:
-        """Ends copying and gives the memory back: the job is over."""
+        """Ends copying and gives the memory back: the job is over, and all but this raises then."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._hook.remove()
         if self._turns is not None:
             self._turns.close()
@@ -369,6 +377,11 @@ class MemoryCheckpointer:
         self._filler.close()
         self._links.close()
         self._kept.end()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            remedy = "it is closed: make another MemoryCheckpointer"
+            raise ConfigError("MemoryCheckpointer", "closed", remedy)
 
     def _versions(self) -> dict[int, tuple[Label, ...]]:
         found: dict[int, tuple[Label, ...]] = {}
