@@ -240,3 +240,26 @@ def test_what_is_closed_is_used_no_more(
     saver.close()
     step(model, optimizer)
     wait_until(lambda: not keepers(tmp_path))
+
+
+def odd_models() -> dict[str, nn.Module]:
+    """By the tensor that is not plain numbers, and how it lies."""
+    sparse, meta = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    sparse.register_buffer("edges", torch.eye(2).to_sparse())
+    return {
+        "buffer/edges = 'torch.sparse_coo'": sparse,
+        "parameter/weight = 'meta'": meta,
+        "parameter/weight = 'uninitialized'": nn.LazyLinear(2),
+    }
+
+
+@pytest.mark.parametrize("told", odd_models())
+def test_what_has_no_plain_numbers_is_named(told: str, savers: Savers) -> None:
+    """Before anything is saved of it, or restored; torch's own errors named no tensor."""
+    model = odd_models()[told]
+    saver = savers.next(model, SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(ConfigError, match=told):
+        saver.save(1)
+    with pytest.raises(ConfigError, match=told):
+        saver.restore()

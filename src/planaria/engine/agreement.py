@@ -9,15 +9,17 @@ What is no DTensor of all ranks is hashed, at some 20 GB/s, and compared by thos
 the same names and places. Buffers are not: BatchNorm's differ between the ranks of DDP.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Final
 
 import msgspec
+import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from planaria.engine.beside import check
@@ -29,19 +31,25 @@ _SHARD: Final = "shard it with its model, by FSDP2"
 _HOLD: Final = "make it a parameter of the model, or give a module that holds both as the model"
 
 
+class _Refusal(msgspec.Struct, frozen=True):
+    """What a rank cannot save, as a ConfigError tells it; nothing if all is empty."""
+
+    field: str = ""
+    value: str = ""
+    remedy: str = ""
+
+
 class _Said(msgspec.Struct, frozen=True):
     """What a rank holds.
 
     Attributes:
         names: digest of those of parameters and buffers.
         model, optimizer: digests of names, shapes and dtypes.
-        refusal: field, value and remedy of what cannot be saved, if anything.
     """
 
     names: str
     model: str
     optimizer: str
-    refusal: tuple[str, str, str] | None = None
 
 
 class _Whole(msgspec.Struct, frozen=True):
@@ -57,15 +65,22 @@ def check_on_all(held: Held) -> None:
     Raises:
         ConfigError: on all ranks, the same one.
     """
-    said = _said(held)
-    told = gathered_as(_Said, said)
-    for one in told:
-        if one.refusal is not None:
-            raise ConfigError(*one.refusal)
+    check_tensors_on_all(held)
+    _refuse_on_all(lambda: _check_own(held))
+    told = gathered_as(_Said, _said(held))
     if held.is_replicated:
         _check_shapes(held, told)
     _check_names(held, told)
     _check_values(held)
+
+
+def check_tensors_on_all(held: Held) -> None:
+    """Refuses tensors that have no number for each place, and so no bytes to save or to fill.
+
+    Raises:
+        ConfigError: on all ranks, the same one.
+    """
+    _refuse_on_all(lambda: _check_tensors(held))
 
 
 def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
@@ -78,6 +93,38 @@ def parts_of_state(optimizer: Optimizer) -> frozenset[tuple[int, object]]:
         for owner, values in one.state.items()
         for key in (values if isinstance(values, Mapping) else ("",))
     )
+
+
+def _refuse_on_all(check_own: Callable[[], None]) -> None:
+    """Raises what a check of their own has raised on some ranks."""
+    refusal = _Refusal()
+    try:
+        check_own()
+    except ConfigError as error:
+        refusal = _Refusal(error.field, str(error.value), error.remedy)
+    for one in gathered_as(_Refusal, refusal):
+        if one.field:
+            raise ConfigError(one.field, one.value, one.remedy)
+
+
+def _check_tensors(held: Held) -> None:
+    for name, tensor in held.tensors():
+        if is_lazy(tensor):
+            remedy = "it has no shape yet: run the model once before"
+            raise ConfigError(name, "uninitialized", remedy)
+        if tensor.layout != torch.strided:
+            remedy = "only dense tensors are saved: make it one, or a buffer that is not persistent"
+            raise ConfigError(name, str(tensor.layout), remedy)
+        if tensor.is_meta:
+            raise ConfigError(name, "meta", "it has no numbers yet: call to_empty, and fill it")
+
+
+def _check_own(held: Held) -> None:
+    """Refuses what a rank can tell alone."""
+    _check_within(held.optimizer)
+    _check_parameters(held)
+    _check_state(held)
+    check(held.beside())
 
 
 def _check_shapes(held: Held, told: Sequence[_Said]) -> None:
@@ -133,16 +180,7 @@ def _said(held: Held) -> _Said:
     slices = sorted(held.slices().items())
     model = [pair for pair in slices if not pair[0].startswith("optimizer/")]
     optimizer = [pair for pair in slices if pair[0].startswith("optimizer/")]
-    said = _Said(_digest([name for name, _ in model]), _digest(model), _digest(optimizer))
-    try:
-        _check_within(held.optimizer)
-        _check_parameters(held)
-        _check_state(held)
-        check(held.beside())
-    except ConfigError as error:
-        refusal = error.field, str(error.value), error.remedy
-        return msgspec.structs.replace(said, refusal=refusal)
-    return said
+    return _Said(_digest([name for name, _ in model]), _digest(model), _digest(optimizer))
 
 
 def _digest(values: Sequence[object]) -> str:

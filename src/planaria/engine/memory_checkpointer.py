@@ -43,7 +43,7 @@ from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State
 from planaria.core.copies import IdleSpan, Label
-from planaria.engine.agreement import check_on_all, parts_of_state
+from planaria.engine.agreement import check_on_all, check_tensors_on_all, parts_of_state
 from planaria.engine.collectives import BetweenCollectives, between_collectives
 from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.memory_options import check_least, own_host, runtime_directory
@@ -168,6 +168,7 @@ class MemoryCheckpointer:
 
         Raises:
             CheckpointError: in the middle of a run no version is whole; the model stays as it is.
+            ConfigError: a tensor is sparse, or has no numbers yet, as on the meta device.
         """
         self._check_open()
         with self._unwatched():
@@ -177,6 +178,7 @@ class MemoryCheckpointer:
         if self._copier is not None:
             self._end_run(self._copier)
         self._held.reshard()
+        check_tensors_on_all(self._held)
         for label in self._restores.complete():
             reason = self._restores.restored(label)
             if not reason:

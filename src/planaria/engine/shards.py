@@ -83,7 +83,7 @@ class Held:
         """
         slices: dict[str, Slice] = {}
         state: dict[str, np.ndarray] = {}
-        for name, value in self._tensors():
+        for name, value in self.tensors():
             local, slices[name] = placed(value)
             # The next forward changes it, and waits for no copy.
             is_buffer = name.startswith("buffer/")
@@ -96,13 +96,13 @@ class Held:
 
     def slices(self) -> dict[str, Slice]:
         """By name where this rank's tensors lie, as they are now."""
-        return {name: placed(value)[1] for name, value in self._tensors()}
+        return {name: placed(value)[1] for name, value in self.tensors()}
 
     def repeated(self, world_size: int) -> Iterator[tuple[str, np.ndarray]]:
         """The bytes of parameters and optimizer state that other ranks have, too, by name, and from
         where on, one after the other: what is no DTensor of all ranks, of which those of one are
         restored on all."""
-        for name, value in self._tensors():
+        for name, value in self.tensors():
             if name.startswith("buffer/"):
                 continue
             if not isinstance(value, DTensor):
@@ -120,7 +120,8 @@ class Held:
             {name: one.state_dict() for name, one in self.others.items()},
         )
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that is saved, by name."""
         parameters = self._parameters()  # Of many layers they take a while to find.
         yield from ((f"parameter/{name}", one) for name, one in parameters.items())
         yield from ((f"buffer/{name}", one) for name, one in self._buffers().items())
