@@ -73,12 +73,6 @@ class _Rank(msgspec.Struct, frozen=True):
     labels: dict[int, tuple[Label, ...]]
 
 
-class _Labels(msgspec.Struct, frozen=True):
-    """The versions that a rank keeps, by shard."""
-
-    by_shard: dict[int, tuple[Label, ...]]
-
-
 class MemoryCheckpointer:
     """Checkpoints in memory of a model and its optimizer; all ranks make one, and use it alike.
 
@@ -199,8 +193,8 @@ class MemoryCheckpointer:
         copier.close()
         self._copier = None
         self._epoch += 1
-        labels = gathered_as(_Labels, _Labels(self._versions()))
-        self._restores = self._restores_of([one.by_shard for one in labels])
+        labels = gathered_as(dict[int, tuple[Label, ...]], self._versions())
+        self._restores = self._restores_of(labels)
 
     def _restores_of(self, labels: Sequence[Mapping[int, tuple[Label, ...]]]) -> Restores:
         """From the versions that each rank keeps, by shard."""
