@@ -169,6 +169,13 @@ def test_what_is_not_saved_is_what_was_trained_since_the_newest_save() -> None:
     assert published.unsaved_samples == 0
 
 
+def test_no_more_is_at_stake_than_the_job_has_left() -> None:
+    """Four of its five iterations."""
+    rules = small_rules()
+
+    assert outlook(rules, trained(rules).state, NOW_S).remaining_samples == 4 * NUM_MICROBATCHES
+
+
 @pytest.mark.parametrize(("copies", "lost_max"), [(1, inf), (2, 6), (3, 6)])
 def test_copies_in_other_nodes_memory_leave_two_versions_at_risk(
     copies: int, lost_max: float
@@ -189,6 +196,8 @@ def test_what_nobody_would_change_to_is_not_what_an_answer_is_taken_for(
     what the recovery takes."""
     rules = small_rules(failure_rate=1.0)
     state = trained(rules).state
+    endless = replace(rules.job.training, iterations=10**9)
+    rules = replace(rules, job=replace(rules.job, training=endless))
     quick, *_ = Survivors().propose(
         PLAN, survivors(PLAN, (3,), epoch=1), NodesLost((3,), 0), rules.prices
     )

@@ -222,14 +222,14 @@ def test_a_second_copy_is_worth_a_small_price(
     assert at_risk == pytest.approx(unsaved_samples / 3)
 
 
-@pytest.mark.parametrize("lost_max", [inf, 1e-3])
-@pytest.mark.parametrize("between_saves", [inf, 50.0])
+@pytest.mark.parametrize("remaining_samples", [inf, 100.0, 15.0])
+@pytest.mark.parametrize(("between_saves", "lost_max"), [(inf, inf), (50.0, inf), (50.0, 1e-3)])
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_what_a_failure_makes_the_job_train_again_is_the_mean_of_many(
-    *, is_followed: bool, between_saves: float, lost_max: float
+def test_what_is_made_and_lost_until_a_failure_is_the_mean_of_many(
+    *, is_followed: bool, between_saves: float, lost_max: float, remaining_samples: float
 ) -> None:
     """A million are drawn; 20 samples are not saved now. One node of three holds a layer alone,
-    then each does; 4 samples/s are made from 2 s on, and 8 from 12 s on."""
+    then each does; 4 samples/s are made from 2 s on, and 8 from 12 s on, until the job ends."""
     first = replace(
         transition(downtime_s=1.0, iteration_s=2.0, redone_samples=4),
         after=held_by((0, 1), (2, 3), gone=(0,)),
@@ -239,21 +239,38 @@ def test_what_a_failure_makes_the_job_train_again_is_the_mean_of_many(
     times_s = np.random.default_rng(9).exponential(10.0, 1_000_000)
     is_then = (times_s >= 12.0) & is_followed
     made = np.where(is_then, 40.0 + 8.0 * (times_s - 12.0), 4.0 * np.maximum(0.0, times_s - 2.0))
+    ends_s = 2.0 + remaining_samples / 4.0
+    if is_followed and remaining_samples > 40.0:
+        ends_s = 12.0 + (remaining_samples - 40.0) / 8.0
     unsaved = np.minimum((20.0 + made) % between_saves, lost_max)
-    drawn = float((unsaved * np.where(is_then, 1.0, 1 / 3)).mean())
-
-    at_risk = samples_at_risk(
-        priced,
-        global_batch_size=8,
-        outlook=Outlook(
-            failures_per_s=0.1,
-            unsaved_samples=20.0,
-            between_saves=between_saves,
-            lost_max=lost_max,
-        ),
+    unsaved[times_s >= ends_s] = 0.0
+    lost = float((unsaved * np.where(is_then, 1.0, 1 / 3)).mean())
+    useful = float(np.minimum(made, remaining_samples).mean())
+    outlook = Outlook(
+        failures_per_s=0.1,
+        unsaved_samples=20.0,
+        between_saves=between_saves,
+        lost_max=lost_max,
+        remaining_samples=remaining_samples,
     )
 
-    assert at_risk == pytest.approx(drawn, rel=0.01)
+    at_risk = samples_at_risk(priced, global_batch_size=8, outlook=outlook)
+    score = expected_samples_per_s(priced, global_batch_size=8, outlook=outlook)
+
+    assert at_risk == pytest.approx(lost, rel=0.01)
+    spent_s = float(np.minimum(times_s, ends_s).mean())
+    assert score == pytest.approx((useful - lost) / spent_s, rel=0.01, abs=0.01)
+
+
+def test_without_failures_what_remains_is_made_in_the_least_time() -> None:
+    """A plan twice as fast takes 10 s to begin, which 40 samples at 4 a second do not pay for."""
+    now = transition(downtime_s=0.0, iteration_s=2.0, answer="now")
+    later = transition(downtime_s=10.0, iteration_s=1.0, answer="later")
+
+    for remaining_samples, answer in ((40.0, "now"), (400.0, "later"), (inf, "later")):
+        outlook = Outlook(failures_per_s=0.0, remaining_samples=remaining_samples)
+        best = best_transition((now, later), global_batch_size=8, outlook=outlook)
+        assert best.answer == answer
 
 
 def test_saves_that_do_not_come_are_not_counted_on() -> None:

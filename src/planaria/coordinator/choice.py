@@ -120,9 +120,10 @@ def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
 
 
 def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
-    """The rate and the size of failures, and what is not saved: since the newest save of this run,
-    and of what is to come as much as is trained between saves; and no more than all go back to
-    copies in other nodes' memory, which are taken to survive.
+    """How often and how large failures are, what the job has still to train, and what is not saved.
+
+    That is what was trained since the newest save of this run; no more than all go back to copies
+    in other nodes' memory, which are taken to survive, is ever lost.
     """
     training, job = rules.job.training, rules.job.checkpoint
     saved = max(rules.first_iteration, state.published)
@@ -133,5 +134,7 @@ def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
         unsaved_samples=max(0, state.next_iteration - saved) * training.global_batch_size,
         between_saves=(job.persist_every or inf) * training.global_batch_size,
         lost_max=back_max * training.global_batch_size,
+        remaining_samples=max(1, training.iterations - state.next_iteration)
+        * training.global_batch_size,
         nodes_per_failure=learned_nodes_per_failure(state.history, now_s),
     )

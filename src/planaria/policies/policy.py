@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, inf, lgamma
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Link, ModelProfile, Plan, Transfer, Transition
@@ -46,6 +46,7 @@ class Outlook:
         unsaved_samples: now, those that would be trained again if it took the last copy of a layer.
         between_saves: samples from one save to the next; inf if nothing is saved.
         lost_max: samples that are trained again at most: of copies in memory, or inf.
+        remaining_samples: that the job has still to train; inf if it has no end.
         nodes_per_failure: that one failure takes at once, on average.
     """
 
@@ -53,12 +54,13 @@ class Outlook:
     unsaved_samples: float = 0.0
     between_saves: float = inf
     lost_max: float = 0.0
+    remaining_samples: float = inf
     nodes_per_failure: float = 1.0
 
     def __post_init__(self) -> None:
         assert 0.0 <= self.failures_per_s < inf
         assert 0.0 <= self.unsaved_samples < inf
-        assert self.between_saves > 0.0
+        assert min(self.between_saves, self.remaining_samples) > 0.0
         assert self.lost_max >= 0.0
         assert 1.0 <= self.nodes_per_failure < inf
 
@@ -220,44 +222,75 @@ def _log_ways(number: int, taken: int) -> float:
 def expected_samples_per_s(
     transition: Transition, *, global_batch_size: int, outlook: Outlook
 ) -> float:
-    """The samples that count until the next failure, as expected, over the time until then.
+    """The samples that count until the next failure or the end of the job, as expected, over the
+    time until then.
 
-    That time is exponential with rate L. Nothing counts for t: the downtime, and the time in which
-    R samples are done again; then a batch of B counts every iteration. With v = B / iteration_s
+    The failure comes after T, exponential with rate L. Nothing counts for t: the downtime, and the
+    time in which R samples are done again; then a batch of B counts every iteration. With
+    v = B / iteration_s, without an end and over 1 / L
 
         t = downtime_s + R / v
         samples until the next failure = v * integral over T of L * exp(-L * T) * max(0, T - t)
                                        = v * exp(-L * t) / L
 
-    If another plan follows, m after the first has begun, what is beyond t + m is made at its pace:
-    exp(-L * (t + m)) / L times the difference is added. What the next failure takes back on average
-    is subtracted: `samples_at_risk`.
+    Where the job ends at e, what would come after that is subtracted, and the time is
 
-    With L = 0 that is v: the fastest iteration. Where L is high the least t is best.
+        (1 - exp(-L * e)) / L
+
+    If another plan follows, m after the first has begun, what is beyond t + m is made at its pace.
+    What the failure takes back on average is subtracted: `samples_at_risk`.
+
+    With L = 0 that is v, or all samples that remain over the time that they take. Where L is high
+    the least t is best.
 
     Source: DESIGN 6 (Policies); Odyssey, equation 8, for the first term.
-    Differs: samples that are redone are time in which nothing counts; last copies have a price.
+    Differs: samples that are redone are time in which nothing counts; last copies have a price; a
+    job that ends soon has little to gain by a plan that takes long to begin.
     """
-    samples_per_s = global_batch_size / transition.iteration_s
-    rate = outlook.failures_per_s
-    begins_s = _begins_s(transition, global_batch_size)
+    phases = _phases(transition, global_batch_size, outlook.remaining_samples)
+    rate, end_s = outlook.failures_per_s, phases[-1].ends_s
+    if not rate:
+        ended_per_s = outlook.remaining_samples / end_s if end_s < inf else inf
+        return min(phases[-1].samples_per_s, ended_per_s)
+    useful = sum(
+        one.samples_per_s * exp(-rate * one.begins_s) * -expm1(-rate * (one.ends_s - one.begins_s))
+        for one in phases
+    )
     at_risk = samples_at_risk(transition, global_batch_size=global_batch_size, outlook=outlook)
-    useful_per_s = samples_per_s * exp(-rate * begins_s) - rate * at_risk
+    return (useful - rate * at_risk) / -expm1(-rate * end_s)
+
+
+class _Phase(NamedTuple):
+    """A time in which samples are made by a plan.
+
+    Attributes:
+        made: samples before.
+    """
+
+    plan: Plan
+    samples_per_s: float
+    begins_s: float
+    ends_s: float
+    made: float
+
+
+def _phases(transition: Transition, global_batch_size: int, remaining: float) -> list[_Phase]:
+    """One for each plan by which the job trains until its end, at least one."""
+    samples_per_s = global_batch_size / transition.iteration_s
+    begins_s = transition.downtime_s + transition.redone_samples / samples_per_s
     then = transition.then
-    if then is None:
-        return useful_per_s
-    faster_per_s = global_batch_size / then.iteration_s - samples_per_s
-    return useful_per_s + exp(-rate * (begins_s + then.downtime_s)) * faster_per_s
-
-
-def _begins_s(transition: Transition, global_batch_size: int) -> float:
-    """When its first plan makes samples that were not made before."""
-    redone_s = transition.iteration_s * transition.redone_samples / global_batch_size
-    return transition.downtime_s + redone_s
+    lasts_s, ends_s = then.downtime_s if then else inf, begins_s + remaining / samples_per_s
+    first = _Phase(transition.after, samples_per_s, begins_s, min(begins_s + lasts_s, ends_s), 0.0)
+    if then is None or first.ends_s == ends_s:
+        return [first]
+    made = lasts_s * samples_per_s
+    samples_per_s = global_batch_size / then.iteration_s
+    ends_s = first.ends_s + (remaining - made) / samples_per_s
+    return [first, _Phase(then.after, samples_per_s, first.ends_s, ends_s, made)]
 
 
 def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: Outlook) -> float:
-    """What the next failure makes the job train again, on average.
+    """What the next failure makes the job train again, on average; nothing if the job has ended.
 
     A failure at T takes the last copy of some layer with probability p (`share_at_risk`) of the
     plan by which the job trains then. It goes back to its newest save, so all that is not saved by
@@ -267,9 +300,8 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
 
         p * (x * (1 - exp(-L * t)) + exp(-L * t) * E(x, v))
 
-    If another plan follows, with p' and v', at t' with y unsaved, it adds
-
-        exp(-L * t') * (p' * E(y, v') - p * E(y, v))
+    From t' on, where another plan follows or the job ends, with y unsaved, that plan's is
+    exp(-L * t') * E(y, v') in the stead of exp(-L * t') * E(y, v), each times its p.
 
     Where two saves have not come, as on a full disk, no other is expected to.
     """
@@ -279,28 +311,24 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
     is_saving = outlook.unsaved_samples < 2 * outlook.between_saves
     between_saves = outlook.between_saves if is_saving else inf
 
-    def mean_unsaved(unsaved: float, iteration_s: float) -> float:
-        to_failure = global_batch_size / iteration_s / rate
-        mean = expected_unsaved(unsaved, to_failure, between_saves)
-        return min(mean, outlook.lost_max)
+    def unsaved_from(at_s: float, made: float, samples_per_s: float) -> float:
+        if at_s == inf:
+            return 0.0
+        unsaved = (outlook.unsaved_samples + made) % between_saves
+        mean = expected_unsaved(unsaved, samples_per_s / rate, between_saves)
+        return exp(-rate * at_s) * min(mean, outlook.lost_max)
 
-    begins_s = _begins_s(transition, global_batch_size)
-    unsaved = min(outlook.unsaved_samples, outlook.lost_max)
-    share = share_at_risk(transition.after, nodes_per_failure=outlook.nodes_per_failure)
-    begun = exp(-rate * begins_s)
-    lost = share * (
-        unsaved * (1.0 - begun)
-        + begun * mean_unsaved(outlook.unsaved_samples, transition.iteration_s)
-    )
-    then = transition.then
-    if then is None:
-        return lost
-    made = then.downtime_s / transition.iteration_s * global_batch_size
-    unsaved = (outlook.unsaved_samples + made) % between_saves
-    then_share = share_at_risk(then.after, nodes_per_failure=outlook.nodes_per_failure)
-    more = then_share * mean_unsaved(unsaved, then.iteration_s)
-    more -= share * mean_unsaved(unsaved, transition.iteration_s)
-    return lost + exp(-rate * (begins_s + then.downtime_s)) * more
+    phases = _phases(transition, global_batch_size, outlook.remaining_samples)
+    shares = [
+        share_at_risk(one.plan, nodes_per_failure=outlook.nodes_per_failure) for one in phases
+    ]
+    now = min(outlook.unsaved_samples, outlook.lost_max)
+    lost = shares[0] * now * -expm1(-rate * phases[0].begins_s)
+    for share, (_, samples_per_s, begins_s, ends_s, made) in zip(shares, phases, strict=True):
+        by_end = made + samples_per_s * (ends_s - begins_s)
+        lost += share * unsaved_from(begins_s, made, samples_per_s)
+        lost -= share * unsaved_from(ends_s, by_end, samples_per_s)
+    return lost
 
 
 def expected_unsaved(unsaved: float, to_failure: float, between_saves: float) -> float:
