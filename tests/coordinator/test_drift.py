@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 import fake_cluster
@@ -16,6 +17,7 @@ from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
+from planaria.planner.reroutes import simulated_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
@@ -32,7 +34,7 @@ def _long_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def book() -> EveryPlan:
-    """Plans of a job of ten equal layers, of two to four nodes a pipeline."""
+    """Plans of a job of ten equal layers, of one to four nodes a pipeline."""
     layers = tuple(
         layer_profile(f"layer {i}", LAYER_S / 3, parameter_bytes=1024, activation_bytes=0)
         for i in range(NUM_LAYERS)
@@ -43,7 +45,7 @@ def book() -> EveryPlan:
         num_microbatches=NUM_MICROBATCHES,
         failures_tolerated=1,
     )
-    return every_plan(problem, 6, {n: template(n) for n in (2, 3, 4)})
+    return every_plan(problem, 6, {n: template(n) for n in (1, 2, 3, 4)})
 
 
 EVERY = book()
@@ -54,8 +56,8 @@ def policy(every: EveryPlan) -> Unequal:
 
 
 def training(sizes: tuple[int, ...] = (2, 2)) -> FakeCluster:
-    """A job that trains on pipelines of so many nodes."""
-    made = small_rules(n0=2)
+    """A job that trains on pipelines of so many nodes, with what the profile says predicted."""
+    made = small_rules(n0=min(2, *sizes))
     profile = EVERY.problem.profile
     made = replace(
         made,
@@ -69,6 +71,10 @@ def training(sizes: tuple[int, ...] = (2, 2)) -> FakeCluster:
     templates = [EVERY.templates[size] for size in sizes]
     cluster = FakeCluster(made, bind(EVERY.problem, templates, range(sum(sizes)), epoch=0))
     cluster.begin()
+    assert cluster.state.decision is not None
+    predicted_s = simulated_s(EVERY.problem, cluster.plan)
+    decision = msgspec.structs.replace(cluster.state.decision, predicted_s=predicted_s)
+    cluster.state = replace(cluster.state, decision=decision)
     return cluster
 
 
@@ -250,6 +256,61 @@ def test_a_change_is_priced_by_what_an_iteration_takes_now() -> None:
     (changed,) = of_type(cluster.commands, Changed)
 
     assert [candidate.moving_s for candidate in changed.candidates] == [pytest.approx(3 * now_s)]
+
+
+def train_alone(cluster: FakeCluster, number: int, *, ratio: float, slowness: float) -> float:
+    """So many iterations on a node a pipeline, where a slow node is no reason to move microbatches;
+    the seconds of each."""
+    iteration_s = slowness * ratio * LAYER_S * NUM_LAYERS * NUM_MICROBATCHES / 2
+    for node in cluster.nodes.values():
+        node.seconds = iteration_s
+    train(cluster, number, true=dict.fromkeys(range(NUM_LAYERS), ratio), slow={1: slowness})
+    return iteration_s
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+def test_a_slow_node_that_no_plan_betters_is_predicted_and_so_is_its_end(ratio: float) -> None:
+    """Layers take what was found before, a node 1.34 times as long for a while. What it takes more
+    is in its speed alone: nothing of it is beside the layers, where it would stay for ever."""
+    cluster = training((1, 1))
+    for number, slowness in ((12, 1.0), (28, 1.34), (60, 1.0)):
+        true_s = train_alone(cluster, number, ratio=ratio, slowness=slowness)
+
+        assert iteration_s(cluster.state) == pytest.approx(true_s, rel=2e-2)
+        assert cluster.state.learning.findings.beside_s < BESIDE_MIN * true_s
+    assert not of_type(cluster.commands, Changed)
+    cluster.lose(1)
+    (decided,) = of_type(cluster.commands, Decided)
+    assert decided.predicted_s == pytest.approx(2.0 * true_s, rel=2e-2)
+
+
+def test_layers_that_drift_beside_a_slow_node_are_predicted_with_its_speed() -> None:
+    """All layers begin to take twice as long while no plan betters a slow node."""
+    cluster = training((1, 1))
+    for ratio in (1.0, 2.0):
+        true_s = train_alone(cluster, 20, ratio=ratio, slowness=1.34)
+
+    assert iteration_s(cluster.state) == pytest.approx(true_s, rel=2e-2)
+    assert cluster.state.learning.findings.beside_s < BESIDE_MIN * true_s
+
+
+def test_an_epoch_is_predicted_by_its_own_plan_before_its_first_commit() -> None:
+    """A change that is begun then is weighed beside it: after a loss, and after a change."""
+    cluster, true = training((2, 2, 2)), dict.fromkeys(range(NUM_LAYERS), 2.0)
+    train(cluster, WINDOW + 2, true=true)
+    before_s = iteration_s(cluster.state)
+    cluster.lose(3)
+    (decided,) = of_type(cluster.commands, Decided)
+    assert iteration_s(cluster.state) == pytest.approx(decided.predicted_s) != before_s
+    train(cluster, 1, true=true)
+    assert iteration_s(cluster.state) == pytest.approx(decided.predicted_s)
+
+    cluster.join(6)
+    while not of_type(cluster.commands, Changed):
+        train(cluster, 1, true=true)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert iteration_s(cluster.state) == pytest.approx(changed.predicted_s) != decided.predicted_s
 
 
 def test_a_little_beside_layers_is_not_followed() -> None:

@@ -302,6 +302,7 @@ def switched(rules: Rules, state: JobState) -> Step:
         is_entered=False,
         outcome=outcome,
         decision=decision,
+        learning=replace(state.learning, plan_s=0.0),
         change=replace(change, switch=None, trained=state.plan.all_ranks),
         gone=tuple(sorted({*state.gone, *left})),
         candidates={n: c for n, c in state.candidates.items() if n not in switch.nodes},

@@ -33,6 +33,7 @@ from planaria.estimator.drift import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.reroutes import simulated_s
 from planaria.policies.policy import Policy, Prices
+from planaria.policies.unequal import of_kinds
 
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
@@ -91,7 +92,7 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     # As in slowness.py the first iteration tells nothing: its caches are cold. And a node's factor
     # that is new was still in the ratios of its ranks, which would count it twice.
     if state.next_iteration <= outcome.iteration or state.speeds != before.speeds:
-        return replace(state, learning=replace(learning, ratios={}, rests=(), plan_s=0.0)), ()
+        return replace(state, learning=_anew(rules, state)), ()
     found = _ratios(rules, state)
     ratios = {rank: (*learning.ratios.get(rank, ()), r)[-WINDOW:] for rank, r in found.items()}
     rests = (*learning.rests, _rest_s(state, found))[-WINDOW:] if found else ()
@@ -109,6 +110,17 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
     if not layers and beside_s == learning.findings.beside_s:
         return state, ()
     return _with_findings(rules, state, layers, beside_s)
+
+
+def _anew(rules: Rules, state: JobState) -> Learning:
+    """What is known where the plan, or the speeds of its nodes, are others than were measured."""
+    assert rules.every is not None
+    problem, factors = rules.every.problem, state.learning.findings.layer_factors
+    if factors:
+        problem = replace(problem, profile=corrected_profile(problem.profile, factors))
+    # A slow node that no plan betters has its speed in no plan, and policies price by it.
+    plan = of_kinds(state.plan, {node: state.kind_of(node) for node in state.speeds})
+    return replace(state.learning, ratios={}, rests=(), plan_s=simulated_s(problem, plan))
 
 
 def iteration_s(state: JobState) -> float:
@@ -167,19 +179,14 @@ def _with_findings(
     """
     before = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
     factors = tuple(factor * ratios.get(layer, 1.0) for layer, factor in enumerate(before))
-    findings = state.learning.findings
-    learning = replace(state.learning, plan_s=_plan_s(state))
+    findings = msgspec.structs.replace(state.learning.findings, beside_s=beside_s)
+    learning = replace(state.learning, findings=findings, plan_s=_plan_s(state))
     if ratios:
         assert rules.every is not None
-        every = corrected_plans(rules.every, factors)
         findings = msgspec.structs.replace(findings, layer_factors=factors)
-        learning = replace(
-            learning,
-            policy=_policy(rules, every),
-            ratios={},
-            plan_s=simulated_s(every.problem, state.plan),
-        )
-    findings = msgspec.structs.replace(findings, beside_s=beside_s)
+        policy = _policy(rules, corrected_plans(rules.every, factors))
+        learning = replace(learning, findings=findings, policy=policy)
+        learning = _anew(rules, replace(state, learning=learning))
     far = tuple(layer for layer, factor in enumerate(factors) if _is_far(factor))
     is_new = any(not _is_far(before[layer]) for layer in far)
     notice = ProfileCorrected(
@@ -189,7 +196,7 @@ def _with_findings(
         predicted_s=learning.plan_s + beside_s,
         warning=_warning(factors) if is_new else "",
     )
-    return replace(state, learning=replace(learning, findings=findings)), (Notify(notice),)
+    return replace(state, learning=learning), (Notify(notice),)
 
 
 def _is_far(factor: float) -> bool:

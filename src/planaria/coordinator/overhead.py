@@ -77,10 +77,10 @@ def switch_s(rules: Rules, state: JobState) -> float:
 
 
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
-    """The state once an answer is chosen: what follows is timed."""
+    """The state once an answer is chosen: what follows is timed, and predicted by its price."""
     transfer_s = chosen.downtime_s - prices_of(rules, state).regroup_s
     transfer_s /= _transfer_factor(state)
-    learning = replace(state.learning, decided_s=now_s, transfer_s=transfer_s)
+    learning = replace(state.learning, decided_s=now_s, transfer_s=transfer_s, plan_s=0.0)
     return replace(state, learning=learning)
 
 
