@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 import fake_cluster
-from coordinated import FIRST, of_type, small_rules
+from coordinated import FIRST, NOW_S, of_type, small_rules
 from coordinator.test_slow_nodes import END, book, training
 from fake_cluster import FakeCluster
 from planaria.coordinator.state import AnswersFound
@@ -114,6 +114,23 @@ def test_what_the_next_failure_would_end_is_not_begun() -> None:
     train(cluster, 40)
 
     assert of_type(cluster.commands, Changed) == []
+
+
+def test_what_was_not_worth_it_is_begun_when_failures_have_become_rare() -> None:
+    """The rate that is learned is highest right after a loss, when the plan is first looked at; it
+    is looked at again as the rate falls, but not at every commit."""
+    cluster = lost_one(failure_rate=0.0, bytes_per_s=60.0)
+    asked = set()
+    for later_s in range(0, 7200, 60):
+        cluster.train_at(cluster.state.next_iteration, NOW_S + later_s)
+        asked.add(cluster.state.asked)
+        if later_s == 60:
+            assert not of_type(cluster.commands, Changed)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert set(changed.kinds.values()) == {"reform"}
+    assert not cluster.state.plan.gone
+    assert len(asked) < 10
 
 
 def test_a_job_that_looks_ahead_waits_until_better_plans_have_been_looked_for() -> None:

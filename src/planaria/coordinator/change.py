@@ -12,7 +12,9 @@ commit that all ranks agree upon, so that nothing is done again:
 2. When all are in, one more switch begins the plan itself; nodes that leave are told to then.
 
 Until then the plan as it is goes on, so a change is weighed as that, followed by its own plan: what
-it would gain hardly counts where the next failure is likely to come before all layers have.
+it would gain hardly counts where the next failure is likely to come before all layers have. So what
+is not worth it right after a failure is looked at again each time that they have become half as
+frequent.
 
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
 Where it did not begin, a loss or a new coordinator ends the change, and what it needs is looked
@@ -23,6 +25,7 @@ Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what ha
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import frexp
 from typing import Final
 
 from planaria.coordinator.choice import candidates_of, gains, time_to_failure_s
@@ -66,10 +69,9 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()  # As after nearly every report.
     leaving = tuple(sorted(set(state.leaving).intersection(state.nodes)))
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
-    tried = tuple(
-        n for n in state.idle if n in state.nodes and n not in {*speeds, *state.plan.nodes}
-    )
-    asked = (state.nodes, joining, leaving, tuple(speeds), tuple(speeds.values()), tried)
+    tried, slowness = _tried(state), tuple(speeds.values())
+    often = frexp(time_to_failure_s(rules, state, now_s))[1]
+    asked = (state.nodes, joining, leaving, tuple(speeds), slowness, tried, (often,))
     if not (joining or leaving or known or speeds or tried or hurried) or asked == state.asked:
         return state, ()
     staying = tuple(node for node in state.nodes if node not in leaving)
@@ -78,6 +80,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     if leaving and (short := shortage_text(rules, num_left)):
         return _too_few(state, short)
+    is_told = asked[:-1] == state.asked[:-1]
     state = replace(state, asked=asked)
     news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
     slow = tuple(sorted(news.difference(leaving)))
@@ -87,7 +90,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     best, candidates = _chosen(rules, state, event, staying, now_s=now_s)
     is_asked_for = bool(slow or joining or leaving)
     if best is None:
-        if not is_asked_for:
+        if not is_asked_for or is_told:
             return state, ()
         text = f"no plan for {num_left} nodes is known; the nodes stay as they are"
         warning = Warned(text=text, undrained=leaving)
@@ -95,7 +98,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     placed = tuple(node for node in joining if node in best.after.nodes)
     if not placed and not leaving and not pays(rules, candidates):
         still = tuple(node for node in slow if node in speeds)
-        if joining or not still:
+        if joining or not still or is_told:
             return state, ()
         return state, (Notify(Warned(text=f"{_slow_text(state, still)}; no plan is faster")),)
     change = Change(
@@ -116,6 +119,12 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         reason=_slow_text(state, slow) if slow else "" if is_asked_for else hurried,
     )
     return _with_switch(replace(state, change=change))
+
+
+def _tried(state: JobState) -> tuple[int, ...]:
+    """Nodes without work whose speed is forgotten, so that they get some."""
+    others = {*state.speeds, *state.plan.nodes}
+    return tuple(node for node in state.idle if node in state.nodes and node not in others)
 
 
 def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:

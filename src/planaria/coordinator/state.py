@@ -261,7 +261,8 @@ class JobState:
         candidates: nodes that are there and no members.
         leaving: nodes that are to leave in peace.
         change: that is being made.
-        asked: for what a change was last looked for: members, candidates, leaving, speeds.
+        asked: for what a change was last looked for: members, candidates, leaving, speeds, and at
+            the end to which power of two failures are rare.
         is_settled: the plan was looked for at leisure.
         sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
         speeds: of nodes that are slow, as they are seen to be; others have 1.
