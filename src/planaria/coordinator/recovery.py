@@ -15,7 +15,6 @@ Source: DESIGN 4.5 and 5; the order of 1 and 2 is what the search in tests/coord
 test_commit_search.py shows to be needed.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -35,6 +34,7 @@ from planaria.coordinator.outcomes import (
 )
 from planaria.coordinator.overhead import prices_of, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
+from planaria.coordinator.shortage import degraded_text, left_text, shortage_text
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
 from planaria.coordinator.state import (
     Command,
@@ -55,7 +55,7 @@ from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch
-from planaria.core.plan import Plan, Transition
+from planaria.core.plan import Transition
 from planaria.core.records import Decided, Decision, Members, Outcome, Recovering
 
 GRANTED: Final = "granted"  # A node that was waited for.
@@ -295,30 +295,6 @@ def _order(
     )
 
 
-def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
-    """The warning that f failures are not tolerated any more; empty if they are, or once told."""
-    f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
-    left = tolerated(rules, state, plan)
-    if left >= f or state.is_degraded:
-        return ""
-    wanted = (f + 1) * rules.n0
-    why = (
-        f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {wanted}"
-        if num_nodes < wanted
-        else f"some layer is on {left + 1} of {num_nodes} nodes only"
-    )
-    return f"{why}: from now on only f' = {left} failures at once are survived"
-
-
-def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
-    """How many nodes may be lost at once, whichever they are."""
-    per_node = state.devices_per_node
-    held = plan.held_by_rank.items()
-    places = {(rank // per_node, layer) for rank, layers in held for layer in layers}
-    holders = Counter(layer for _, layer in places)
-    return min(len(state.nodes) // rules.n0, *holders.values()) - 1
-
-
 def _save(
     state: JobState,
     outcome: Outcome,
@@ -361,24 +337,6 @@ def _after_crash(state: JobState) -> str:
     """What took a layer whose nodes live."""
     assert state.loss is not None
     return f": {state.loss.reason}" if state.loss.kind in ("crash", "copy") else ""
-
-
-def shortage_text(rules: Rules, num_left: int) -> str:
-    """Why so few nodes cannot go on by themselves; empty if they can."""
-    wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
-    if num_left < rules.n0:
-        return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
-    if num_left < wanted and rules.job.resilience.when_below == "stop":
-        return (
-            f"{left_text(num_left)}, fewer than (f + 1) * n0 = {wanted}, and "
-            'resilience.when_below = "stop"'
-        )
-    return ""
-
-
-def left_text(num_nodes: int) -> str:
-    """How many nodes are left, in words."""
-    return f"{num_nodes} node{'s are' if num_nodes != 1 else ' is'} left"
 
 
 def _end(state: JobState, reason: str) -> Step:

@@ -1,0 +1,48 @@
+"""How many nodes there have to be: to go on at all, and to survive so many failures as promised."""
+
+from collections import Counter
+
+from planaria.coordinator.state import JobState, Rules
+from planaria.core.plan import Plan
+
+
+def shortage_text(rules: Rules, num_left: int) -> str:
+    """Why so few nodes cannot go on by themselves; empty if they can."""
+    wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
+    if num_left < rules.n0:
+        return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
+    if num_left < wanted and rules.job.resilience.when_below == "stop":
+        return (
+            f"{left_text(num_left)}, fewer than (f + 1) * n0 = {wanted}, and "
+            'resilience.when_below = "stop"'
+        )
+    return ""
+
+
+def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
+    """The warning that f failures are not tolerated any more; empty if they are, or once told."""
+    f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
+    left = tolerated(rules, state, plan)
+    if left >= f or state.is_degraded:
+        return ""
+    wanted = (f + 1) * rules.n0
+    why = (
+        f"{left_text(num_nodes)}, fewer than (f + 1) * n0 = {wanted}"
+        if num_nodes < wanted
+        else f"some layer is on {left + 1} of {num_nodes} nodes only"
+    )
+    return f"{why}: from now on only f' = {left} failures at once are survived"
+
+
+def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
+    """How many nodes may be lost at once, whichever they are."""
+    per_node = state.devices_per_node
+    held = plan.held_by_rank.items()
+    places = {(rank // per_node, layer) for rank, layers in held for layer in layers}
+    holders = Counter(layer for _, layer in places)
+    return min(len(state.nodes) // rules.n0, *holders.values()) - 1
+
+
+def left_text(num_nodes: int) -> str:
+    """How many nodes are left, in words."""
+    return f"{num_nodes} node{'s are' if num_nodes != 1 else ' is'} left"
