@@ -194,9 +194,7 @@ class Job:
         self.following = None
         if what.is_loss:
             self.alive -= set(what.nodes)
-            self.history = with_failure(
-                self.history, what.at_s, num_nodes=len(what.nodes), lease_s=LEASE_S
-            )
+            self.history = with_failure(self.history, what.at_s, nodes=what.nodes, lease_s=LEASE_S)
         else:
             self.alive |= set(what.nodes)
         if self.plan is None:

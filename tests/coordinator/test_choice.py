@@ -20,8 +20,9 @@ from planaria.coordinator.history import (
     learned_nodes_per_failure,
     with_failure,
 )
-from planaria.coordinator.state import Rules
+from planaria.coordinator.state import Rules, Tick
 from planaria.core.cluster import NodesLost, survivors
+from planaria.core.messages import CopySpoilt, PeerUnreachable
 from planaria.core.records import Decided, FailureHistory, Progress
 
 PLAN = shaped_plan((2, 2), NUM_MICROBATCHES)
@@ -30,8 +31,8 @@ HOUR_S = 3600.0
 
 def failed_at(*times_s: float, began_s: float = 1.0) -> FailureHistory:
     history = begun_history(FailureHistory(), began_s)
-    for now_s in times_s:
-        history = with_failure(history, now_s, num_nodes=1, lease_s=LEASE_S)
+    for node, now_s in enumerate(times_s):
+        history = with_failure(history, now_s, nodes=(node,), lease_s=LEASE_S)
     return history
 
 
@@ -100,8 +101,8 @@ def test_how_many_nodes_a_failure_takes_is_learned() -> None:
     assert learned_nodes_per_failure(FailureHistory(), NOW_S) == PRIOR_NODES
     single, at_once = failed_at(), failed_at()
     for n in range(1, 40):
-        single = with_failure(single, 100.0 * n, num_nodes=1, lease_s=LEASE_S)
-        at_once = with_failure(at_once, 100.0 * n, num_nodes=3, lease_s=LEASE_S)
+        single = with_failure(single, 100.0 * n, nodes=(n,), lease_s=LEASE_S)
+        at_once = with_failure(at_once, 100.0 * n, nodes=range(3), lease_s=LEASE_S)
     one_by_one = failed_at(*(100.0 * n + 0.1 * LEASE_S * i for n in range(1, 40) for i in range(3)))
 
     assert 1.0 <= learned_nodes_per_failure(single, 4000.0) < 1.02
@@ -109,6 +110,35 @@ def test_how_many_nodes_a_failure_takes_is_learned() -> None:
         assert learned_nodes_per_failure(history, 4000.0) == pytest.approx(3.0, rel=0.05)
         late_s = 4000.0 + 48 * HOUR_S
         assert learned_nodes_per_failure(history, late_s) == pytest.approx(PRIOR_NODES, rel=0.03)
+
+
+def test_a_failure_takes_each_of_its_nodes_once() -> None:
+    """Also where workers of one crash again and again, or first a worker is lost and then all of
+    it; who was lost with another is another."""
+    crashing = trained(small_rules())
+    for status in (-9, -11, -9):
+        crashing.crash(1, status=status)
+    assert crashing.state.history.nodes == 1.0
+
+    going = trained(small_rules())
+    going.crash(1)
+    going.lose(1)
+    assert going.state.history.nodes == 1.0
+    going.restart()
+    going.lose(3)
+    assert (going.state.history.nodes, going.state.history.weight) == (2.0, 1.0)
+
+
+def test_where_nobody_is_lost_a_failure_takes_no_node() -> None:
+    """A link that broke between live nodes, or a copy that is spoilt, take no live layer."""
+    cut, spoilt = trained(small_rules()), trained(small_rules())
+    cut.hear(PeerUnreachable(rank=0, epoch=0, peer=1, reason="closed"))
+    cut.hear(Tick(), now_s=NOW_S + 2 * LEASE_S)
+    spoilt.hear(CopySpoilt(rank=1, epoch=0, reason="a bit is wrong"))
+
+    for cluster in (cut, spoilt):
+        assert cluster.state.epoch == 1
+        assert (cluster.state.history.nodes, cluster.state.history.weight) == (0.0, 1.0)
 
 
 def test_the_job_file_overrides_what_is_learned() -> None:
@@ -126,7 +156,7 @@ def test_a_new_coordinator_knows_what_the_one_before_it_learned() -> None:
     cluster = trained(small_rules())
     cluster.lose(3)
     before = cluster.state.history
-    assert before == FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=1.0)
+    assert before == FailureHistory(since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=1.0, struck=(3,))
     cluster.join(4)
     cluster.train(cluster.state.next_iteration)
 

@@ -125,8 +125,9 @@ def test_a_loss_in_every_phase_leads_to_the_next_epoch(phase: str, kind: str) ->
     assert (notice.iteration, notice.lost_s) == (before.next_iteration, NOW_S)
     gone_so_far = tuple(sorted({*before.gone, *evicted}))
     assert evict == ([Evict(evicted)] if evicted else [])
+    struck = tuple(sorted({*before.history.struck, 2}))
     history = FailureHistory(
-        since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=before.history.nodes + 1
+        since_s=NOW_S, weight=1.0, last_s=NOW_S, nodes=len(struck), struck=struck
     )
     assert record == RecordMembers(
         Members(epoch=state.epoch, term=3, nodes=left, gone=gone_so_far, history=history)

@@ -9,8 +9,9 @@ failures in a time T make the mean
 
 What is long ago counts less, for clusters change: a failure a seconds ago as exp(-a / 6 hours), and
 so does each second of the time. Losses within a lease of one another are one failure: they have one
-cause, such as a switch, and the next such failure is as far away as that cause. What a failure
-takes is taken as geometric, with a mean as if there had been one failure before:
+cause, such as a switch, and the next such failure is as far away as that cause. It takes each of
+its nodes once, also where first a worker is lost and then the whole node. What a failure takes is
+taken as geometric, with a mean as if there had been one failure before:
 
     (1.5 + nodes) / (1 + k)
 
@@ -18,13 +19,14 @@ That is between what traces show: of the 584 faults of InfiniteHBD's 400 servers
 come at the same instant as another one, while spot instances are taken away 2.1 at a time (Bamboo's
 p3 trace).
 
-Of this the record of members keeps four numbers, so a new coordinator knows what the one before it
-learned. Before the first failure there is no such record: what is committed tells, by what an
-iteration should take, for how long the job was spared.
+Of this the record of members keeps four numbers and the nodes of the last failure, so a new
+coordinator knows what the one before it learned. Before the first failure there is no such record:
+what is committed tells, by what an iteration should take, for how long the job was spared.
 
 Source: conjugate prior of the exponential distribution; DESIGN 6 (Policies).
 """
 
+from collections.abc import Collection
 from math import exp
 from typing import Final
 
@@ -48,20 +50,23 @@ def begun_history(
 
 
 def with_failure(
-    history: FailureHistory, now_s: float, *, num_nodes: int, lease_s: float
+    history: FailureHistory, now_s: float, *, nodes: Collection[int], lease_s: float
 ) -> FailureHistory:
     """The history with one more loss now, which is a failure if the last is a lease ago.
 
     Args:
-        num_nodes: that it took, at least 1.
+        nodes: that it took, or on which it took workers.
     """
     is_new = not history.weight or now_s - history.last_s > lease_s
     share = _remembered(now_s - history.last_s)
+    before = () if is_new else history.struck
+    new = set(nodes).difference(before)
     return FailureHistory(
         since_s=history.since_s or now_s,
         weight=history.weight * share + (1.0 if is_new else 0.0),
         last_s=now_s,
-        nodes=history.nodes * share + num_nodes,
+        nodes=history.nodes * share + len(new),
+        struck=tuple(sorted(new.union(before))),
     )
 
 

@@ -56,7 +56,14 @@ from planaria.core.commit import decode_vector
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Transition
-from planaria.core.records import Decided, Decision, Members, Outcome, Recovering
+from planaria.core.records import (
+    Decided,
+    Decision,
+    FailureHistory,
+    Members,
+    Outcome,
+    Recovering,
+)
 
 GRANTED: Final = "granted"  # A node that was waited for.
 
@@ -77,17 +84,15 @@ def lost(
         kind: of what happened, as the report names it.
         node: the one concerned where none is gone.
     """
-    state, history = with_failures(state, nodes, now_s), state.history
-    if kind not in ("leader", GRANTED):
-        lease_s = rules.job.cluster.lease_s
-        history = with_failure(history, now_s, num_nodes=max(1, len(nodes)), lease_s=lease_s)
+    concerned = nodes or ((node,) if node >= 0 else ())
+    state = with_failures(state, nodes, now_s)
+    history = _history(rules, state, kind, concerned, now_s=now_s)
     alive = tuple(member for member in state.all_nodes if member not in nodes)
     num_left = sum(member not in state.leaving for member in alive)
     joined = taken_at_loss(rules, state, num_left, now_s)
     left = tuple(sorted({*alive, *joined}))
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
-    concerned = nodes or ((node,) if node >= 0 else ())
     epoch = max(state.epochs) + 1
     loss = Loss(kind, concerned, reason, now_s, joined)
     number = state.next_iteration
@@ -121,6 +126,17 @@ def lost(
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))
+
+
+def _history(
+    rules: Rules, state: JobState, kind: str, concerned: tuple[int, ...], *, now_s: float
+) -> FailureHistory:
+    """With this loss, if it is a failure of the job's nodes."""
+    if kind in ("leader", GRANTED):
+        return state.history
+    struck = () if kind == "copy" else concerned  # What is live is whole there.
+    lease_s = rules.job.cluster.lease_s
+    return with_failure(state.history, now_s, nodes=struck, lease_s=lease_s)
 
 
 def _members(state: JobState) -> Members:

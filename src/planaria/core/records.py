@@ -34,12 +34,14 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
         weight: of its failures when the last one was, older ones count less.
         last_s: when the last one was.
         nodes: that they took, weighed like them.
+        struck: those that the last one took.
     """
 
     since_s: float = 0.0
     weight: float = 0.0
     last_s: float = 0.0
     nodes: float = 0.0
+    struck: tuple[int, ...] = ()
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
