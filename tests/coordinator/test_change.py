@@ -67,6 +67,12 @@ def training(made: Rules, plan: Plan = PLAN) -> FakeCluster:
     return cluster
 
 
+def stopping_below(made: Rules) -> Rules:
+    """The rules of a job that ends where f failures are not tolerated any more."""
+    resilience = replace(made.job.resilience, when_below="stop")
+    return replace(made, job=replace(made.job, resilience=resilience))
+
+
 def joins(cluster: FakeCluster) -> list[StartEpoch]:
     """The orders to begin an epoch at a commit."""
     found = of_type(cluster.commands, StartEpoch)
@@ -177,6 +183,37 @@ def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_take
 
     assert any(isinstance(c, Tell) and c.message == StopRequested() for c in cluster.commands)
     assert "fewer than n0 = 2" in cluster.state.stop_reason
+
+
+def test_a_node_is_not_drained_where_another_that_is_taken_away_leaves_too_few() -> None:
+    """The job goes on with it. Both are asked for while a third node leaves."""
+    cluster = training(stopping_below(rules()), shaped_plan((1, 1, 1, 1), 6))
+    cluster.hear(DrainRequested(node=3))
+    cluster.hear(DrainRequested(node=2), NoticeTaken(node=1, rank=1, after_s=30.0))
+    for iteration in range(FIRST + 1, END - 1):
+        cluster.train(iteration)
+
+    assert not cluster.state.stop_requested
+    assert cluster.state.nodes == (0, 2)
+    (warning,) = [one for one in of_type(cluster.commands, Warned) if one.undrained]
+    assert warning.undrained == (2,)
+    assert "node 2 cannot be drained: 1 node is left" in warning.text
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_a_drain_ends_no_job_that_can_go_on_without_it(number: int) -> None:
+    """A loss in the middle of it leaves too few of three nodes to spare one more, not of four."""
+    cluster = training(stopping_below(rules()), shaped_plan((1,) * number, 6))
+    cluster.hear(DrainRequested(node=2))
+    cluster.lose(0)
+    for iteration in range(cluster.state.next_iteration, END - 1):
+        cluster.train(iteration)
+
+    assert cluster.state.phase is Phase.TRAINING
+    stays = number == 3
+    assert (2 in cluster.state.nodes) == (2 in cluster.state.plan.nodes) == stays
+    refused = [one.undrained for one in of_type(cluster.commands, Warned) if one.undrained]
+    assert refused == ([(2,)] if stays else [])
 
 
 def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:

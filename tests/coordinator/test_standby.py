@@ -9,7 +9,7 @@ from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.standby import nodes_to_replace, num_taken
 from planaria.coordinator.state import End, Ending, Phase, Rules, Tick
-from planaria.core.messages import DrainRequested, StopRequested
+from planaria.core.messages import NoticeTaken, StopRequested
 from planaria.core.records import Changed, Decided, Recovering, Warned
 
 PLAN = shaped_plan((1, 1), 6)
@@ -153,7 +153,7 @@ def test_a_loss_while_all_wait_is_survived_and_waited_for_anew() -> None:
     assert is_training(cluster)
 
 
-def test_a_node_that_is_to_leave_does_not_count_as_left() -> None:
+def test_a_node_that_is_taken_away_does_not_count_as_left() -> None:
     """Whoever comes is taken at once, though with that node there would be enough."""
     made = rules(n0=1, f=1, grant_s=60.0)
     resilience = replace(made.job.resilience, when_below="stop")
@@ -161,7 +161,7 @@ def test_a_node_that_is_to_leave_does_not_count_as_left() -> None:
     cluster = FakeCluster(made, shaped_plan((1, 1, 1), 6))
     cluster.begin()
     cluster.train(FIRST)
-    cluster.hear(DrainRequested(node=2))
+    cluster.hear(NoticeTaken(node=2, rank=2, after_s=30.0))
     cluster.lose(1)
     assert not is_training(cluster)
     cluster.join(3)

@@ -32,7 +32,7 @@ from planaria.coordinator.choice import candidates_of, gains, time_to_failure_s
 from planaria.coordinator.drift import iteration_s, policy_of
 from planaria.coordinator.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.shortage import degraded_text, shortage_text, tolerated
+from planaria.coordinator.shortage import degraded_text, shortage_text, tolerated, undrained
 from planaria.coordinator.standby import able_candidates, num_taken
 from planaria.coordinator.state import (
     JobState,
@@ -79,7 +79,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     if leaving and _is_help_coming(rules, state, num_left, now_s):
         return state, ()
     if leaving and (short := shortage_text(rules, num_left)):
-        return _too_few(state, short)
+        return _too_few(rules, state, num_left, short)
     is_told = asked[:-1] == state.asked[:-1]
     state = replace(state, asked=asked)
     news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
@@ -182,15 +182,13 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
     return is_coming and all(now_s < leave.until_s for leave in state.leaving.values())
 
 
-def _too_few(state: JobState, shortage: str) -> Step:
-    """Nodes that are taken away end the job, saved; those that need not go stay."""
-    if any(leave.kind == "preempt" for leave in state.leaving.values()):
-        stopping = replace(state, stop_requested=True, stop_reason=shortage)
-        return stopping, (Tell(StopRequested()),)
-    nodes = ", ".join(str(node) for node in state.leaving)
-    text = f"node {nodes} cannot be drained: {shortage}"
-    warning = Warned(text=text, undrained=tuple(state.leaving))
-    return replace(state, leaving={}), (Notify(warning),)
+def _too_few(rules: Rules, state: JobState, num_left: int, shortage: str) -> Step:
+    """Those that need not go stay; only nodes that are taken away end the job, saved."""
+    kept, refused = undrained(rules, state, num_left)
+    if refused:
+        return kept, refused
+    stopping = replace(state, stop_requested=True, stop_reason=shortage)
+    return stopping, (Tell(StopRequested()),)
 
 
 def _chosen(

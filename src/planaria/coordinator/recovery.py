@@ -34,7 +34,7 @@ from planaria.coordinator.outcomes import (
 )
 from planaria.coordinator.overhead import prices_of, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.shortage import degraded_text, left_text, shortage_text
+from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
 from planaria.coordinator.state import (
     Command,
@@ -156,6 +156,14 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
     if judged.layer >= 0:
         return _without_odd(rules, state, judged, now_s)
+    num_staying = sum(node not in state.leaving for node in state.nodes)
+    state, refused = undrained(rules, state, num_staying)
+    state, commands = _gone_on(rules, state, now_s)
+    return state, (*refused, *commands)
+
+
+def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
+    """The next plan, or the last save, or the end."""
     outcome = outcome_of(state)
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)

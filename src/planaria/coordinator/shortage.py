@@ -1,9 +1,11 @@
 """How many nodes there have to be: to go on at all, and to survive so many failures as promised."""
 
 from collections import Counter
+from dataclasses import replace
 
-from planaria.coordinator.state import JobState, Rules
+from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.core.plan import Plan
+from planaria.core.records import Warned
 
 
 def shortage_text(rules: Rules, num_left: int) -> str:
@@ -17,6 +19,26 @@ def shortage_text(rules: Rules, num_left: int) -> str:
             'resilience.when_below = "stop"'
         )
     return ""
+
+
+def undrained(rules: Rules, state: JobState, num_left: int) -> Step:
+    """The state in which nodes that the user drains stay, if too few are left without them; nothing
+    else is to be given up for want of nodes before that.
+
+    Args:
+        num_left: without all nodes that leave, whoever asked that.
+    """
+    drained = tuple(node for node in state.nodes if _is_drained(state, node))
+    shortage = shortage_text(rules, num_left)
+    if not (drained and shortage):
+        return state, ()
+    text = f"node {', '.join(map(str, drained))} cannot be drained: {shortage}"
+    leaving = {node: leave for node, leave in state.leaving.items() if node not in drained}
+    return replace(state, leaving=leaving), (Notify(Warned(text=text, undrained=drained)),)
+
+
+def _is_drained(state: JobState, node: int) -> bool:
+    return node in state.leaving and state.leaving[node].kind == "drain"
 
 
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:

@@ -327,7 +327,8 @@ class Checkers:
             self._fail(f"failed after {dict(crashes)} crashes: {ended.reason}")
 
     def _check_lost(self, ended: Ended) -> None:
-        scenario, num_left = self._job.scenario, len(set(ended.nodes) - self._leaving())
+        scenario = self._job.scenario
+        num_left = len(set(ended.nodes) - set(self._struck_nodes(FaultKind.NOTICE)))
         n0, f = self._job.rules.n0, scenario.failures_tolerated
         kinds = (*LOOK_LIKE_LOSS, *ASKED, FaultKind.CRASH, FaultKind.STALL)
         causes = self._struck_nodes(*kinds)
