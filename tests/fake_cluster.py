@@ -20,7 +20,7 @@ from coordinated import (
     unsaved,
     worker,
 )
-from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.coordinator.agent_state import AgentState, heard, said, said_again
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
@@ -118,7 +118,7 @@ class FakeNode:
         return words
 
     def say(self, message: Word) -> list[Word]:
-        self.agent = said(self.agent, message)
+        self.agent = said(self.agent, message, NOW_S)
         return [message]
 
 
@@ -137,7 +137,7 @@ class FakeCluster:
         self.rules = rules
         self.plan = plan
         self.nodes = {
-            node: FakeNode(said(AgentState(node=node), worker(node))) for node in plan.nodes
+            node: FakeNode(said(AgentState(node=node), worker(node), NOW_S)) for node in plan.nodes
         }
         self.state: JobState
         self.commands: list[Command] = []
@@ -235,7 +235,7 @@ class FakeCluster:
         for number, node in list(self.nodes.items()):
             if number not in self.state.gone:
                 self._connected.add(number)
-                self.hear(*node.agent.facts.values())
+                self.hear(*said_again(node.agent, NOW_S))
                 told = self._order
                 if told is not None and number in (told.nodes or self.state.nodes):
                     self.hear(*node.take(told.message))

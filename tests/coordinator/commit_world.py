@@ -180,7 +180,7 @@ def first_world(protocol: Protocol) -> World:
     for event in events:
         state, _ = step(RULES, state, event, 0.0)
     assert state.phase is Phase.TRAINING
-    agents = [said(said(AgentState(node=n), worker(n)), ready(n)) for n in range(3)]
+    agents = [said(said(AgentState(node=n), worker(n), 0.0), ready(n), 0.0) for n in range(3)]
     nodes = tuple(Node(Rank(), agent) for agent in agents)
     return World(nodes, state, (), (), tuple(records), protocol.num_losses, protocol.num_kills)
 
@@ -274,7 +274,7 @@ def obey(node: Node, order: ToNode, protocol: Protocol) -> Node:
             vector_iteration=ITERATION if rank.has_vector else ITERATION - 1,
             vector=VECTOR,
         )
-        return node._replace(agent=said(node.agent, stopped), outbox=(*node.outbox, stopped))
+        return node._replace(agent=said(node.agent, stopped, 0.0), outbox=(*node.outbox, stopped))
     if isinstance(order, StartEpoch) and order.epoch == rank.epoch > rank.started:
         return node._replace(rank=settled(rank, order.iteration))
     return node

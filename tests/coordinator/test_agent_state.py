@@ -4,14 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinated import done, exited, ready, saved, stopped, unsaved, worker
+from coordinated import NOW_S, done, exited, ready, saved, stopped, unsaved, worker
 from jobs import shaped_plan
-from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.coordinator.agent_state import AgentState, heard, said, said_again
 from planaria.core.messages import (
     Abort,
     Acknowledged,
     Fact,
     HeartbeatTaken,
+    NoticeTaken,
     PeerUnreachable,
     SaveLayers,
     Shutdown,
@@ -31,7 +32,7 @@ def after(*messages: Fact | ToNode, state: AgentState | None = None) -> AgentSta
     state = state or AgentState(node=NODE)
     for message in messages:
         if isinstance(message, Fact):
-            state = said(state, message)
+            state = said(state, message, NOW_S)
         else:
             result = heard(state, message)
             assert not result.ends
@@ -41,7 +42,7 @@ def after(*messages: Fact | ToNode, state: AgentState | None = None) -> AgentSta
 
 def facts(*messages: Fact | ToNode) -> list[Fact]:
     """What such an agent tells a new coordinator, in order."""
-    return list(after(*messages).facts.values())
+    return list(said_again(after(*messages), NOW_S))
 
 
 def abort(epoch: int) -> Abort:
@@ -126,6 +127,18 @@ def test_a_link_that_broke_is_told_until_its_epoch_is_over() -> None:
 
     assert facts(unreachable) == [unreachable]
     assert facts(unreachable, abort(1)) == []
+
+
+def test_of_a_notice_is_told_what_is_left() -> None:
+    """A new coordinator counts from when it hears of it. Another process of the node, or the same
+    one, may say it again: the node is gone no later for that."""
+    state = AgentState(node=NODE)
+    for rank, now_s in ((2, 100.0), (3, 110.0), (2, 112.0)):
+        state = said(state, NoticeTaken(node=NODE, rank=rank, after_s=30.0), now_s)
+
+    for now_s, left_s in ((112.0, 18.0), (125.0, 5.0), (140.0, 0.0)):
+        again = [fact for fact in said_again(state, now_s) if isinstance(fact, NoticeTaken)]
+        assert [fact.after_s for fact in again] == [left_s, left_s]
 
 
 def test_an_epoch_makes_what_was_said_of_older_ones_worthless() -> None:

@@ -17,6 +17,7 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.agent_state import AgentState, said, said_again
 from planaria.coordinator.candidates import rejoin_delay_s
 from planaria.coordinator.state import End, Ending, Evict, Phase, RecordMembers, Rules, Tell, Tick
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -170,6 +171,18 @@ def test_a_node_that_leaves_is_kept_for_others_that_are_about_to_join() -> None:
     cluster.join_on(2, "m")
     assert cluster.state.change is not None
     assert cluster.state.change.kinds == {2: "join", 1: "preempt"}
+
+
+def test_a_new_coordinator_keeps_a_node_no_longer_than_it_is_there() -> None:
+    """It is told after 25 seconds of the notice's thirty."""
+    agent = said(AgentState(node=1), NoticeTaken(node=1, rank=1, after_s=30.0), NOW_S)
+    cluster = training(rules())
+    cluster.hear(NodeArrived(node=2, rank=2, machine="m"))
+    cluster.hear(*said_again(agent, NOW_S + 25.0), now_s=NOW_S + 25.0)
+    assert cluster.state.change is None
+    cluster.hear(Tick(), now_s=NOW_S + 29.0)
+
+    assert cluster.state.change is not None
 
 
 def test_a_node_that_cannot_be_spared_is_not_drained_but_saved_before_it_is_taken() -> None:

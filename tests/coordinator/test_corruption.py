@@ -248,7 +248,7 @@ def test_whenever_the_coordinator_is_killed_the_odd_one_is_gone_in_the_end() -> 
 
 def test_an_agent_forgets_what_an_epoch_has_answered() -> None:
     """And keeps it until then."""
-    state = said(AgentState(node=1), corrupted(1, {7: BAD}))
+    state = said(AgentState(node=1), corrupted(1, {7: BAD}), NOW_S)
     assert list(state.facts.values()) == [corrupted(1, {7: BAD})]
 
     cluster = FakeCluster(RULES, PLAN)

@@ -161,7 +161,7 @@ def test_a_link_that_broke_before_a_coordinator_was_killed_is_answered_by_the_ne
     cluster = trained()
     agent = cluster.nodes[1].agent
     unreachable = PeerUnreachable(rank=1, epoch=cluster.state.epoch, peer=0, reason="closed")
-    cluster.nodes[1].agent = said(agent, unreachable)
+    cluster.nodes[1].agent = said(agent, unreachable, NOW_S)
     epoch = cluster.state.epoch
     cluster.restart()
     cluster.hear(Tick(), now_s=NOW_S + 2 * LEASE_S)

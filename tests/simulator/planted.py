@@ -225,8 +225,7 @@ def leases_do_not_end(patch: pytest.MonkeyPatch) -> None:
 def agents_forget(patch: pytest.MonkeyPatch) -> None:
     """A new coordinator is not told again what the one before it was."""
 
-    def said(state: Any, message: Any) -> Any:
-        del message
+    def said(state: Any, *_: Any) -> Any:
         return state
 
     patch.setattr("planaria.simulator.agent.said", said)
@@ -272,8 +271,8 @@ def jobs_begin_again(patch: pytest.MonkeyPatch) -> None:
 def broken_links_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A new coordinator is not told of them, as it once was not."""
 
-    def said(state: AgentState, message: Fact) -> AgentState:
-        return state if isinstance(message, PeerUnreachable) else real(state, message)
+    def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
+        return state if isinstance(message, PeerUnreachable) else real(state, message, now_s)
 
     real = agent_state.said
     patch.setattr("planaria.simulator.agent.said", said)

@@ -1,7 +1,8 @@
 """What an agent decides; nodes/agent.py acts on it.
 
 An agent remembers what its workers have said until nobody asks for it any more, and says it again
-to a coordinator that was restarted: `facts`, the newest of each kind. It obeys the newest term
+to a coordinator that was restarted: `facts`, the newest of each kind. Of a notice it says what is
+left, for such a coordinator has not heard when it came. It obeys the newest term
 and epoch only, and takes its node for lost when it is not among the members any more.
 
 Source: DESIGN 5 (epochs fence) and 6 (Coordination).
@@ -9,6 +10,8 @@ Source: DESIGN 5 (epochs fence) and 6 (Coordination).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from planaria.core.messages import (
     Abort,
@@ -48,12 +51,15 @@ class AgentState:
         term: of the newest coordinator heard.
         epoch: the newest of which an order came.
         facts: what a new coordinator has to be told, by kind, rank and iteration, oldest first.
+        noticed_s: by the node's clock when it was first told that it will be taken away, 0 if it
+            was not.
     """
 
     node: int
     term: int = -1
     epoch: int = -1
     facts: Mapping[Key, Fact] = field(default_factory=dict)
+    noticed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class Heard:
     ends: str = ""
 
 
-def said(state: AgentState, message: Fact) -> AgentState:
+def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
     """The state after a worker, or the agent of one, has said something."""
     iteration = 0
     match message:
@@ -80,7 +86,9 @@ def said(state: AgentState, message: Fact) -> AgentState:
             pass
         case CopiesFailed() | CopySpoilt():
             pass
-        case Corrupted() | NodeArrived() | NoticeTaken() | PeerUnreachable():
+        case NoticeTaken():
+            state = replace(state, noticed_s=state.noticed_s or now_s)
+        case Corrupted() | NodeArrived() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
     # A new coordinator that is told of a worker that has ended would take the end of its successor
@@ -88,6 +96,17 @@ def said(state: AgentState, message: Fact) -> AgentState:
     over = ("WorkerReady", message.rank, 0) if isinstance(message, WorkerExited) else key
     facts = {other: fact for other, fact in state.facts.items() if other not in (key, over)}
     return replace(state, facts={**facts, key: message})
+
+
+def said_again(state: AgentState, now_s: float) -> tuple[Fact, ...]:
+    """What a coordinator is told on a new connection, oldest first."""
+    ago_s = now_s - state.noticed_s
+    return tuple(
+        msgspec.structs.replace(fact, after_s=max(0.0, fact.after_s - ago_s))
+        if isinstance(fact, NoticeTaken)
+        else fact
+        for fact in state.facts.values()
+    )
 
 
 def heard(state: AgentState, message: ToNode) -> Heard:

@@ -246,7 +246,7 @@ class NoticeTaken(Message, frozen=True, kw_only=True):
     """A node is going to be taken away; some process of it, of this rank, was told so.
 
     Attributes:
-        after_s: it will be gone then, counted from the notice.
+        after_s: it will be gone then, counted from when this is said.
     """
 
     node: int

@@ -43,7 +43,7 @@ from planaria.coordinator.agent_lease import (
     watched,
     watches_workers,
 )
-from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.coordinator.agent_state import AgentState, heard, said, said_again
 from planaria.core.messages import (
     Fact,
     Heartbeat,
@@ -219,7 +219,9 @@ class _Agent:
                 identity=self._spec.node,
             )
             # Without waiting in between: nothing is said twice, and nothing is left out.
-            writer.write(b"".join(frame(fact) for fact in self._state.facts.values()))
+            writer.write(
+                b"".join(frame(fact) for fact in said_again(self._state, time.monotonic()))
+            )
             self._to_coordinator = writer
             self._beat()
             decoder = FrameDecoder()
@@ -243,7 +245,7 @@ class _Agent:
             self._is_shut_down = True
 
     def _say(self, message: Fact) -> None:
-        self._state = said(self._state, message)
+        self._state = said(self._state, message, time.monotonic())
         if self._to_coordinator is not None:
             self._to_coordinator.write(frame(message))
 

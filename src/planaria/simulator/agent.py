@@ -17,7 +17,7 @@ from planaria.coordinator.agent_lease import (
     unconnected,
     watches_workers,
 )
-from planaria.coordinator.agent_state import AgentState, heard, said
+from planaria.coordinator.agent_state import AgentState, heard, said, said_again
 from planaria.core.messages import (
     Fact,
     Heartbeat,
@@ -138,7 +138,7 @@ class SimulatedAgent:
                 over.resolve(None)
 
             end.closed = closed
-            for fact in self.state.facts.values():
+            for fact in said_again(self.state, self.process.now_s):
                 end.send(fact)
             self._to_coordinator = end
             self._beat()
@@ -162,7 +162,7 @@ class SimulatedAgent:
             self.process.after(_LEAVES_S, self.kill)
 
     def _say(self, message: Fact) -> None:
-        self.state = said(self.state, message)
+        self.state = said(self.state, message, self.process.now_s)
         if self._to_coordinator is not None:
             self._to_coordinator.send(message)
 
