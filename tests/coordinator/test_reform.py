@@ -37,13 +37,14 @@ def lost_one(
     policy: Name = "adaptive",
     failure_rate: float = 60.0,
     looks_ahead: bool = False,
+    iterations: int = END,
 ) -> FakeCluster:
     """Two pipelines of three nodes train, with a failure a minute; node 1 is lost."""
     every = book(6, n0=2)
     around = Reroute(every.problem, Adaptive(()))
     made = small_rules(n0=2, failure_rate=failure_rate)
     resilience = replace(made.job.resilience, policy=policy)
-    training = replace(made.job.training, iterations=END)
+    training = replace(made.job.training, iterations=iterations)
     prices = profile_prices(every.problem.profile, regroup_s=0.05)
     made = replace(
         made,
@@ -119,7 +120,7 @@ def test_what_the_next_failure_would_end_is_not_begun() -> None:
 def test_what_was_not_worth_it_is_begun_when_failures_have_become_rare() -> None:
     """The rate that is learned is highest right after a loss, when the plan is first looked at; it
     is looked at again as the rate falls, but not at every commit."""
-    cluster = lost_one(failure_rate=0.0, bytes_per_s=60.0)
+    cluster = lost_one(failure_rate=0.0, bytes_per_s=60.0, iterations=10_000)
     asked = set()
     for later_s in range(0, 7200, 60):
         cluster.train_at(cluster.state.next_iteration, NOW_S + later_s)
