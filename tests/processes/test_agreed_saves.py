@@ -125,10 +125,40 @@ def refused_late(place: Path) -> dict[str, str]:
     return {"late": told}
 
 
+def alone(number: int, directory: str) -> None:
+    """A run of one rank, whose memory outlives it."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store of {number}", rank=0, world_size=1
+    )
+    saver = saver_of(float(number), f"{directory}/run{number}")
+    saver.save(1)
+    saver.wait_ended()
+    saver._kept.close()
+    saver.close()
+    dist.destroy_process_group()
+
+
+def back_from_two_runs(number: int, directory: str) -> dict[str, str]:
+    """The iteration and the weights after `alone` on each rank's machine."""
+    saver = saver_of(-1.0, f"{directory}/run{number}")
+    first = saver.restore()
+    (weight,) = saver._held.model.parameters()
+    saver.close()
+    return {"two runs": f"{first} {weight.flatten().tolist()}"}
+
+
+def saver_of(value: float, place: str) -> MemoryCheckpointer:
+    """Of a model of two weights, which every rank holds."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(value)
+    return MemoryCheckpointer(model, SGD(model.parameters()), directory=place)
+
+
 def rank(number: int, answers: Connection, directory: str) -> None:
     """Tells what is refused of states that are shared in various ways."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # Warns of torch's own use of jit.
 
+    alone(number, directory)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=number, world_size=2
     )
@@ -167,6 +197,7 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     saver.close()
     told |= refused_late(Path(directory) / f"late{number}")
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
+    told |= back_from_two_runs(number, directory)
     answers.send(told)
     dist.destroy_process_group()
 
@@ -174,7 +205,8 @@ def rank(number: int, answers: Connection, directory: str) -> None:
 def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None:
     """Parts of an optimizer whose model is not sharded, other models, stages, other values, and
     states of no known type. What is the same on all ranks is let through, whatever their buffers
-    are, and so is a sharded optimizer without a state."""
+    are, and so is a sharded optimizer without a state. Versions of one age but of two runs are not
+    mixed."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [
@@ -193,6 +225,7 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
     told = found[0]
     assert told == found[1]
     assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
+    assert told["two runs"] == "1 [0.0, 0.0]"
     assert told["lost keeper"] == "[True, False, False]"
     assert told["zero"] == told["save"]
     assert told["late"] == f"True {told['zero']}"

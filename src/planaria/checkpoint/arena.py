@@ -31,7 +31,7 @@ from planaria.checkpoint.version import HASH_BYTES, Entry, Version, num_pieces, 
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 
-_ENTRY: Final = struct.Struct("=QQqqqQQQQQ16s")  # Its state is the first word, and written last.
+_ENTRY: Final = struct.Struct("=QQqqqQQQQQ16sq")  # Its state is the first word, and written last.
 _STATE: Final = struct.Struct("=Q")
 _ENTRY_BYTES: Final = 128
 _FREE, _WRITING, _WHOLE = 0, 1, 2
@@ -281,13 +281,15 @@ class Arena:
             mmap.mmap(self._fd, num_bytes, offset=offset).madvise(mmap.MADV_REMOVE)
 
     def _read(self, index: int) -> Entry:
-        state, layer, *rest = _ENTRY.unpack_from(self._table, index * _ENTRY_BYTES)
-        return Entry(state, layer, Label(*rest[:3]), *rest[3:])
+        fields = _ENTRY.unpack_from(self._table, index * _ENTRY_BYTES)
+        state, layer, since, epoch, age, *rest, run = fields
+        return Entry(state, layer, Label(since, epoch, age, run), *rest)
 
     def _write(self, index: int, entry: Entry) -> None:
         self._entries[index] = entry
         at = index * _ENTRY_BYTES
         fields = (entry.offset, entry.capacity, entry.num_bytes, entry.head_bytes)
-        rest = (*entry.label, *fields, entry.piece_bytes, entry.digest)
+        *label, run = entry.label
+        rest = (*label, *fields, entry.piece_bytes, entry.digest, run)
         _ENTRY.pack_into(self._table, at, _FREE, entry.layer, *rest)
         _STATE.pack_into(self._table, at, entry.state)

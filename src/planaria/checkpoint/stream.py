@@ -62,7 +62,7 @@ class Copier:
     Args:
         own: the layers that this rank has a copy of because it holds them.
         copies: of all layers.
-        since, epoch: of the labels of this epoch's versions.
+        since, epoch, run: of the labels of this epoch's versions.
         kept: the newest version that was complete when the epoch began, if any.
         buffers: of each receiver for this rank; None: a layer goes whole, whatever its size.
         fill: copies this rank's own layers.
@@ -82,6 +82,7 @@ class Copier:
         copies: Sequence[LayerCopy],
         since: int,
         epoch: int,
+        run: int = 0,
         kept: Label | None,
         buffers: Buffers | None,
         turns: Turns,
@@ -97,6 +98,7 @@ class Copier:
         self.own = tuple(sorted(own))
         self._since = since
         self._epoch = epoch
+        self._run = run
         self._most_bytes = buffers.piece_bytes if buffers else _WHOLE
         self._window = buffers.count if buffers else _WHOLE
         self._turns = turns
@@ -137,7 +139,7 @@ class Copier:
         Args:
             states: views of the rank's own layers. They must not change until `wait_copied`.
         """
-        label = Label(self._since, self._epoch, age)
+        label = Label(self._since, self._epoch, age, self._run)
         with self._changed:
             assert not self._num_running
             self._label = label

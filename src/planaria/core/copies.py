@@ -14,11 +14,14 @@ class Label(NamedTuple):
         since: the epoch in which the job had last gone back by then.
         epoch: in which the version was begun.
         age: of the layers.
+        run: a number drawn by chance for each start of a loop of one's own, whose nodes may keep
+            versions of runs that did not know each other; 0 in a job.
     """
 
     since: int
     epoch: int
     age: int
+    run: int = 0
 
 
 def version_name(iteration: int, epoch: int) -> str:

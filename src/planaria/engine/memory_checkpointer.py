@@ -131,8 +131,9 @@ class MemoryCheckpointer:
         self._can_be_kept = True
         self._arena = Arena(self._kept.fd)
         self._older = [Arena(fd) for fd in self._kept.further_fds]  # Of ranks that are no more.
-        token = gathered(secrets.token_bytes(16))[0]
-        self._links = Links(self._rank, token=token, host=own_host())
+        drawn = gathered(secrets.token_bytes(24))[0]
+        self._run = int.from_bytes(drawn[16:]) >> 2  # Other runs may count the same epochs.
+        self._links = Links(self._rank, token=drawn[:16], host=own_host())
         mine = _Rank(f"{socket.gethostname()}:{place}", self._links.address, self._versions())
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
@@ -299,6 +300,7 @@ class MemoryCheckpointer:
             copies=self._sent,
             since=self._num_shards,
             epoch=self._epoch,
+            run=self._run,
             kept=self._found,
             buffers=self._buffers,
             turns=self._turns or AtOnce(),
