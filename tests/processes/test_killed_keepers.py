@@ -1,8 +1,9 @@
-"""The process that owns a machine's copies is killed: the next save finds another one."""
+"""The process that owns a machine's copies is killed, or its socket removed: the next save finds
+another one."""
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from keepers import keepers
+from linked import wait_until
 from planaria.checkpoint import keeper
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.keeper import attach
@@ -42,12 +44,22 @@ def kill_keeper(place: Path) -> None:
     process.wait()
 
 
-def test_a_save_hands_the_copies_of_a_killed_keeper_to_another_one(
-    saver: MemoryCheckpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def remove_socket(place: Path) -> None:
+    """As what cleans /tmp does, or the end of a login session."""
+    (place / "socket").unlink()
+
+
+@pytest.mark.parametrize("lose", [kill_keeper, remove_socket])
+def test_a_save_hands_the_copies_of_a_lost_keeper_to_another_one(
+    lose: Callable[[Path], None],
+    saver: MemoryCheckpointer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It outlives the rank as the one before did, and is told of once."""
+    """It outlives the rank as the one before did, and is told of once; one that nobody finds any
+    more ends."""
     place = tmp_path / "place"
-    kill_keeper(place)
+    lose(place)
     with caplog.at_level(logging.WARNING):
         begun = []
         for iteration in (2, 3):
@@ -59,9 +71,10 @@ def test_a_save_hands_the_copies_of_a_killed_keeper_to_another_one(
 
     assert begun == [True, True]
     assert [record.message for record in caplog.records] == [
-        "rank 0: the process that owned copies on this machine has ended: another one owns them now"
+        "rank 0: the process that owned copies on this machine is gone: another one owns them now"
     ]
     assert [label.age for label in Arena(next_one.fd).versions()[0]] == [2, 3]
+    wait_until(lambda: len(keepers(place)) == 1)
     next_one.end()
 
 
@@ -100,10 +113,10 @@ def test_what_others_left_is_handed_to_another_keeper_too(tmp_path: Path) -> Non
     first = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
     kill_keeper(tmp_path)
 
-    assert first.has_ended
+    assert first.is_gone
     first.renew()
 
-    assert not first.has_ended
+    assert not first.is_gone
     first.close()
     again = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
     fds = (again.fd, *again.further_fds)

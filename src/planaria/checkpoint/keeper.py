@@ -4,7 +4,7 @@ One for each directory, started by the first rank that asks for it, in a session
 outlives the ranks, and what starts them again. It makes a file in memory (arena.py) for each slot,
 which is a rank's place on the machine, and hands it to whoever asks over a socket in that
 directory. It ends when it is told to, or when nobody has been connected for a while. Those who hold
-slots of one that was killed hand the files to another one.
+slots of one that was killed, or whose socket was removed, hand the files to another one.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ _LINE_BYTES: Final = 1 << 12
 FREE_TIMEOUT_S: Final = 10.0
 _GIVEN, _HELD = b".", b"!"
 _FDS_MAX: Final = 200  # Of one message.
-_SELECT_S_MAX: Final = 1e6  # The kernel takes milliseconds of 31 bits.
+_LOOK_S: Final = 60.0  # So often one that is alone sees whether its socket can be found.
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +51,31 @@ class Kept:
         further_fds: of arenas that nobody holds now, for this process to read.
     """
 
-    def __init__(self, place: _Place, sock: socket.socket, fds: Sequence[int]) -> None:
+    def __init__(self, place: _Place) -> None:
         self._place = place
-        self._sock = sock
+        self._sock, self._file, fds = _attached(place, ())
         self.fd, *self.further_fds = fds
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the keeper is gone: copies are there for as long as this process is."""
+    def is_gone(self) -> bool:
+        """Whether the keeper has ended, or its socket is not there for those who come next: copies
+        are there for as long as this process is."""
+        file = _socket_file(self._place.directory)
+        if file is None or file != self._file:
+            return True
         try:
             return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except OSError as error:
             return not isinstance(error, BlockingIOError)  # It says nothing by itself.
 
     def renew(self) -> None:
-        """Hands the slot's memory to a keeper that is there, for the one before has ended.
+        """Hands the slot's memory to a keeper that is there, for the one before is gone.
 
         Raises:
             CheckpointError: as `attach` does.
         """
         self._sock.close()
-        self._sock, again = _attached(self._place, (self.fd, *self.further_fds))
+        self._sock, self._file, again = _attached(self._place, (self.fd, *self.further_fds))
         _close(again)
 
     def end(self) -> None:
@@ -98,11 +102,10 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
         CheckpointError: it does not start, another process holds the slot, or another user the
             directory.
     """
-    place = _Place(directory, slot, num_slots, idle_s)
-    return Kept(place, *_attached(place, ()))
+    return Kept(_Place(directory, slot, num_slots, idle_s))
 
 
-def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, list[int]]:
+def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_File", list[int]]:
     """A keeper, which has arenas of the slot from now on, those that are given if any are."""
     directory = place.directory
     try:
@@ -112,6 +115,7 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, list[
                 raise CheckpointError(f"{path} is another user's: name another directory")
         with _locked(directory):
             sock = _connected(directory) or _started(directory, place.idle_s)
+            file = _socket_file(directory)
     except OSError as error:
         raise CheckpointError(f"{directory} is of no use for copies: {error}") from error
     asked = json.dumps({"slot": place.slot, "of": place.num_slots}).encode() + b"\n"
@@ -119,7 +123,7 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, list[
     while True:
         said, fds = _answer(sock, asked, given)
         if said == _GIVEN and fds:
-            return sock, fds
+            return sock, file, fds
         if said != _HELD or time.monotonic() > deadline_s:
             break
         time.sleep(0.05)
@@ -178,6 +182,19 @@ def _started(directory: Path, idle_s: float) -> socket.socket:
     raise CheckpointError(f"the process that is to own copies did not start: see {log}")
 
 
+# Device and inode, which the kernel gives to no other file while a keeper has its socket; or none.
+_File = tuple[int, int] | None
+
+
+def _socket_file(directory: Path) -> _File:
+    """What is there under the name of the socket."""
+    try:
+        found = (directory / "socket").stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextmanager
 def _short(directory: Path) -> Iterator[str]:
     """The path of the socket, which may have 100 bytes at most, however long the directory's is."""
@@ -189,7 +206,8 @@ def _short(directory: Path) -> Iterator[str]:
 
 
 def serve(directory: Path, idle_s: float) -> None:
-    """Keeps slots until it is told to end, or nobody has been connected for so long."""
+    """Keeps slots until it is told to end, or nobody has been connected for so long, or nobody is
+    and nobody can be."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (directory / "socket").unlink(missing_ok=True)  # Of one that was killed.
     slots: dict[int, int] = {}
@@ -197,12 +215,15 @@ def serve(directory: Path, idle_s: float) -> None:
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         with _short(directory) as path:
             listener.bind(path)
+        file = _socket_file(directory)
         listener.listen(1024)
         selector.register(listener, selectors.EVENT_READ)
         busy_s = time.monotonic()
         while True:
             is_alone = len(selector.get_map()) == 1
-            ready = selector.select(timeout=min(idle_s, _SELECT_S_MAX) if is_alone else None)
+            if is_alone and _socket_file(directory) != file:
+                return
+            ready = selector.select(timeout=min(idle_s, _LOOK_S) if is_alone else None)
             if ready:
                 busy_s = time.monotonic()
             elif is_alone and time.monotonic() >= busy_s + idle_s:

@@ -11,7 +11,7 @@ Each rank's shard is copied into memory that a process of its machine owns (chec
 and from there to other nodes, while training goes on; the next optimizer step waits until the copy
 here is done, and for nothing else. Ranks that die, and whoever starts them again, leave the copies
 alone; a machine that is lost takes its own along, and others have theirs. Where that process is
-killed, the next save finds it out, and another one owns the memory. `restore` takes the newest
+gone, the next save finds it out, and another one owns the memory. `restore` takes the newest
 version that is there of all shards, for as many ranks as there are now: model and optimizer may be
 cut in another way.
 
@@ -262,8 +262,8 @@ class MemoryCheckpointer:
 
     def _is_owned(self) -> bool:
         """Whether a process owns this rank's memory, if need be another one than before."""
-        if self._can_be_kept and self._kept.has_ended:
-            gone = f"rank {self._rank}: the process that owned copies on this machine has ended"
+        if self._can_be_kept and self._kept.is_gone:
+            gone = f"rank {self._rank}: the process that owned copies on this machine is gone"
             try:
                 self._kept.renew()
                 logger.warning("%s: another one owns them now", gone)
