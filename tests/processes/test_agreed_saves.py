@@ -1,6 +1,7 @@
 """What ranks cannot save, or not whole, all of them refuse, and all tell the same of a save."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from keepers import keepers
 from planaria.engine.agreement import check_on_all
+from planaria.engine.gathering import gathered_as
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.engine.shards import Held
 from planaria.errors import CheckpointError, ConfigError
@@ -147,11 +149,26 @@ def back_from_two_runs(number: int, directory: str) -> dict[str, str]:
     return {"two runs": f"{first} {weight.flatten().tolist()}"}
 
 
-def saver_of(value: float, place: str) -> MemoryCheckpointer:
+def of_one_name(number: int, directory: str) -> dict[str, str]:
+    """What rank 0 warns of, and how many nodes there are, where machines have one name, and paths
+    on them are the same."""
+    here = Path(directory) / f"machine{number}"
+    here.mkdir()
+    os.chdir(here)
+    with patch("planaria.engine.memory_checkpointer.logger.warning") as warned:
+        for copies in (2, 3):
+            saver = saver_of(1.0, "place", copies=copies)
+            dist.barrier()  # All are linked.
+            saver.close()
+    warnings = gathered_as(list[str], [str(call) for call in warned.mock_calls])[0]
+    return {"one name": f"{len({*saver._nodes})} nodes: {warnings}"}
+
+
+def saver_of(value: float, place: str, copies: int = 2) -> MemoryCheckpointer:
     """Of a model of two weights, which every rank holds."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.data.fill_(value)
-    return MemoryCheckpointer(model, SGD(model.parameters()), directory=place)
+    return MemoryCheckpointer(model, SGD(model.parameters()), directory=place, copies=copies)
 
 
 def rank(number: int, answers: Connection, directory: str) -> None:
@@ -198,6 +215,7 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     told |= refused_late(Path(directory) / f"late{number}")
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     told |= back_from_two_runs(number, directory)
+    told |= of_one_name(number, directory)
     answers.send(told)
     dist.destroy_process_group()
 
@@ -226,6 +244,8 @@ def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None
     assert told == found[1]
     assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
     assert told["two runs"] == "1 [0.0, 0.0]"
+    assert told["one name"].startswith("2 nodes: ")
+    assert told["one name"].count("call(") == 1
     assert told["lost keeper"] == "[True, False, False]"
     assert told["zero"] == told["save"]
     assert told["late"] == f"True {told['zero']}"

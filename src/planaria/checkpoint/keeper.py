@@ -10,6 +10,7 @@ slots of one that was killed, or whose socket was removed, hand the files to ano
 import fcntl
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -29,6 +30,7 @@ START_TIMEOUT_S: Final = 60.0
 _LINE_BYTES: Final = 1 << 12
 FREE_TIMEOUT_S: Final = 10.0
 _GIVEN, _HELD = b".", b"!"
+_ID_BYTES: Final = 8
 _FDS_MAX: Final = 200  # Of one message.
 _LOOK_S: Final = 60.0  # So often one that is alone sees whether its socket can be found.
 
@@ -49,11 +51,12 @@ class Kept:
     Attributes:
         fd: of the slot's arena.
         further_fds: of arenas that nobody holds now, for this process to read.
+        keeper_id: drawn by the keeper that there was at first: machines may have one name.
     """
 
     def __init__(self, place: _Place) -> None:
         self._place = place
-        self._sock, self._file, fds = _attached(place, ())
+        self._sock, self._file, self.keeper_id, fds = _attached(place, ())
         self.fd, *self.further_fds = fds
 
     @property
@@ -75,7 +78,7 @@ class Kept:
             CheckpointError: as `attach` does.
         """
         self._sock.close()
-        self._sock, self._file, again = _attached(self._place, (self.fd, *self.further_fds))
+        self._sock, self._file, _, again = _attached(self._place, (self.fd, *self.further_fds))
         _close(again)
 
     def end(self) -> None:
@@ -102,11 +105,12 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
         CheckpointError: it does not start, another process holds the slot, or another user the
             directory.
     """
-    return Kept(_Place(directory, slot, num_slots, idle_s))
+    return Kept(_Place(directory.absolute(), slot, num_slots, idle_s))
 
 
-def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_File", list[int]]:
-    """A keeper, which has arenas of the slot from now on, those that are given if any are."""
+def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_File", str, list[int]]:
+    """A keeper, its socket's file and its id. It has arenas of the slot from now on, those that are
+    given if any are."""
     directory = place.directory
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -122,8 +126,8 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
     deadline_s = time.monotonic() + FREE_TIMEOUT_S  # One that was killed may be there a moment.
     while True:
         said, fds = _answer(sock, asked, given)
-        if said == _GIVEN and fds:
-            return sock, file, fds
+        if said[:1] == _GIVEN and fds:
+            return sock, file, said[1:].hex(), fds
         if said != _HELD or time.monotonic() > deadline_s:
             break
         time.sleep(0.05)
@@ -138,7 +142,7 @@ def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[by
     """What a keeper says; nothing if it has ended."""
     try:
         socket.send_fds(sock, [asked], given)
-        said, fds, *_ = socket.recv_fds(sock, len(_GIVEN), _FDS_MAX)
+        said, fds, *_ = socket.recv_fds(sock, _LINE_BYTES, _FDS_MAX)
     except OSError:
         return b"", []
     return said, fds
@@ -212,6 +216,7 @@ def serve(directory: Path, idle_s: float) -> None:
     (directory / "socket").unlink(missing_ok=True)  # Of one that was killed.
     slots: dict[int, int] = {}
     held: dict[socket.socket, int] = {}
+    given = _GIVEN + secrets.token_bytes(_ID_BYTES)
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         with _short(directory) as path:
             listener.bind(path)
@@ -234,7 +239,7 @@ def serve(directory: Path, idle_s: float) -> None:
                     continue
                 client = key.fileobj
                 assert isinstance(client, socket.socket)
-                if not _answered(client, slots, held):
+                if not _answered(client, slots, held, given):
                     held.pop(client, None)
                     selector.unregister(client)
                     client.close()
@@ -245,7 +250,9 @@ def serve(directory: Path, idle_s: float) -> None:
 _ENDS: Final = -1  # In the place of a slot: somebody wants the keeper to end.
 
 
-def _answered(client: socket.socket, slots: dict[int, int], held: dict[socket.socket, int]) -> bool:
+def _answered(
+    client: socket.socket, slots: dict[int, int], held: dict[socket.socket, int], yes: bytes
+) -> bool:
     """Answers a client; False if it has left, or there is nothing more to say to it.
 
     Args:
@@ -273,7 +280,7 @@ def _answered(client: socket.socket, slots: dict[int, int], held: dict[socket.so
             slots[slot] = arena_fd()
         free = sorted(slots.keys() - {*held.values()})
         further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
-        socket.send_fds(client, [_GIVEN], [slots[slot], *further][:_FDS_MAX])
+        socket.send_fds(client, [yes], [slots[slot], *further][:_FDS_MAX])
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"a client said nothing of use: {error}\n")
         return False

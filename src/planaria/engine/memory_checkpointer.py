@@ -64,7 +64,7 @@ class _Rank(msgspec.Struct, frozen=True):
     """What a rank tells all others when it begins.
 
     Attributes:
-        node: where it runs; those of one keeper have the same.
+        node: where it runs, and which keeper is there; those of one keeper have the same.
         labels: by shard, the versions that it keeps.
     """
 
@@ -134,9 +134,12 @@ class MemoryCheckpointer:
         drawn = gathered(secrets.token_bytes(24))[0]
         self._run = int.from_bytes(drawn[16:]) >> 2  # Other runs may count the same epochs.
         self._links = Links(self._rank, token=drawn[:16], host=own_host())
-        mine = _Rank(f"{socket.gethostname()}:{place}", self._links.address, self._versions())
+        node = f"{socket.gethostname()}:{place}#{self._kept.keeper_id}"
+        mine = _Rank(node, self._links.address, self._versions())
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
+        if not self._rank and (num_nodes := len({*self._nodes})) < copies:
+            logger.warning("%s of %s copies are made: there are no more nodes", num_nodes, copies)
         self._restores = self._restores_of([rank.labels for rank in told])
         addresses = {number: rank.address for number, rank in enumerate(told)}
         others_than_this = addresses.keys() - {self._rank}
