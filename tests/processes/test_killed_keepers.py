@@ -104,6 +104,23 @@ def test_nothing_is_saved_where_no_other_keeper_starts(
     assert torch.equal(weight[0], SAVED)
 
 
+def test_a_place_is_free_while_a_fork_of_its_process_lives(tmp_path: Path) -> None:
+    """A worker that loads data, say, may outlive its rank."""
+    kept = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(theirs)
+        os.read(ours, 1)  # Until the test is over.
+        os._exit(0)
+    kept.close()
+    try:
+        attach(tmp_path, 0, num_slots=1, idle_s=60.0).end()
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+
+
 def test_what_others_left_is_handed_to_another_keeper_too(tmp_path: Path) -> None:
     """Slots of more processes than there are now, which one of these reads."""
     for slot, said in enumerate((b"own", b"more", b"left")):

@@ -188,9 +188,11 @@ def test_a_keeper_outlives_those_who_ask_it_and_ends_alone(place: Path) -> None:
     again = attach(place, 0, num_slots=1, idle_s=0.5)
     with (
         patch("planaria.checkpoint.keeper.FREE_TIMEOUT_S", 0.1),
-        pytest.raises(CheckpointError, match="give each job a name of its own"),
+        pytest.raises(CheckpointError, match="give each job a name of its own") as caught,
     ):
         attach(place, 0, num_slots=1, idle_s=0.5)
+    for told in (f"place 0 of the copies in {place}", f"held by process {os.getpid()}"):
+        assert told in str(caught.value)
     assert os.pread(again.fd, 4, 128) == b"here"
     assert [os.pread(fd, 5, 128) for fd in again.further_fds] == [b"there"]
     again.close()

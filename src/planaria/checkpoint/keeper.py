@@ -14,12 +14,15 @@ import secrets
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +34,7 @@ _LINE_BYTES: Final = 1 << 12
 FREE_TIMEOUT_S: Final = 10.0
 _GIVEN, _HELD = b".", b"!"
 _ID_BYTES: Final = 8
+_CREDENTIALS: Final = struct.Struct("=3i")  # Of process, user and group.
 _FDS_MAX: Final = 200  # Of one message.
 _LOOK_S: Final = 60.0  # So often one that is alone sees whether its socket can be found.
 
@@ -58,6 +62,7 @@ class Kept:
         self._place = place
         self._sock, self._file, self.keeper_id, fds = _attached(place, ())
         self.fd, *self.further_fds = fds
+        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
 
     @property
     def is_gone(self) -> bool:
@@ -94,6 +99,12 @@ class Kept:
         self._sock.close()
 
 
+def _leave(reference: "weakref.ref[Kept]") -> None:
+    """Has a fork not hold the slot, which it would after the process's death."""
+    if kept := reference():
+        kept.close()
+
+
 def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept:
     """A slot of the directory's keeper, which is started if there is none.
 
@@ -128,13 +139,14 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
         said, fds = _answer(sock, asked, given)
         if said[:1] == _GIVEN and fds:
             return sock, file, said[1:].hex(), fds
-        if said != _HELD or time.monotonic() > deadline_s:
+        if said[:1] != _HELD or time.monotonic() > deadline_s:
             break
         time.sleep(0.05)
     sock.close()
-    if said == _HELD:
-        what = f"place {place.slot} of the copies in {directory} is another process's"
-        raise CheckpointError(f"{what}: give each job a name of its own")
+    if said[:1] == _HELD:
+        what = f"place {place.slot} of the copies in {directory} is held by process"
+        remedy = "give each job a name of its own, and each rank of a machine its own LOCAL_RANK"
+        raise CheckpointError(f"{what} {said[1:].decode()}: {remedy}")
     raise CheckpointError(f"the process that owns copies in {directory} has ended")
 
 
@@ -267,9 +279,9 @@ def _answered(
             slots[_ENDS] = _ENDS
             return False
         slot, num_slots = int(asked["slot"]), int(asked["of"])
-        if slot in held.values():
+        if holder := next((one for one, its in held.items() if its == slot), None):
             _close(given)
-            client.sendall(_HELD)
+            client.sendall(_HELD + str(_pid_of(holder)).encode())
             return True
         held[client] = slot
         for index, fd in enumerate(given):
@@ -285,6 +297,13 @@ def _answered(
         sys.stderr.write(f"a client said nothing of use: {error}\n")
         return False
     return True
+
+
+def _pid_of(client: socket.socket) -> int:
+    """Of the process that has connected."""
+    raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(raw)[0]
+    return pid
 
 
 def _close(fds: Sequence[int]) -> None:
