@@ -203,6 +203,15 @@ def test_a_keeper_outlives_those_who_ask_it_and_ends_alone(place: Path) -> None:
     wait_until(lambda: not keepers(place))
 
 
+def test_a_keeper_stays_for_as_long_as_the_newest_run_asks(place: Path) -> None:
+    """It may be one that another run has started."""
+    attach(place, 0, num_slots=1, idle_s=math.inf).close()
+    (process,) = keepers(place)
+    attach(place, 0, num_slots=1, idle_s=0.1).close()
+
+    process.wait(timeout=TIMEOUT_S)
+
+
 @pytest.mark.parametrize("idle_s", [math.inf, 1e9])
 def test_a_keeper_may_stay_for_longer_than_the_kernel_counts(idle_s: float, place: Path) -> None:
     """What one process left is there for the next one."""

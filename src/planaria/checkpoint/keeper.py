@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -110,7 +110,8 @@ def attach(directory: Path, slot: int, *, num_slots: int, idle_s: float) -> Kept
 
     Args:
         num_slots: that are held now. There may have been more; each of those is for one to read.
-        idle_s: for how long it stays when nobody is connected; inf: for ever.
+        idle_s: for how long it stays when nobody is connected, whatever it was asked for before;
+            inf: for ever.
 
     Raises:
         CheckpointError: it does not start, another process holds the slot, or another user the
@@ -133,7 +134,8 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
             file = _socket_file(directory)
     except OSError as error:
         raise CheckpointError(f"{directory} is of no use for copies: {error}") from error
-    asked = json.dumps({"slot": place.slot, "of": place.num_slots}).encode() + b"\n"
+    wish = {"slot": place.slot, "of": place.num_slots, "idle_s": place.idle_s}
+    asked = json.dumps(wish).encode() + b"\n"
     deadline_s = time.monotonic() + FREE_TIMEOUT_S  # One that was killed may be there a moment.
     while True:
         said, fds = _answer(sock, asked, given)
@@ -221,14 +223,30 @@ def _short(directory: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
+@dataclass(slots=True)
+class _Keeping:
+    """What a keeper has, and what it was asked for.
+
+    Attributes:
+        idle_s: as who came last wants it.
+        slots: arenas by slot.
+        held: by client, the slot that it has alone.
+        is_over: somebody wants it to end.
+    """
+
+    idle_s: float
+    slots: dict[int, int] = field(default_factory=dict)
+    held: dict[socket.socket, int] = field(default_factory=dict)
+    is_over: bool = False
+    keeper_id: bytes = field(default_factory=lambda: secrets.token_bytes(_ID_BYTES))
+
+
 def serve(directory: Path, idle_s: float) -> None:
     """Keeps slots until it is told to end, or nobody has been connected for so long, or nobody is
     and nobody can be."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (directory / "socket").unlink(missing_ok=True)  # Of one that was killed.
-    slots: dict[int, int] = {}
-    held: dict[socket.socket, int] = {}
-    given = _GIVEN + secrets.token_bytes(_ID_BYTES)
+    keeping = _Keeping(idle_s)
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         with _short(directory) as path:
             listener.bind(path)
@@ -240,10 +258,10 @@ def serve(directory: Path, idle_s: float) -> None:
             is_alone = len(selector.get_map()) == 1
             if is_alone and _socket_file(directory) != file:
                 return
-            ready = selector.select(timeout=min(idle_s, _LOOK_S) if is_alone else None)
+            ready = selector.select(timeout=min(keeping.idle_s, _LOOK_S) if is_alone else None)
             if ready:
                 busy_s = time.monotonic()
-            elif is_alone and time.monotonic() >= busy_s + idle_s:
+            elif is_alone and time.monotonic() >= busy_s + keeping.idle_s:
                 return
             for key, _ in ready:
                 if key.fileobj is listener:
@@ -251,32 +269,24 @@ def serve(directory: Path, idle_s: float) -> None:
                     continue
                 client = key.fileobj
                 assert isinstance(client, socket.socket)
-                if not _answered(client, slots, held, given):
-                    held.pop(client, None)
+                if not _answered(client, keeping):
+                    keeping.held.pop(client, None)
                     selector.unregister(client)
                     client.close()
-                    if _ENDS in slots:
+                    if keeping.is_over:
                         return
 
 
-_ENDS: Final = -1  # In the place of a slot: somebody wants the keeper to end.
-
-
-def _answered(
-    client: socket.socket, slots: dict[int, int], held: dict[socket.socket, int], yes: bytes
-) -> bool:
-    """Answers a client; False if it has left, or there is nothing more to say to it.
-
-    Args:
-        held: by client, the slot that it has alone.
-    """
+def _answered(client: socket.socket, keeping: _Keeping) -> bool:
+    """Answers a client; False if it has left, or there is nothing more to say to it."""
+    slots, held = keeping.slots, keeping.held
     try:
         line, given, *_ = socket.recv_fds(client, _LINE_BYTES, _FDS_MAX)
         if not line:
             return False
         asked = json.loads(line)
         if asked.get("ends"):
-            slots[_ENDS] = _ENDS
+            keeping.is_over = True
             return False
         slot, num_slots = int(asked["slot"]), int(asked["of"])
         if holder := next((one for one, its in held.items() if its == slot), None):
@@ -284,6 +294,7 @@ def _answered(
             client.sendall(_HELD + str(_pid_of(holder)).encode())
             return True
         held[client] = slot
+        keeping.idle_s = float(asked["idle_s"])
         for index, fd in enumerate(given):
             number = slot + index * num_slots  # Of those that the same process reads.
             _close([slots[number]] if number in slots else [])
@@ -292,7 +303,7 @@ def _answered(
             slots[slot] = arena_fd()
         free = sorted(slots.keys() - {*held.values()})
         further = [slots[n] for n in free if n >= num_slots and n % num_slots == slot]
-        socket.send_fds(client, [yes], [slots[slot], *further][:_FDS_MAX])
+        socket.send_fds(client, [_GIVEN + keeping.keeper_id], [slots[slot], *further][:_FDS_MAX])
     except (OSError, ValueError, KeyError) as error:
         sys.stderr.write(f"a client said nothing of use: {error}\n")
         return False

@@ -89,7 +89,8 @@ class MemoryCheckpointer:
         name: tells apart jobs of one user on one machine.
         directory: for the socket of the process that owns the memory; below XDG_RUNTIME_DIR, or
             below /tmp, if it is "".
-        idle_s: for how long that process keeps copies when no rank is left; inf: for ever.
+        idle_s: for how long that process keeps copies when no rank is left; inf: for ever. That of
+            the newest run counts.
 
     Raises:
         ConfigError: a value is wrong, or there is no process group.
