@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -154,6 +155,29 @@ def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
 
     assert [span.after for span in spans] == sorted(span.after for span in spans)
     assert 0 <= spans[0].after <= spans[-1].after <= 3
+
+
+def test_compiled_functions_may_have_collectives_that_are_watched(tmp_path: Path) -> None:
+    """Dynamo goes through what watches them, and has no clock nor what a thread keeps; a graph is
+    whole with it. Nobody can tell when those are over, so they are not noted."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    noted = []
+    watch = Collectives(lambda *times: noted.append(times))
+
+    def doubled(values: torch.Tensor) -> torch.Tensor:
+        sums = values * 2
+        dist.all_reduce(sums)
+        return sums + 1
+
+    try:
+        compiled = torch.compile(doubled, fullgraph=True, backend="eager")
+        assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+        assert noted == []
+        assert doubled(torch.ones(2)).tolist() == [3.0, 3.0]
+        assert len(noted) == 1
+    finally:
+        watch.close()
+        dist.destroy_process_group()
 
 
 def test_watching_needs_collectives_by_any_of_their_names() -> None:

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, Final
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from planaria.checkpoint.wire import sent_by, sent_to
@@ -78,6 +79,8 @@ class Collectives:
     def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def watched(*arguments: Any, **keys: Any) -> Any:
+            if torch.compiler.is_compiling():  # What follows would break the graph.
+                return original(*arguments, **keys)
             if getattr(self._within, "any", False):
                 return original(*arguments, **keys)
             begun_s = time.monotonic()
