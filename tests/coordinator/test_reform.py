@@ -66,6 +66,14 @@ def train(cluster: FakeCluster, number: int) -> None:
         cluster.train(cluster.state.next_iteration)
 
 
+def look(cluster: FakeCluster, number: int) -> None:
+    """So many iterations, and after each what was looked for is found, if anybody looks."""
+    for _ in range(number):
+        train(cluster, 1)
+        if cluster.rules.looks_ahead and not cluster.state.plan.silent:
+            cluster.hear(AnswersFound(cluster.state.epoch))
+
+
 def test_a_loss_is_rerouted_at_once_and_pipelines_are_made_anew_while_training_goes_on() -> None:
     """Layers move to silent members, nothing is redone, and it ends: the plan is looked at once."""
     cluster = lost_one()
@@ -192,14 +200,36 @@ def test_a_loss_in_the_middle_is_answered_like_any_other(node: int, later: int) 
     assert iterations == list(range(FIRST, cluster.state.next_iteration))
 
 
-def test_a_new_coordinator_goes_on_with_it() -> None:
-    """The plan on record has an empty place: that is all it needs to know."""
-    cluster = lost_one()
-    train(cluster, 2)
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("later", range(8))
+def test_a_new_coordinator_goes_on_with_it(later: int, *, looks_ahead: bool) -> None:
+    """In a switch or between two waves. Who looks ahead finds nothing while there are silent
+    members, so what the one before had begun must not be left as it is."""
+    cluster = lost_one(looks_ahead=looks_ahead)
+    look(cluster, later)
+    cluster.restart()
+    look(cluster, 60)
+
+    assert not cluster.state.plan.gone
+    assert not cluster.state.plan.silent
+
+
+@pytest.mark.parametrize("later", range(8))
+def test_a_new_coordinator_gives_work_to_who_was_joining(later: int) -> None:
+    """The node is a member from the first wave on, so it is no candidate any more."""
+    cluster = training(5, (2, 3))
+    slow = replace(cluster.rules.prices, links={"inter_node": Link(0.0, BYTES_PER_S)})
+    cluster.rules = replace(
+        cluster.rules, prices=slow, policy=Unequal(Reinstantiate(book(6, n0=2)))
+    )
+    cluster.join(5)
+    train(cluster, later)
     cluster.restart()
     train(cluster, 60)
 
-    assert not cluster.state.plan.gone
+    assert cluster.state.nodes == (0, 1, 2, 3, 4, 5)
+    assert set(cluster.state.plan.nodes) == set(cluster.state.nodes)
+    assert not cluster.state.plan.silent
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ is not worth it right after a failure is looked at again each time that they hav
 frequent.
 
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
-Where it did not begin, a loss or a new coordinator ends the change, and what it needs is looked
-at anew.
+A loss or a new coordinator ends a change that is not made, and what it needs is looked at anew.
 
 Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what has to move.
 """

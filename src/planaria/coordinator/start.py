@@ -115,14 +115,22 @@ def restored_step(
         # The one before was killed while it recorded how the job begins.
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
         return replace(first, next_iteration=state.next_iteration), (record,)
-    if decision is not None and decision.order.epoch == members.epoch:
+    is_begun = decision is not None and decision.order.epoch == members.epoch
+    if is_begun and not _is_midway(decision):
         return advanced(rules, replace(state, phase=Phase.JOINING, decision=decision), now_s)
     if members.is_planned:
-        # Nobody knows who has begun this epoch: all leave it for one more.
+        # Nobody knows who has begun this epoch, or what was to follow it: all leave it for one
+        # more. Without that silent members would stay silent, for nobody asks for a change again.
         reason = "the coordinator before this one was changing the members"
         return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
     return replace(state, phase=Phase.STOPPING), (Tell(order),)
+
+
+def _is_midway(decision: Decision | None) -> bool:
+    """Whether the epoch is of a change that was to go on: some have layers only silently."""
+    order = decision.order if decision else None
+    return isinstance(order, StartEpoch) and bool(order.plan.silent)
 
 
 def _history(
