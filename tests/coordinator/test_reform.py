@@ -19,7 +19,7 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
-from planaria.policies.unequal import Unequal
+from planaria.policies.unequal import STAY, Unequal
 
 Name = Literal["adaptive", "reroute"]
 
@@ -262,6 +262,37 @@ def test_the_first_plan_gives_way_to_a_better_one() -> None:
     assert changed.reason == "the plan was the best at hand"
     assert len(cluster.state.plan.pipelines) == 3
     assert not of_type(cluster.commands, Recovering)
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """Better than what there is: the same work, with backwards split."""
+
+    policy: Unequal
+
+    def propose(
+        self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
+    ) -> tuple[Transition, ...]:
+        found = self.policy.propose(plan, cluster, event, prices)
+        if plan.splits_backward or not isinstance(event, NodesChanged):
+            return found
+        stay = next(transition for transition in found if transition.answer == STAY)
+        split = replace(plan, epoch=cluster.epoch, splits_backward=True)
+        half_s = stay.iteration_s / 2
+        return stay, replace(stay, after=split, iteration_s=half_s, answer="split")
+
+
+def test_a_better_plan_that_moves_no_layer_is_told() -> None:
+    """It pauses training, and all train by it."""
+    cluster = lost_one(looks_ahead=True)
+    cluster.rules = replace(cluster.rules, policy=Splitting(Unequal(Reinstantiate(book(6, n0=2)))))
+    cluster.lose(2)
+    cluster.hear(AnswersFound(cluster.state.epoch))
+    train(cluster, 5)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert changed.answer == "split"
+    assert changed.kinds == dict.fromkeys((0, 3, 4, 5), "reform")
 
 
 def test_what_answers_a_join_in_a_hurry_is_bettered_when_there_is_time() -> None:

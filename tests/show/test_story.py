@@ -188,6 +188,10 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             EventRecord(kind="cut", nodes=(1, 2), iteration=4),
             "iteration 4: nodes 1, 2 were cut off",
         ),
+        (
+            EventRecord(kind="reformed", nodes=(0, 2), iteration=4),
+            "iteration 4: nodes 0, 2 got other work",
+        ),
     ],
 )
 def test_what_was_not_answered_is_one_sentence(event: EventRecord, text: str) -> None:

@@ -104,7 +104,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         kinds=dict.fromkeys(slow, SLOW)
         | dict.fromkeys(placed, JOIN)
         | {node: state.leaving[node].kind for node in leaving}
-        | ({} if is_asked_for else dict.fromkeys(_moved(best), REFORM)),
+        | ({} if is_asked_for else dict.fromkeys(_reformed(best), REFORM)),
         transition=best,
         candidates=candidates,
         waves=waves_of(
@@ -149,11 +149,13 @@ def _hurried(rules: Rules, state: JobState) -> str:
     return "the plan was the best at hand" if rules.looks_ahead else ""
 
 
-def _moved(transition: Transition) -> tuple[int, ...]:
-    """The nodes that compute other layers afterwards."""
+def _reformed(transition: Transition) -> tuple[int, ...]:
+    """The nodes that compute other layers afterwards; where none does all have other work: another
+    order of it, or other numbers of microbatches."""
     before, after = transition.before.layers_by_rank, transition.after.layers_by_rank
     per_node = transition.after.pipelines[0].template.devices_per_node
-    return tuple(sorted({r // per_node for r in after if before.get(r) != after[r]}))
+    moved = tuple(sorted({r // per_node for r in after if before.get(r) != after[r]}))
+    return moved or transition.after.nodes
 
 
 def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:

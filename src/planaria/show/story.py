@@ -19,7 +19,7 @@ _HAPPENED = {
     "join": "joined",
     "joined": "joined",
     "drained": "left in peace",
-    "reformed": "got other layers",
+    "reformed": "got other work",
     "lost": "was lost",
 }
 _NOBODYS = {

@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from planaria.coordinator.change import REFORM
 from planaria.coordinator.crashes import CRASHES_MAX
 from planaria.coordinator.store import Entry, Event
 from planaria.coordinator.trust import DISTRUSTED_MIN
@@ -48,7 +49,7 @@ from planaria.simulator.back_checker import newest_copied, newest_saved, unused_
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
-from planaria.simulator.plan_checker import num_exposed, wrong_in
+from planaria.simulator.plan_checker import is_another, num_exposed, wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
 
@@ -84,6 +85,7 @@ class Checkers:
         self._morphs = cluster.job.scenario.policy == "morph"
         self._num_committed = 0
         self._ranks: tuple[int, ...] = ()
+        self._plans: tuple[Plan, ...] = ()  # The newest two without silent members.
         self._evicted_s: dict[int, float] = {}
         self._gone: set[int] = set()
         self._failures: dict[str, int] = {}
@@ -224,6 +226,8 @@ class Checkers:
     def _check_plan(self, plan: Plan) -> None:
         job = self._job
         self._ranks = plan.ranks
+        if not plan.silent:
+            self._plans = (*self._plans[-1:], plan)
         if plan.epoch != self._epoch:
             self._fail(f"a plan of epoch {plan.epoch} in epoch {self._epoch}")
         num_layers, num_microbatches = job.scenario.num_layers, job.scenario.num_microbatches
@@ -267,8 +271,9 @@ class Checkers:
                 self.moved_s = self.moved_s or self._cluster.loop.now_s
                 if message.epoch != self._epoch:
                     self._fail(f"epoch {message.epoch} runs in epoch {self._epoch}")
-            case Changed() if not message.kinds:
-                self._fail(f"epoch {message.epoch} begins with a change that moves nobody")
+            case Changed() if set(message.kinds.values()) == {REFORM}:
+                if not is_another(*self._plans):
+                    self._fail(f"epoch {message.epoch} begins with a change to the same plan")
             case Ended():
                 self._check_end(message)
 

@@ -1,6 +1,7 @@
 """What must hold of any plan, by itself: it covers the model, and can be run to its end."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from planaria.core.plan import Plan
 from planaria.errors import DeadlockError
@@ -33,6 +34,11 @@ def _wrong_in_work(plan: Plan) -> Iterator[str]:
         lowered(plan)
     except DeadlockError as error:
         yield f"the schedule of epoch {plan.epoch} does not end: {error}"
+
+
+def is_another(plan: Plan, before: Plan) -> bool:
+    """Whether to train by it is to train in another way."""
+    return replace(plan, epoch=before.epoch) != before
 
 
 def num_exposed(plan: Plan, trusted: Collection[int]) -> int:
