@@ -30,8 +30,8 @@ from planaria.core.cluster import (
     NodesLost,
     SavePoint,
 )
+from planaria.core.findings import FailureHistory
 from planaria.core.plan import Hop, Plan, Transition
-from planaria.core.records import FailureHistory
 from planaria.nodes.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroutes import Priced, priced

@@ -22,8 +22,9 @@ from planaria.coordinator.history import (
 )
 from planaria.coordinator.state import Rules, Tick
 from planaria.core.cluster import NodesLost, survivors
+from planaria.core.findings import FailureHistory
 from planaria.core.messages import CopySpoilt, PeerUnreachable
-from planaria.core.records import Decided, FailureHistory, Progress
+from planaria.core.records import Decided, Progress
 
 PLAN = shaped_plan((2, 2), NUM_MICROBATCHES)
 HOUR_S = 3600.0

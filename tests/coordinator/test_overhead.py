@@ -18,10 +18,10 @@ from planaria.coordinator.overhead import (
     with_switch,
 )
 from planaria.coordinator.state import JobState, Loss
+from planaria.core.findings import Findings
 from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
-from planaria.core.records import Findings
 
 LINKS = {kind: Link(0.001, 1e9) for kind in ("intra_node", "inter_node")}
 RULES = small_rules()  # Its regroup_s is 0.1.

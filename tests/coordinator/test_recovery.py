@@ -41,6 +41,7 @@ from planaria.coordinator.state import (
     Tick,
 )
 from planaria.core.cluster import NodesLost, SavePoint
+from planaria.core.findings import FailureHistory
 from planaria.core.messages import (
     Abort,
     PeerUnreachable,
@@ -48,7 +49,7 @@ from planaria.core.messages import (
     StartEpoch,
     StopRequested,
 )
-from planaria.core.records import Decided, FailureHistory, Members, Recovering
+from planaria.core.records import Decided, Members, Recovering
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 TOP_HEAVY = shaped_plan((3, 1), 6)  # Rank 3 holds all, rank 2 the last four.

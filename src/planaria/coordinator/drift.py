@@ -27,8 +27,9 @@ from planaria.coordinator.learning import Learning
 from planaria.coordinator.slowness import BACK_FACTOR, COMPUTING_S_MIN, WINDOW, work_s_by_rank
 from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.core.cluster import ClusterEvent, ClusterState
+from planaria.core.findings import Findings
 from planaria.core.plan import Plan, Transition
-from planaria.core.records import Findings, ProfileCorrected
+from planaria.core.records import ProfileCorrected
 from planaria.estimator.drift import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.reroutes import simulated_s

@@ -30,7 +30,7 @@ from collections.abc import Collection
 from math import exp
 from typing import Final
 
-from planaria.core.records import FailureHistory
+from planaria.core.findings import FailureHistory
 
 PRIOR_S: Final = 60.0
 PRIOR_FAILURES: Final = PRIOR_S / 3600.0

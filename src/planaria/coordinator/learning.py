@@ -7,7 +7,7 @@ being measured it measures anew.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planaria.core.records import Findings
+from planaria.core.findings import Findings
 from planaria.policies.policy import Policy
 
 

@@ -33,9 +33,9 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.state import JobState, Rules
+from planaria.core.findings import Findings
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
-from planaria.core.records import Findings
 from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5

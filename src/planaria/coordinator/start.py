@@ -18,18 +18,10 @@ from planaria.coordinator.state import (
     Step,
     Tell,
 )
+from planaria.core.findings import FailureHistory, Findings
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan
-from planaria.core.records import (
-    Decision,
-    FailureHistory,
-    Findings,
-    Members,
-    Origin,
-    Outcome,
-    Progress,
-    Warned,
-)
+from planaria.core.records import Decision, Members, Origin, Outcome, Progress, Warned
 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:

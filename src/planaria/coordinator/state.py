@@ -9,6 +9,7 @@ from planaria.coordinator.switching import Change, Switch
 from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.commit import VectorLayout
 from planaria.core.copies import version_name
+from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing, is_among
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
@@ -22,14 +23,7 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.core.plan import NodeKind, Plan
-from planaria.core.records import (
-    Decision,
-    FailureHistory,
-    Members,
-    Origin,
-    Outcome,
-    ToLauncher,
-)
+from planaria.core.records import Decision, Members, Origin, Outcome, ToLauncher
 from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Policy, Prices
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from planaria.core.copies import Label
+from planaria.core.findings import FailureHistory, Findings
 from planaria.core.messages import (
     DrainRequested,
     IterationDone,
@@ -24,49 +25,6 @@ from planaria.core.messages import (
     WorkerReady,
 )
 from planaria.core.plan import Plan
-
-
-class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a job has failed; see coordinator/history.py.
-
-    Attributes:
-        since_s: when it first trained, 0 if it has not yet.
-        weight: of its failures when the last one was, older ones count less.
-        last_s: when the last one was.
-        nodes: that they took, weighed like them.
-        struck: those that the last one took.
-    """
-
-    since_s: float = 0.0
-    weight: float = 0.0
-    last_s: float = 0.0
-    nodes: float = 0.0
-    struck: tuple[int, ...] = ()
-
-
-class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """How far seconds are from what a job's profile says, as measured in the job.
-
-    Attributes:
-        layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
-            coordinator/drift.py.
-        beside_s: that an iteration takes beside the forwards and backwards of layers.
-        scheduled_s: that schedules took when the job began, 0 if that is not known.
-        linked_s: until the links stood, too.
-        overheads_s: of the newest recoveries, what they took beside moving layers, the newest last.
-            See coordinator/overhead.py.
-        transfers_s: of the newest recoveries in which layers moved, what that was to take by the
-            profile's links, and what it took.
-        pauses_s: of the newest switches, for how long ranks did not train.
-    """
-
-    layer_factors: tuple[float, ...] = ()
-    beside_s: float = 0.0
-    scheduled_s: float = 0.0
-    linked_s: float = 0.0
-    overheads_s: tuple[float, ...] = ()
-    transfers_s: tuple[tuple[float, float], ...] = ()
-    pauses_s: tuple[float, ...] = ()
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
