@@ -9,6 +9,7 @@ import fake_cluster
 from coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import template
+from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.slowness import RETRY_S, WINDOW
 from planaria.coordinator.state import Phase
 from planaria.core.messages import DrainRequested
@@ -192,7 +193,26 @@ def test_a_node_that_is_left_out_is_tried_again_later() -> None:
     assert [*cluster.state.plan.nodes] == [0, 2]
 
 
-def test_a_new_coordinator_knows_the_speeds_from_the_plan() -> None:
+@pytest.mark.parametrize(("sizes", "slowness"), [((1, 1), 1.34), ((1, 1, 1), 40.0)])
+def test_a_new_coordinator_knows_slow_nodes_that_the_plan_does_not_tell_of(
+    sizes: tuple[int, ...], slowness: float
+) -> None:
+    """One for which no plan is faster, and one that is left out and was tried again: with all of
+    its work it would hold up the others until it is found slow once more."""
+    cluster = training(len(sizes), sizes, n0=1)
+    for now_s in (NOW_S, NOW_S + 2 * RETRY_S):
+        train(cluster, 2 * WINDOW + 5, slowness={1: slowness}, now_s=now_s)
+    before = cluster.state
+    assert [*before.speeds] == [1]
+    cluster.progress = progress_of(before, of_type(cluster.commands, Committed)[-1])
+    cluster.restart()
+    assert (cluster.state.speeds, cluster.state.idle) == (before.speeds, before.idle)
+    train(cluster, 5, slowness={}, now_s=NOW_S + 3.5 * RETRY_S)
+
+    assert cluster.state.plan.nodes == before.plan.nodes
+
+
+def test_a_new_coordinator_knows_the_speeds() -> None:
     """Else the first change after it would give a slow node everything."""
     cluster = training()
     train(cluster, WINDOW + 5, slowness={1: 2.0})

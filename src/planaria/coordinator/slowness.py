@@ -27,6 +27,8 @@ from math import log2
 from statistics import median, median_low
 from typing import Final
 
+import msgspec
+
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.plan import Plan
 
@@ -57,7 +59,7 @@ def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
         slowness = believed_slowness(1.0 / speeds.pop(node, 1.0), window)
         if slowness > 1.0:
             speeds[node] = 1.0 / slowness
-    return replace(state, ratios=ratios, speeds=speeds)
+    return _with(replace(state, ratios=ratios), speeds, dict(state.idle))
 
 
 def _retried(state: JobState, now_s: float) -> JobState:
@@ -70,7 +72,15 @@ def _retried(state: JobState, now_s: float) -> JobState:
         if since_s and now_s - since_s >= RETRY_S * 2.0 ** min(times, _DOUBLINGS_MAX):
             idle[node] = (times + 1, 0.0)
             del speeds[node]
-    return replace(state, idle=idle, speeds=speeds) if waiting else state
+    return _with(state, speeds, idle) if waiting else state
+
+
+def _with(
+    state: JobState, speeds: dict[int, float], idle: dict[int, tuple[int, float]]
+) -> JobState:
+    """The state in which nodes are as fast, and have been without work as long."""
+    findings = msgspec.structs.replace(state.learning.findings, speeds=speeds, idle=idle)
+    return replace(state, learning=replace(state.learning, findings=findings))
 
 
 def slowness_by_node(

@@ -99,7 +99,6 @@ def restored_step(
         outcome=outcome,
         origin=origin,
         is_degraded=len(plan.nodes) < (rules.job.resilience.failures_tolerated + 1) * rules.n0,
-        speeds=plan.slow_nodes,
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         is_settled=False,
     )

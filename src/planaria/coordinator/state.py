@@ -259,11 +259,8 @@ class JobState:
             the end to which power of two failures are rare.
         is_settled: the plan was looked for at leisure.
         sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
-        speeds: of nodes that are slow, as they are seen to be; others have 1.
-        idle: slow nodes that had no work: how often they were tried again, and since when they
-            have none, 0 if they have some.
         ratios: by node, of its newest iterations in this epoch; see slowness.py.
-        learning: how far seconds are from predicted ones.
+        learning: how far seconds are from predicted ones, and which nodes are slow.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
         crashes: rank and exit status of workers since an iteration was committed last.
@@ -306,8 +303,6 @@ class JobState:
     asked: tuple[tuple[float, ...], ...] = ()
     is_settled: bool = False
     sought: int = -1
-    speeds: Mapping[int, float] = field(default_factory=dict)
-    idle: Mapping[int, tuple[int, float]] = field(default_factory=dict)
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     learning: Learning = field(default_factory=Learning)
     is_entered: bool = False
@@ -322,6 +317,16 @@ class JobState:
     def published(self) -> int:
         """Iterations in the newest published save, -1 for none."""
         return self.versions[0][0] if self.versions else -1
+
+    @property
+    def speeds(self) -> Mapping[int, float]:
+        """As in Findings."""
+        return self.learning.findings.speeds
+
+    @property
+    def idle(self) -> Mapping[int, tuple[int, float]]:
+        """As in Findings."""
+        return self.learning.findings.idle
 
     @property
     def ranks(self) -> tuple[int, ...]:

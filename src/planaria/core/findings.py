@@ -38,6 +38,10 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         transfers_s: of the newest recoveries in which layers moved, what that was to take by the
             profile's links, and what it took.
         pauses_s: of the newest switches, for how long ranks did not train.
+        speeds: of nodes that are slow, as they are seen to be; others have 1. See
+            coordinator/slowness.py.
+        idle: slow nodes that had no work: how often they were tried again, and since when they
+            have none, 0 if they have some.
     """
 
     layer_factors: tuple[float, ...] = ()
@@ -47,3 +51,5 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()
     pauses_s: tuple[float, ...] = ()
+    speeds: dict[int, float] = {}
+    idle: dict[int, tuple[int, float]] = {}
