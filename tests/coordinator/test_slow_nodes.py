@@ -160,6 +160,30 @@ def test_a_loss_at_any_moment_leaves_a_plan_for_the_speeds(node: int, later: int
     assert committed(cluster) == list(range(FIRST, cluster.state.next_iteration))
 
 
+@pytest.mark.parametrize("word", ["lost", "drained", "drained, and told by the next"])
+def test_a_slow_node_that_is_gone_is_told_of_no_more(word: str) -> None:
+    """No plan is faster for its sake, and no next coordinator hears of it."""
+    cluster = training(5, (3, 2))
+    train(cluster, WINDOW + 5, slowness={1: 2.0})
+    number = len(cluster.commands)
+    if word == "lost":
+        cluster.lose(1)
+    else:
+        cluster.hear(DrainRequested(node=1))
+        while 1 in cluster.state.nodes:
+            train(cluster, 1, slowness={1: 2.0})
+    if word.endswith("next"):
+        cluster.restart()
+    speeds = cluster.state.speeds
+    train(cluster, 3, slowness={})
+
+    assert cluster.state.nodes == (0, 2, 3, 4)
+    assert (speeds, cluster.state.idle) == ({}, {})
+    assert of_type(cluster.commands[number:], Warned) == []
+    reasons = [changed.reason for changed in of_type(cluster.commands[number:], Changed)]
+    assert not any("node 1" in reason for reason in reasons)
+
+
 def test_nodes_join_and_leave_a_job_with_a_slow_node() -> None:
     """Each plan is made for the speeds."""
     cluster = training(5, (3, 2))

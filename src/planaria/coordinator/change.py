@@ -32,6 +32,7 @@ from planaria.coordinator.drift import iteration_s, policy_of
 from planaria.coordinator.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.shortage import degraded_text, shortage_text, tolerated, undrained
+from planaria.coordinator.slowness import of_members
 from planaria.coordinator.standby import able_candidates, num_taken
 from planaria.coordinator.state import (
     JobState,
@@ -318,7 +319,7 @@ def switched(rules: Rules, state: JobState) -> Step:
         workers=Growing({r: w for r, w in state.workers.items() if w.node not in left}),
     )
     record = RecordDecision(outcome, decision)
-    return state, (record, *((Tell(Shutdown(), left),) if left else ()))
+    return of_members(state), (record, *((Tell(Shutdown(), left),) if left else ()))
 
 
 def entered(rules: Rules, state: JobState, now_s: float) -> Step:

@@ -35,6 +35,7 @@ from planaria.coordinator.outcomes import (
 from planaria.coordinator.overhead import prices_of, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
+from planaria.coordinator.slowness import of_members
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
 from planaria.coordinator.state import (
     Command,
@@ -94,7 +95,6 @@ def lost(
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
     epoch = max(state.epochs) + 1
-    loss = Loss(kind, concerned, reason, now_s, joined)
     number = state.next_iteration
     notice = Recovering(
         epoch=epoch, kind=kind, nodes=concerned, iteration=number, reason=reason, lost_s=now_s
@@ -116,11 +116,12 @@ def lost(
         corrupted=Growing(),
         decision=None,
         saves={},
-        loss=loss,
+        loss=Loss(kind, concerned, reason, now_s, joined),
         history=history,
         unreachable_s=0.0,
         unreached=(),
     )
+    state = of_members(state)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not left:
         end = End(Ending.LOST, "no node is left")

@@ -54,7 +54,7 @@ def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
     computing_s = {rank: report.computing_s for rank, report in reports.items()}
     found = slowness_by_node(state.plan, computing_s, layer_s=rules.layer_s, speeds=state.speeds)
     ratios = {node: (*state.ratios.get(node, ()), ratio)[-WINDOW:] for node, ratio in found.items()}
-    speeds = {node: speed for node, speed in state.speeds.items() if node in state.nodes}
+    speeds = dict(state.speeds)
     for node, window in ratios.items():
         slowness = believed_slowness(1.0 / speeds.pop(node, 1.0), window)
         if slowness > 1.0:
@@ -73,6 +73,13 @@ def _retried(state: JobState, now_s: float) -> JobState:
             idle[node] = (times + 1, 0.0)
             del speeds[node]
     return _with(state, speeds, idle) if waiting else state
+
+
+def of_members(state: JobState) -> JobState:
+    """The state in which nothing is known of nodes that are gone."""
+    speeds = {node: speed for node, speed in state.speeds.items() if node in state.nodes}
+    idle = {node: tried for node, tried in state.idle.items() if node in state.nodes}
+    return _with(state, speeds, idle)
 
 
 def _with(

@@ -7,6 +7,7 @@ from planaria.coordinator.drift import restored_learning
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import lost
+from planaria.coordinator.slowness import of_members
 from planaria.coordinator.state import (
     JobState,
     Loss,
@@ -102,6 +103,7 @@ def restored_step(
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         is_settled=False,
     )
+    state = of_members(state)  # The record of a switch is from before those who leave have left.
     if decision is None and plan.epoch == members.epoch:
         # The one before was killed while it recorded how the job begins.
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
