@@ -148,7 +148,7 @@ def long_but_the_first(cases: Sequence[Any]) -> list[Any]:
 def recoveries(result: TrainingResult) -> list[EventRecord]:
     """The events that were answered, without those that how busy the machine is decides: nodes
     that it makes slow, and better plans than the first answer that are found in time."""
-    left_out = ("slow", "reformed")
+    left_out = ("slow", "fast", "reformed")
     return [event for event in result.report.events if event.answer and event.kind not in left_out]
 
 

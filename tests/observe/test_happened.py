@@ -55,6 +55,18 @@ def test_another_loss_beside_an_injected_one_is_an_event_of_its_own() -> None:
     assert [event.downtime_s for event in events] == [7.0, 6.5]
 
 
+def test_a_slow_node_and_the_end_of_that_are_told_apart() -> None:
+    """Nobody is lost by either, and nobody has to answer to the second."""
+    run = recorder()
+    run.fired(kill("slow=2:5@4"), now_s=15.0)
+    run.fired(kill("slow=1:5@6"), now_s=17.0)
+    run.recovering(lost(19.5, 5))
+    recover(run)
+
+    told = [(event.kind, event.iteration, event.downtime_s) for event in run.events()]
+    assert told[:2] == [("slow", 4, 0.0), ("unslowed", 6, 0.0)]
+
+
 def test_a_short_stop_is_not_charged_with_the_loss_of_another_node() -> None:
     """The node went on before its lease ran out, and training with it."""
     run = recorder()

@@ -189,6 +189,14 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             "iteration 4: nodes 1, 2 were cut off",
         ),
         (
+            EventRecord(kind="unslowed", nodes=(1,), iteration=20, step="start"),
+            "iteration 20, start: node 1 had its speed back",
+        ),
+        (
+            EventRecord(kind="fast", nodes=(1, 3), iteration=25),
+            "iteration 25: nodes 1, 3 were taken for fast again",
+        ),
+        (
             EventRecord(kind="reformed", nodes=(0, 2), iteration=4),
             "iteration 4: nodes 0, 2 got other work",
         ),

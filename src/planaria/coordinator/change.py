@@ -54,9 +54,11 @@ from planaria.policies.unequal import STAY
 
 JOIN: Final = "join"
 SLOW: Final = "slow"
+FAST: Final = "fast"  # Seen to be so again, or tried.
 REFORM: Final = "reform"
 # Policies whose answer to a loss gives way to a better one at a commit.
 _IMPROVING: Final = ("adaptive", "repartition")
+_STAYING: Final = (JOIN, SLOW, FAST, REFORM)  # Who is a member when the change is made.
 
 
 def begun(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -96,27 +98,22 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         warning = Warned(text=text, undrained=leaving)
         return state, (Notify(warning),)
     placed = tuple(node for node in joining if node in best.after.nodes)
+    still = tuple(node for node in slow if node in speeds)
     if not placed and not leaving and not pays(rules, candidates):
-        still = tuple(node for node in slow if node in speeds)
         if joining or not still or is_told:
             return state, ()
         return state, (Notify(Warned(text=f"{_slow_text(state, still)}; no plan is faster")),)
+    waves = waves_of(
+        best, iteration_s=iteration_s(state), leaving=leaving, prices=prices_of(rules, state)
+    )
     change = Change(
-        kinds=dict.fromkeys(slow, SLOW)
-        | dict.fromkeys(placed, JOIN)
-        | {node: state.leaving[node].kind for node in leaving}
-        | ({} if is_asked_for else dict.fromkeys(_reformed(best), REFORM)),
+        kinds=_kinds(state, event, best),
         transition=best,
         candidates=candidates,
-        waves=waves_of(
-            best,
-            iteration_s=iteration_s(state),
-            leaving=leaving,
-            prices=prices_of(rules, state),
-        ),
+        waves=waves,
         began_s=now_s,
         silent=state.plan.silent,
-        reason=_slow_text(state, slow) if slow else "" if is_asked_for else hurried,
+        reason=_slow_text(state, still) if still else "" if is_asked_for else hurried,
     )
     return _with_switch(replace(state, change=change))
 
@@ -150,6 +147,14 @@ def _hurried(rules: Rules, state: JobState) -> str:
     return "the plan was the best at hand" if rules.looks_ahead else ""
 
 
+def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict[int, str]:
+    """Why each node is concerned that is; a better plan is nobody's doing."""
+    kinds = {node: SLOW if node in state.speeds else FAST for node in event.slow}
+    kinds |= {node: JOIN for node in event.joined if node in transition.after.nodes}
+    kinds |= {node: state.leaving[node].kind for node in event.leaving}
+    return kinds or dict.fromkeys(_reformed(transition), REFORM)
+
+
 def _reformed(transition: Transition) -> tuple[int, ...]:
     """The nodes that compute other layers afterwards; where none does all have other work: another
     order of it, or other numbers of microbatches."""
@@ -161,7 +166,7 @@ def _reformed(transition: Transition) -> tuple[int, ...]:
 
 def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
     """How slow these nodes are, in words."""
-    takes = (f"node {node} takes {1.0 / state.speeds.get(node, 1.0):.2f} times" for node in slow)
+    takes = (f"node {node} takes {1.0 / state.speeds[node]:.2f} times" for node in slow)
     return f"{', '.join(takes)} as long as usual"
 
 
@@ -240,7 +245,7 @@ def _with_switch(state: JobState) -> Step:
         wave = ()
         plan = replace(change.transition.after, epoch=epoch)
         there = sorted({*state.nodes, *joined})
-        nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in (JOIN, SLOW, REFORM))
+        nodes = tuple(n for n in there if change.kinds.get(n, JOIN) in _STAYING)
     rounds = (tuple(wave),) if wave else ()
     switch = Switch(epoch=epoch, nodes=nodes, plan=plan, rounds=rounds)
     gone = tuple(sorted({*state.gone, *set(state.nodes).difference(nodes)}))
@@ -357,7 +362,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     )
     f = rules.job.resilience.failures_tolerated
     kinds = set(change.kinds.values())
-    is_settled = kinds <= {REFORM} or (state.is_settled and kinds == {SLOW})
+    is_settled = kinds <= {REFORM} or (state.is_settled and kinds <= {SLOW, FAST})
     is_degraded = bool(degraded) or (state.is_degraded and tolerated(rules, state, state.plan) < f)
     state = replace(state, change=None, is_settled=is_settled, is_degraded=is_degraded)
     return state, (Notify(notice),)

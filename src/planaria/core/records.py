@@ -214,7 +214,7 @@ class Changed(Message, frozen=True, kw_only=True):
     """Nodes have come or left, or have other work, while training went on.
 
     Attributes:
-        kinds: of each node concerned: join, preempt, drain, slow or reform.
+        kinds: of each node concerned: join, preempt, drain, slow, fast or reform.
         candidates, time_to_failure_s: as in Decided.
         asked_s: when the change was begun.
         pause_s: for how long ranks did not train, all switches together.

@@ -47,8 +47,8 @@ class EventRecord:
     """What happened besides iterations, and what it cost.
 
     Attributes:
-        kind: of the SPEC when injected, else lost, crash, stall, leader, degraded, joined, drained,
-            reformed, or what failed.
+        kind: of the SPEC when injected, but unslowed for slow=1; else lost, crash, stall, leader,
+            degraded, joined, drained, slow, fast, reformed, or what failed.
         nodes: concerned.
         fired: False for an injected fault whose place never came.
         candidates: the answers that were proposed, with their prices; `answer` was taken.

@@ -163,7 +163,9 @@ class Recorder:
         event = _injected_event(injection)
         if injection.place.at_s >= 0.0:
             event = replace(event, iteration=self.next_iteration)
-        if injection.kind == "leader":  # Training goes on without a coordinator.
+        if injection.kind == "slow" and injection.value == 1.0:
+            event = replace(event, kind="unslowed")
+        if event.kind in ("leader", "unslowed"):  # Training goes on, and nobody has to answer.
             self._add(event)
         else:
             order, num_joining = next(self._orders), injection.num_nodes

@@ -16,6 +16,8 @@ _HAPPENED = {
     "flip": "had a bit of its parameters flipped",
     "preempt": "was told to leave",
     "slow": "became slow",
+    "unslowed": "had its speed back",
+    "fast": "was taken for fast again",
     "join": "joined",
     "joined": "joined",
     "drained": "left in peace",
