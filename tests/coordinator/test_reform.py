@@ -9,6 +9,7 @@ import fake_cluster
 from coordinated import FIRST, NOW_S, of_type, small_rules
 from coordinator.test_slow_nodes import END, book, training
 from fake_cluster import FakeCluster
+from planaria.coordinator.choice import time_to_failure_s
 from planaria.coordinator.state import AnswersFound
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.messages import StartEpoch
@@ -114,6 +115,18 @@ def test_a_change_takes_as_many_iterations_as_it_is_priced_at(bytes_per_s: float
     assert taken.moving_s == pytest.approx(
         (cluster.state.next_iteration - began) * stay.iteration_s
     )
+
+
+def test_a_change_is_told_with_the_failures_that_it_was_weighed_by() -> None:
+    """They are learned, so what is expected has changed when all layers have moved."""
+    cluster = lost_one(failure_rate=0.0)
+    expected_s = time_to_failure_s(cluster.rules, cluster.state, NOW_S)
+    for number in range(40):
+        cluster.train_at(cluster.state.next_iteration, NOW_S + 3.0 * number)
+
+    (changed,) = of_type(cluster.commands, Changed)
+    assert (changed.asked_s, changed.time_to_failure_s) == (NOW_S, expected_s)
+    assert time_to_failure_s(cluster.rules, cluster.state, changed.now_s) > expected_s
 
 
 def test_what_the_next_failure_would_end_is_not_begun() -> None:

@@ -112,6 +112,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
         candidates=candidates,
         waves=waves,
         began_s=now_s,
+        time_to_failure_s=time_to_failure_s(rules, state, now_s),
         silent=state.plan.silent,
         reason=_slow_text(state, still) if still else "" if is_asked_for else hurried,
     )
@@ -356,7 +357,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
         asked_s=change.began_s,
         pause_s=change.pause_s,
         now_s=now_s,
-        time_to_failure_s=time_to_failure_s(rules, state, now_s),
+        time_to_failure_s=change.time_to_failure_s,
         reason=change.reason,
         degraded=degraded,
     )

@@ -38,6 +38,7 @@ class Change:
         kinds: of the nodes that come, leave, or have other work: why.
         transition: to the plan at its end.
         waves: of transfers to silent ranks that are still to come, each an epoch's.
+        time_to_failure_s: mean time to the next failure, as the candidates are weighed by it.
         silent: the layers that ranks have got silently so far.
         switch: the next epoch, None while the first iteration of one is awaited.
         trained: the ranks that took part in the epoch before the newest.
@@ -50,6 +51,7 @@ class Change:
     candidates: tuple[Candidate, ...]
     waves: tuple[tuple[Transfer, ...], ...]
     began_s: float
+    time_to_failure_s: float
     silent: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     switch: Switch | None = None
     trained: tuple[int, ...] = ()
