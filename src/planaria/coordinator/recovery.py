@@ -54,13 +54,13 @@ from planaria.coordinator.state import (
 from planaria.coordinator.trust import seen_node, with_failures
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
+from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing
 from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Transition
 from planaria.core.records import (
     Decided,
     Decision,
-    FailureHistory,
     Members,
     Outcome,
     Recovering,

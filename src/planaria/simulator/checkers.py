@@ -56,7 +56,7 @@ from planaria.simulator.worker import SimulatedWorker
 _STILL_S: Final = 45.0  # Between commits without a fault; who waits in vain does so for 60 s.
 PATIENCE_S: Final = 60.0  # From the last fault to the end of the job, unless it gets on.
 _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
-_END_A_LEASE: Final = (*(FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK),)
+_END_A_LEASE: Final = (FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK)
 
 
 class Checkers:
@@ -224,8 +224,7 @@ class Checkers:
         self._num_committed = min(self._num_committed, origin.iteration)
 
     def _check_plan(self, plan: Plan) -> None:
-        job = self._job
-        self._ranks = plan.ranks
+        job, self._ranks = self._job, plan.ranks
         if not plan.silent:
             self._plans = (*self._plans[-1:], plan)
         if plan.epoch != self._epoch:
@@ -271,7 +270,7 @@ class Checkers:
                 self.moved_s = self.moved_s or self._cluster.loop.now_s
                 if message.epoch != self._epoch:
                     self._fail(f"epoch {message.epoch} runs in epoch {self._epoch}")
-            case Changed() if set(message.kinds.values()) == {REFORM}:
+            case Changed() if {*message.kinds.values()} == {REFORM}:
                 if not is_another(*self._plans):
                     self._fail(f"epoch {message.epoch} begins with a change to the same plan")
             case Ended():
