@@ -250,8 +250,8 @@ def expected_samples_per_s(
     phases = _phases(transition, global_batch_size, outlook.remaining_samples)
     rate, end_s = outlook.failures_per_s, phases[-1].ends_s
     if not rate:
-        ended_per_s = outlook.remaining_samples / end_s if end_s < inf else inf
-        return min(phases[-1].samples_per_s, ended_per_s)
+        has_end = end_s < inf
+        return outlook.remaining_samples / end_s if has_end else phases[-1].samples_per_s
     useful = sum(
         one.samples_per_s * exp(-rate * one.begins_s) * -expm1(-rate * (one.ends_s - one.begins_s))
         for one in phases
