@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from planaria.core.plan import Link, on_one_device
 from planaria.planner.plans import EveryPlan, every_plan
@@ -14,6 +14,7 @@ from planaria.planning import read_profile
 from study.job import Happening
 
 MODELS: Final = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b")
+ITERATIONS_MIN: Final = 10  # From one failure to the next, on average; with fewer nobody trains.
 _DRAWS_MAX: Final = 10  # For each case; of 200 two in a hundred are drawn a second time.
 
 
@@ -50,6 +51,16 @@ class Case:
         )
 
 
+class _Cluster(NamedTuple):
+    """What plans depend on, see `Case`."""
+
+    model: str
+    num_nodes: int
+    each: int
+    slower: int
+    failures_tolerated: int
+
+
 def drawn_cases(num_cases: int, *, most_nodes: int) -> tuple[Case, ...]:
     """So many cases that can be planned, no two of them alike."""
     found: dict[Case, None] = {}
@@ -74,40 +85,53 @@ def _drawn_case(seed: int, *, most_nodes: int) -> Case:
             repair_s=rng.choice((60.0, 600.0, 3600.0)),
             save_every_s=rng.choice((300.0, 1800.0)),
         )
-        if case.num_nodes >= 2 * n0(case):
+        if case.num_nodes >= 2 * n0(case) and case.gap_s >= ITERATIONS_MIN * _iteration_s(case):
             return case
 
 
 def n0(case: Case) -> int:
     """The fewest nodes that hold the model."""
-    return smallest_num_nodes(_problem(case))
+    return smallest_num_nodes(_problem(_cluster(case)))
 
 
-@cache
 def every_of(case: Case) -> EveryPlan:
     """What the job can be re-formed to."""
-    problem = _problem(case)
-    return every_plan(problem, case.num_nodes, pipeline_templates(problem, case.num_nodes))
+    return _every(_cluster(case))
 
 
 @cache
+def _every(cluster: _Cluster) -> EveryPlan:
+    problem = _problem(cluster)
+    templates = pipeline_templates(problem, cluster.num_nodes)
+    return every_plan(problem, cluster.num_nodes, templates)
+
+
 def iterations_between_saves(case: Case) -> int:
     """The same whatever policy answers."""
+    return max(1, round(case.save_every_s / _iteration_s(case)))
+
+
+def _iteration_s(case: Case) -> float:
+    """Of an iteration at the start, from templates."""
     every = every_of(case)
     templates = [pipeline.template for pipeline in every.plans[case.num_nodes].pipelines]
-    return max(1, round(case.save_every_s / every.distribution(templates)[0]))
+    return every.distribution(templates)[0]
+
+
+def _cluster(case: Case) -> _Cluster:
+    return _Cluster(case.model, case.num_nodes, case.each, case.slower, case.failures_tolerated)
 
 
 @cache
-def _problem(case: Case) -> Problem:
-    profile = on_one_device(read_profile(Path(case.model)))
+def _problem(cluster: _Cluster) -> Problem:
+    profile = on_one_device(read_profile(Path(cluster.model)))
     link = profile.links["inter_node"]
-    slow = Link(link.latency_s, link.bandwidth_bytes_per_s / case.slower)
+    slow = Link(link.latency_s, link.bandwidth_bytes_per_s / cluster.slower)
     return Problem(
         profile=replace(profile, links={**profile.links, "inter_node": slow}),
         devices_per_node=1,
-        num_microbatches=case.each * case.num_nodes,
-        failures_tolerated=case.failures_tolerated,
+        num_microbatches=cluster.each * cluster.num_nodes,
+        failures_tolerated=cluster.failures_tolerated,
     )
 
 
