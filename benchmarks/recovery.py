@@ -196,7 +196,7 @@ def _planaria_recovery(
     if result.error is not None:
         raise result.error
     report = result.report
-    event = next(event for event in report.events if event.answer)
+    event = next(event for event in report.events if event.kind == "kill")
     reformed_s.append(event.downtime_s)
     print(
         f"    re-formed ({event.answer}) in {event.downtime_s:.3f} s: detect {event.detect_s:.3f}, "

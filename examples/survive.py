@@ -25,7 +25,7 @@ def main() -> int:
     calm = trained(directory / "calm")
     print()
     for event in struck["events"]:
-        if event["answer"]:
+        if event["kind"] == "kill":
             print(
                 f"node {event['nodes'][0]} was killed in iteration {event['iteration']}: "
                 f"{1000 * event['downtime_s']:.0f} ms until all went on ({event['answer']}), "

@@ -104,7 +104,7 @@ def _measured(num_nodes: int, server: ForkServer) -> list[EventRecord]:
             )
             if result.error is not None:
                 raise result.error
-            found.append(next(event for event in result.report.events if event.answer))
+            found.append(next(event for event in result.report.events if event.kind == "kill"))
     return found
 
 
