@@ -18,7 +18,7 @@ from planaria.observe.metrics import (
     Report,
 )
 from planaria.schedule.action import parse_action
-from planaria.show.beside import beside_table
+from planaria.show.beside import beside_table, off_text
 from planaria.show.gantt import ITERATIONS_MAX, RANKS_MAX, compared_figure
 
 FINAL = FinalRecord(
@@ -83,11 +83,15 @@ def report(**parts: Any) -> Report:
     return Report(**(empty | parts))
 
 
+def printed(told: Report, *, width: int) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(beside_table(told), soft_wrap=True)
+    return file.getvalue()
+
+
 def rows(told: Report) -> list[list[str]]:
     """The table's lines, words that stand apart."""
-    file = io.StringIO()
-    Console(file=file, width=120).print(beside_table(told))
-    lines = file.getvalue().splitlines()[2:]
+    lines = printed(told, width=120).splitlines()[2:]
     return [[word for word in line.split("  ") if word.strip()] for line in lines]
 
 
@@ -127,13 +131,38 @@ def test_iterations_actions_memory_and_transitions_stand_beside_their_prediction
 
     assert stripped(told) == [
         ["iteration of epoch 0", "2.00 s", "2.50 s", "3.00 s", "+20.0%"],
-        ["iteration of epoch 1", "4.00 s", "4.00 s", "+0.0%"],
-        ["backward of layers 0-4", "1.00 s", "1.25 s", "1.25 s", "+0.0%"],
+        ["iteration of epoch 1", "4.00 s", "4.00 s", "0.0%"],
+        ["backward of layers 0-4", "1.00 s", "1.25 s", "1.25 s", "0.0%"],
         ["forward of layers 0-4", "1.00 s", "1.25 s", "1.50 s", "+20.0%"],
-        ["simple at iteration 3", "800.0 ms", "1.00 s", "+25.0%"],
+        ["simple at 3", "800.0 ms", "1.00 s", "+25.0%"],
         ["memory of rank 0", "1.0 MiB", "1.5 MiB", "+50.0%"],
         ["memory of rank 1", "1.0 MiB", "resident 8.0 MiB"],
     ]
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_no_number_loses_digits_where_lines_are_short(width: int) -> None:
+    """A pipe is 80 columns wide; names are in the way there, and take several lines."""
+    slow = replace(LOST, answer="reroute-normalised", iteration=20, downtime_s=12.73)
+    held = replace(memory(10, tensor_bytes=0), measured_bytes=1023 << 20)
+    told = report(
+        actions=(replace(action(0, "BW", 1.25), first_layer=100, end_layer=200),),
+        memory=(held,),
+        events=(slow, replace(slow, iteration=21)),
+    )
+
+    shown = printed(told, width=width)
+
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    for text in ("predicted", "corrected", "800.0 ms", "11.73 s", "+1366.2%", "resident 1,023.0 "):
+        assert text in shown
+    assert [row[0] for row in stripped(told)[1:3]] == [f"{slow.answer} at {n}" for n in (20, 21)]
+
+
+def test_what_is_as_predicted_is_off_by_nothing() -> None:
+    """Neither more nor less."""
+    assert off_text(1.0, 1.0) == off_text(1.0, 0.9999) == off_text(1.0, 1.0001) == "0.0%"
+    assert off_text(1.0, 1.0006) == "+0.1%"
 
 
 def test_of_many_stages_those_that_are_furthest_off_are_shown() -> None:

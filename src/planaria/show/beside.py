@@ -17,15 +17,34 @@ from planaria.observe.metrics import (
 from planaria.show.words import bytes_text, layers_text, seconds_text
 
 _ROWS_MAX = 24  # Of the actions; those that are furthest off.
+_NAME_LETTERS_MIN = 12
 _NAMES = {"F": "forward", "B": "backward", "BI": "backward, input", "BW": "backward, weights"}
 
 
 def beside_table(report: Report) -> Table:
     """A table of the newest epoch that tells of itself, and of all transitions."""
+    rows = list(_texts(report))
     table = Table(title="predicted beside measured", title_justify="left", box=None, pad_edge=False)
-    table.add_column("", style="bold", no_wrap=True)
-    for heading in ("predicted", "corrected", "measured", "off by"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    # Where lines are short names take several; a number that lacks digits is another number.
+    table.add_column("", style="bold", overflow="fold", min_width=_NAME_LETTERS_MIN)
+    for index, heading in enumerate(("predicted", "corrected", "measured", "off by"), start=1):
+        width = max(len(heading), *(len(row[index]) for row in rows)) if rows else None
+        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def off_text(predicted: float, measured: float) -> str:
+    """How far a measurement is from its prediction, as "+3.1%"."""
+    if predicted <= 0.0:
+        return ""
+    off = round(100 * (measured / predicted - 1.0), 1)
+    return f"{off:+.1f}%" if off else "0.0%"
+
+
+def _texts(report: Report) -> Iterator[tuple[str, ...]]:
+    """The table's rows."""
     for name, predicted_s, corrected_s, measured_s in (
         *_iterations(report.iterations),
         *_actions(report.actions),
@@ -33,16 +52,10 @@ def beside_table(report: Report) -> Table:
     ):
         corrected = seconds_text(corrected_s) if corrected_s not in (0.0, predicted_s) else ""
         texts = (seconds_text(predicted_s), corrected, seconds_text(measured_s))
-        table.add_row(name, *texts, off_text(corrected_s or predicted_s, measured_s))
+        yield name, *texts, off_text(corrected_s or predicted_s, measured_s)
     for one in report.memory:
         if one.epoch == report.memory[-1].epoch:
-            table.add_row(f"memory of rank {one.rank}", *_memory_texts(one))
-    return table
-
-
-def off_text(predicted: float, measured: float) -> str:
-    """How far a measurement is from its prediction, as "+3.1%"."""
-    return f"{100 * (measured / predicted - 1.0):+.1f}%" if predicted > 0.0 else ""
+            yield f"memory of rank {one.rank}", *_memory_texts(one)
 
 
 def _memory_texts(one: MemoryRecord) -> tuple[str, ...]:
@@ -96,5 +109,5 @@ def _stage_key(record: ActionRecord) -> tuple[int, int, str]:
 def _transitions(events: Sequence[EventRecord]) -> Iterator[_Row]:
     for event in events:
         if event.answer and event.predicted_downtime_s:
-            name = f"{event.answer} at iteration {event.iteration}"
+            name = f"{event.answer} at {event.iteration}"
             yield name, event.predicted_downtime_s, 0.0, event.transition_s
