@@ -3,7 +3,15 @@
 from jobs import shaped_plan
 from planaria.core.inject import Injection, parse_injection
 from planaria.core.messages import IterationDone, MeasuredSpan, WorkerReady
-from planaria.core.records import Candidate, Committed, Decided, Recovering, Running, Starting
+from planaria.core.records import (
+    Candidate,
+    Changed,
+    Committed,
+    Decided,
+    Recovering,
+    Running,
+    Starting,
+)
 from planaria.observe.metrics import EventRecord
 from planaria.observe.recorder import Recorder
 
@@ -106,6 +114,26 @@ def decided(now_s: float, *, redone_samples: int = 0) -> Decided:
         transfer_bytes=50,
         redone_samples=redone_samples,
         detected_s=now_s,
+    )
+
+
+def changed(*joining: int) -> Changed:
+    """Nodes joined while training went on."""
+    return Changed(
+        epoch=4,
+        kinds=dict.fromkeys(joining, "join"),
+        iteration=7,
+        policy="reinstantiate",
+        answer="grow",
+        candidates=(),
+        plan=PLAN,
+        predicted_s=0.75,
+        predicted_pause_s=0.1,
+        transfer_bytes=50,
+        received_bytes=50,
+        asked_s=17.0,
+        pause_s=0.1,
+        now_s=18.0,
     )
 
 

@@ -266,7 +266,7 @@ class Job:
             )
             launcher = _launcher(planned, running, watcher, injections, trace=trace)
             ended = launcher.run()
-        watcher.unfired(launcher.unfired)
+        watcher.ended(launcher.unfired)
         error = _failure(ended, tier)
         if error is not None:
             watcher.failed(str(error), kind=ended.ending)

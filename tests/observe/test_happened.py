@@ -1,10 +1,13 @@
 """The recorder's events: what happened, in order, each of them once."""
 
+from dataclasses import replace
+
 import pytest
 
+from planaria.core.inject import Injection
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
-from recorded import committed, decided, kill, lost, parts, recorder, recover
+from recorded import changed, committed, decided, kill, lost, parts, recorder, recover
 
 
 def test_other_events_say_what_happened_when_and_why() -> None:
@@ -115,6 +118,48 @@ def test_a_later_loss_did_not_wait_for_the_coordinator() -> None:
 
     (leader,) = [event for event in run.events() if event.kind == "leader"]
     assert leader.reason == ""
+
+
+def came(*nodes: int, at: int = 6) -> Injection:
+    """As the launcher tells it, with the numbers that the nodes will have."""
+    return replace(kill(f"join:{len(nodes)}@{at}"), nodes=nodes)
+
+
+def test_nodes_that_are_not_taken_are_told_by_their_numbers_and_stand_by() -> None:
+    """One of two is taken. The other is no member, so a later loss is none of its own."""
+    run = recorder()
+    run.fired(came(7, 8), now_s=15.0)
+    run.changed(changed(7), predicted_peak_bytes=555)
+    recover(run)
+    before = run.events()
+    run.ended()
+
+    told = [(event.kind, event.nodes, event.answer) for event in run.events()]
+    assert told == [("join", (7,), "grow"), ("join", (8,), ""), ("lost", (6,), "borrow")]
+    assert before[1].reason == "standing by, in no plan so far"
+    assert run.events()[1].reason == "stood by, in no plan until the end"
+
+
+def test_joins_that_are_answered_together_are_both_over() -> None:
+    """Neither is left to stand by."""
+    run = recorder()
+    run.fired(came(7), now_s=15.0)
+    run.fired(came(8, at=7), now_s=15.5)
+    run.changed(changed(7, 8), predicted_peak_bytes=555)
+
+    assert [(event.kind, event.nodes) for event in run.events()] == [("join", (7, 8))]
+
+
+def test_a_standby_node_is_not_taken_for_one_that_came_to_join() -> None:
+    """Node 7 waited from the start."""
+    run = recorder()
+    run.fired(came(8), now_s=15.0)
+    run.changed(changed(7), predicted_peak_bytes=555)
+
+    assert [(event.kind, event.nodes) for event in run.events()] == [
+        ("join", (8,)),
+        ("joined", (7,)),
+    ]
 
 
 def test_faults_by_the_clock_and_faults_that_never_came_are_told_as_such() -> None:

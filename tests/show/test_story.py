@@ -166,7 +166,11 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
         ),
         (
             EventRecord(kind="join", nodes=(), iteration=5, step="start"),
-            "iteration 5, start: nodes came to join and are not members so far",
+            "iteration 5, start: nodes came to join",
+        ),
+        (
+            EventRecord(kind="join", nodes=(6,), iteration=5, reason="standing by"),
+            "iteration 5: node 6 came to join (standing by)",
         ),
         (
             EventRecord(kind="crash", nodes=(1,), iteration=9, step="~2.5"),

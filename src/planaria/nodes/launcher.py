@@ -23,6 +23,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import msgspec
@@ -370,7 +371,10 @@ class Launcher:
     # -- the user, and faults ---------------------------------------------------------------------
 
     def _fire(self, injection: Injection) -> None:
-        self._observer.fired(injection, now_s=time.monotonic())
+        first = max(self._agents) + 1
+        joining = tuple(range(first, first + injection.num_nodes))
+        told = replace(injection, nodes=joining) if joining else injection
+        self._observer.fired(told, now_s=time.monotonic())
 
     def _interrupt(self) -> None:
         """The first Ctrl-C stops at the next commit and saves; the second ends the job at once."""

@@ -13,7 +13,7 @@ class Observer(Protocol):
         """The coordinator tells something; an iteration is told of once."""
 
     def fired(self, injection: Injection, *, now_s: float) -> None:
-        """A fault is being injected."""
+        """A fault is being injected; of nodes that join it has the numbers that they will have."""
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
         """The coordinator was lost, and runs again."""

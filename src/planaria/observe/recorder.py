@@ -27,6 +27,8 @@ from planaria.observe.measured import Measured
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
 
 _AWAITED: Final = "all waited for it"
+_STANDING_BY: Final = "standing by, in no plan so far"
+_STOOD_BY: Final = "stood by, in no plan until the end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,6 @@ class _Open:
         order: among all events, by when they were first told.
         lost_s: when it happened, if that is known, else when it was noticed.
         detected_s, told_s: when all had answered, and when they were told the plan; 0 before.
-        num_joining: how many of the nodes that were to join have not yet.
     """
 
     event: EventRecord
@@ -46,7 +47,6 @@ class _Open:
     is_noticed: bool = False
     detected_s: float = 0.0
     told_s: float = 0.0
-    num_joining: int = 0
 
 
 class Recorder:
@@ -159,7 +159,7 @@ class Recorder:
     # -- events -----------------------------------------------------------------------------------
 
     def fired(self, injection: Injection, *, now_s: float) -> None:
-        """A fault is injected."""
+        """A fault is injected; of nodes that join it has the numbers."""
         event = _injected_event(injection)
         if injection.place.at_s >= 0.0:
             event = replace(event, iteration=self.next_iteration)
@@ -168,17 +168,16 @@ class Recorder:
         if event.kind in ("leader", "unslowed"):  # Training goes on, and nobody has to answer.
             self._add(event)
         else:
-            order, num_joining = next(self._orders), injection.num_nodes
-            self._open.append(_Open(event, order, now_s, num_joining=num_joining))
+            self._open.append(_Open(event, next(self._orders), now_s))
 
     def unfired(self, injection: Injection) -> None:
         """The place of a fault never came."""
-        self._add(replace(_injected_event(injection), fired=False))
+        self._add(replace(_injected_event(injection), fired=False, reason=""))
 
     def recovering(self, message: Recovering) -> None:
         """The coordinator noticed a loss."""
         for index, one in enumerate(self._open):
-            if one.event.kind == "slow":  # Nobody is lost by that.
+            if one.event.kind in ("slow", "join"):  # Nobody is lost by that.
                 continue
             if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
                 self._await_leader(one.lost_s)
@@ -244,14 +243,14 @@ class Recorder:
 
     def _injected(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
         """The event of an injection that is behind a change, or a new one."""
-        for index, one in enumerate(self._open):
-            is_meant = kind == "join" or set(nodes) <= set(one.event.nodes)
-            if one.event.kind == kind and is_meant and not one.is_noticed:
-                num_left = one.num_joining - len(nodes)
-                self._open[index : index + 1] = (
-                    [replace(one, num_joining=num_left)] if num_left > 0 else []
-                )
-                return one.order, one.event
+        meant = [one for one in self._open if _is_meant(one, kind, nodes)]
+        for one in meant if kind == "join" else meant[:1]:  # Two joins may be answered together.
+            self._open.remove(one)
+            left = tuple(sorted(set(one.event.nodes) - set(nodes)))
+            if kind == "join" and left:
+                self._open.append(replace(one, event=replace(one.event, nodes=left)))
+        if meant:
+            return meant[0].order, meant[0].event
         told = {
             "join": "joined",
             "drain": "drained",
@@ -288,6 +287,12 @@ class Recorder:
     def _add(self, event: EventRecord) -> None:
         self._events.append((next(self._orders), event))
 
+    def ended(self) -> None:
+        """The job is over."""
+        for index, one in enumerate(self._open):
+            if one.event.kind == "join":
+                self._open[index] = replace(one, event=replace(one.event, reason=_STOOD_BY))
+
     def events(self) -> tuple[EventRecord, ...]:
         """All that happened, in order; what is not over by now has no downtime."""
         told = [*self._events, *((one.order, one.event) for one in self._open)]
@@ -314,6 +319,13 @@ class Recorder:
         self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
 
 
+def _is_meant(one: _Open, kind: str, nodes: tuple[int, ...]) -> bool:
+    """Whether a change may answer to an injection: all nodes of it, or some that are to join."""
+    both = set(nodes) & set(one.event.nodes)
+    is_meant = bool(both) if kind == "join" else both == set(nodes)
+    return is_meant and one.event.kind == kind and not one.is_noticed
+
+
 def _injected_event(injection: Injection) -> EventRecord:
     place = injection.place
     return EventRecord(
@@ -321,6 +333,7 @@ def _injected_event(injection: Injection) -> EventRecord:
         nodes=injection.nodes,
         iteration=place.iteration,
         step=place.step if place.at_s < 0.0 else f"~{place.at_s}",
+        reason=_STANDING_BY if injection.num_nodes else "",
     )
 
 

@@ -25,7 +25,7 @@ _HAPPENED = {
     "lost": "was lost",
 }
 _NOBODYS = {
-    "join": "nodes came to join and are not members so far",
+    "join": "nodes came to join",
     "leader": "the coordinator was lost",
 }
 
@@ -65,6 +65,8 @@ def _happened(event: EventRecord) -> str:
     if event.nodes and event.kind in _HAPPENED:
         noun = "node" if len(event.nodes) == 1 else "nodes"
         was = _HAPPENED[event.kind]
+        if event.kind == "join" and not event.answer:
+            was = "came to join"
         was = was if len(event.nodes) == 1 else was.replace("was ", "were ")
         what = f"{noun} {nodes} {was}"
     elif event.nodes:

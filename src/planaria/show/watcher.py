@@ -131,9 +131,10 @@ class Watcher:
         """Training ended before its time."""
         self._recorder.noted(kind, iteration=self._recorder.next_iteration, reason=reason)
 
-    def unfired(self, injections: tuple[Injection, ...]) -> None:
-        """The places of these faults never came."""
-        for injection in injections:
+    def ended(self, unfired: tuple[Injection, ...]) -> None:
+        """The job is over; the places of these faults never came."""
+        self._recorder.ended()
+        for injection in unfired:
             self._recorder.unfired(injection)
             place = injection.place
             self._display.note(
