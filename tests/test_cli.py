@@ -67,9 +67,9 @@ def test_plan_refuses_absurd_sizes_at_once(option: str, value: str) -> None:
 
 
 def nearest_microbatches(stderr: str) -> int:
-    """What a message about the global batch says would do; a microbatch here is one sample."""
-    assert "training.global_batch_size = " in stderr
-    found = re.search(r"(\d+) is the nearest that would do", stderr)
+    """What a message says would do."""
+    assert "--microbatches = " in stderr
+    found = re.search(r"--microbatches (\d+) is the nearest that would do$", stderr)
     assert found, stderr
     return int(found[1])
 
@@ -116,9 +116,28 @@ def test_plan_says_with_how_many_microbatches_all_nodes_could_work() -> None:
 
     result = planned(30, 2)
 
-    assert_mistake(result, "cluster.nodes = 30", "at most 24 nodes", "global_batch_size = 3 or")
+    assert_mistake(result, "--nodes = 30", "at most 24 nodes", "with --microbatches 3 or")
     assert planned(24, 2).exit_code == 0
     assert planned(30, 3).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "refused", "remedies"),
+    [
+        (("gpt2", "--nodes", "4", "--microbatches", "1"), "--microbatches = 1: ", ()),
+        (("gpt2", "--nodes", "2", "-f", "5"), "--nodes = 2: ", ("--nodes 6 or more", "-f 1")),
+        (("gpt2", "--nodes", "2", "-f", "-1"), "-f = -1: ", ()),
+        (("gpt3-175b", "--nodes", "4"), "--nodes = 4: ", ("--nodes 168 or", "--node-memory 0-3=")),
+    ],
+)
+def test_plan_refuses_in_the_words_of_its_options(
+    options: tuple[str, ...], refused: str, remedies: tuple[str, ...]
+) -> None:
+    """There is no job file: its keys are nothing that the user could set."""
+    result = command("plan", *options)
+
+    assert_mistake(result, f"planaria: {refused}", *remedies)
+    assert not re.search(r"(cluster|training|resilience)\.", result.stderr)
 
 
 def test_devices_of_a_node_may_share_a_layer() -> None:
@@ -182,7 +201,7 @@ def test_plan_refuses_more_copies_than_nodes() -> None:
         ("3", ("--max-nodes = 3", "between 5 and 10000")),
         ("-1", ("--max-nodes = -1", "between 5 and 10000")),
         ("1000000", ("--max-nodes = 1000000",)),
-        ("1000", ("--max-nodes = 1000", "at most 240 nodes", "global_batch_size = 84 or more")),
+        ("1000", ("--max-nodes = 1000", "at most 240 nodes", "--microbatches 84 or more")),
     ],
 )
 def test_plan_refuses_joins_that_cannot_be(max_nodes: str, parts: tuple[str, ...]) -> None:

@@ -1,12 +1,14 @@
 """The command `planaria plan`: pipelines for a profile, and what they cost."""
 
 import json
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import numpy as np
 import typer
@@ -37,6 +39,17 @@ from planaria.show.page import picture_format
 from planaria.show.sending import sending_json, sending_text
 from planaria.show.surviving import survival_json, survival_table
 from planaria.show.tables import plan_json, plan_table
+from planaria.show.words import range_text
+
+_BATCH: Final = "training.global_batch_size"
+_MEMORY: Final = "cluster.device_memory_bytes"
+_OPTIONS: Final = {
+    "cluster.nodes": "--nodes",
+    "cluster.devices_per_node": "--devices-per-node",
+    "resilience.failures_tolerated": "-f",
+    _BATCH: "--microbatches",
+    _MEMORY: "--node-memory",
+}
 
 
 class Objective(StrEnum):
@@ -90,20 +103,41 @@ def plan(
     for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
         if not 1 <= value <= NODES_MAX:
             raise ConfigError(option, value, f"must be between 1 and {NODES_MAX}")
-    problem = Problem(
-        profile=read_profile(profile),
-        devices_per_node=devices_per_node,
-        num_microbatches=4 * nodes * devices_per_node if microbatches is None else microbatches,
-        failures_tolerated=failures,
-    )
-    check_size(problem, nodes)
+    model = read_profile(profile)
     kinds = parse_node_kinds(nodes, speeds=node_speed or (), memories=node_memory or ())
     start_s = time.perf_counter()
-    every, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
+    with _told_by_options(nodes, model.microbatch_size):
+        problem = Problem(
+            profile=model,
+            devices_per_node=devices_per_node,
+            num_microbatches=4 * nodes * devices_per_node if microbatches is None else microbatches,
+            failures_tolerated=failures,
+        )
+        check_size(problem, nodes)
+        every, templates = _plans(problem, kinds, objective, max_nodes=max_nodes)
     planning_s = time.perf_counter() - start_s
     if plot is not None and picture is not None:
         write(plot, plan_figure(every, every.plans[nodes], picture=picture))
     _print(every, templates, nodes, copies=copies, planning_s=planning_s if as_json else None)
+
+
+@contextmanager
+def _told_by_options(num_nodes: int, microbatch_size: int) -> Iterator[None]:
+    """Has the planner's refusals, which name keys of a job file, name the options instead."""
+    try:
+        yield
+    except ConfigError as error:
+        field, value, remedy = error.field, error.value, error.remedy
+        if field == _BATCH:
+            assert isinstance(value, int)
+            value //= microbatch_size
+            remedy = re.sub(r", \d+ microbatch(es)? of \d+$", "", remedy)
+        named = rf"{re.escape(_BATCH)} = (\d+)"
+        remedy = re.sub(named, lambda m: f"--microbatches {int(m[1]) // microbatch_size}", remedy)
+        remedy = remedy.replace(f"{_MEMORY} = ", f"--node-memory {range_text(0, num_nodes - 1)}=")
+        for key, option in _OPTIONS.items():
+            remedy = remedy.replace(f"{key} = ", f"{option} ")
+        raise ConfigError(_OPTIONS.get(field, field), value, remedy) from error
 
 
 def _print(

@@ -74,8 +74,12 @@ def batch_error(problem: Problem, nearest: int, *, why: str) -> ConfigError:
     """That the global batch will not do, and the nearest that would, in microbatches."""
     size = problem.profile.microbatch_size
     noun = "microbatch" if nearest == 1 else "microbatches"
-    remedy = f"{why}; {nearest * size} is the nearest that would do, {nearest} {noun} of {size}"
-    return ConfigError("training.global_batch_size", problem.num_microbatches * size, remedy)
+    field = "training.global_batch_size"
+    remedy = (
+        f"{why}; {field} = {nearest * size} is the nearest that would do, "
+        f"{nearest} {noun} of {size}"
+    )
+    return ConfigError(field, problem.num_microbatches * size, remedy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -158,8 +158,10 @@ class UnequalPlanner:
             size = self._problem.profile.microbatch_size
             samples = self._problem.num_microbatches * size
             remedy = "all nodes work only in more pipelines than there are microbatches; "
-            remedy += f"{len(nodes) * size} is enough for any"
-            return ConfigError("training.global_batch_size", samples, remedy)
+            field = "training.global_batch_size"
+            return ConfigError(
+                field, samples, remedy + f"{field} = {len(nodes) * size} is enough for any"
+            )
         remedy = f"they make no {min_pipelines} pipelines that hold the model; "
         if would_do:
             remedy += f"resilience.failures_tolerated = {would_do - 1} would do"
