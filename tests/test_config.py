@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.config import job_from_dict, keys_page, keys_table, load_job
+from planaria.config_checks import unknown_in_domains
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 
@@ -263,6 +264,32 @@ def test_any_tables_give_a_job_or_a_config_error(tables: dict[str, Any]) -> None
         told = (error.field, error.remedy)
 
     assert all(told)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_joining", "highest"),
+    [
+        ({"nodes": 4}, 0, 3),
+        ({"nodes": 4, "standby": 1}, 0, 4),
+        ({"nodes": 4, "standby": 1}, 2, 6),
+        ({"nodes": 4, "max_nodes": 7}, 2, 6),
+    ],
+)
+def test_failure_domains_name_nodes_that_there_may_be(
+    cluster: Mapping[str, int], num_joining: int, highest: int
+) -> None:
+    """One of another node keeps no copy apart from anything, and nobody would notice. Machines that
+    are granted have numbers that nobody knows before."""
+
+    def told(node: int, **more: float) -> str:
+        domains = {"failure_domains": [[0, node]]}
+        job = job_from_dict({**SMALLEST, "cluster": {**cluster, **more}, "checkpoint": domains})
+        return unknown_in_domains(job, num_joining=num_joining)
+
+    assert told(highest) == told(highest, grant_s=9.0) == ""
+    with pytest.raises(ConfigError, match=f"= {highest + 1}: the job has nodes 0 to {highest}"):
+        told(highest + 1)
+    assert f"names node {highest + 1}; the job" in told(highest + 1, grant_s=9.0)
 
 
 def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:

@@ -116,6 +116,29 @@ def _check_domains(domains: Sequence[Sequence[int]]) -> None:
         seen.add(node)
 
 
+def unknown_in_domains(job: JobConfig, *, num_joining: int) -> str:
+    """A warning of nodes in failure domains that there may never be; "" if there is none.
+
+    Args:
+        num_joining: nodes that come while it runs.
+
+    Raises:
+        ConfigError: there will never be such a node, as no machines are asked for.
+    """
+    cluster, name = job.cluster, "checkpoint.failure_domains"
+    num_nodes = max(cluster.nodes + num_joining, cluster.max_nodes) + cluster.standby
+    domains = job.checkpoint.failure_domains
+    highest = max((node for domain in domains for node in domain), default=0)
+    if highest < num_nodes:
+        return ""
+    if not cluster.grant_s:
+        raise ConfigError(name, highest, f"the job has nodes 0 to {num_nodes - 1}")
+    return (
+        f"{name} names node {highest}; the job has nodes 0 to {num_nodes - 1}, and only machines "
+        "that are granted for lost ones are numbered above that"
+    )
+
+
 def _check_kinds(job: JobConfig) -> None:
     """Refuses a key that is set and has no meaning for the kind of its table."""
     unset = JobConfig()

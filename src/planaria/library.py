@@ -22,7 +22,7 @@ from planaria.checkpoint.outgoing import save_as
 from planaria.checkpoint.storage import absolute
 from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
 from planaria.config import load_job
-from planaria.config_checks import check_job
+from planaria.config_checks import check_job, unknown_in_domains
 from planaria.coordinator.state import Ending
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
@@ -243,6 +243,7 @@ class Job:
         config, display = self.config, display or Silent()
         directory = config.checkpoint.directory
         tier = tier_of(directory)
+        _check_domains(config, injections, display)
         with ExitStack() as held:
             held.enter_context(claimed(directory, config.name, note=display.note))
             manifest = _starting_point(config, tier, display, resume=resume)
@@ -291,6 +292,12 @@ class Job:
             yield own
         finally:
             own.close()
+
+
+def _check_domains(config: JobConfig, injections: Sequence[Injection], display: Display) -> None:
+    num_joining = sum(injection.num_nodes for injection in injections)
+    if warning := unknown_in_domains(config, num_joining=num_joining):
+        display.note(warning)
 
 
 def _starting_point(
