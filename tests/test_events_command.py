@@ -1,6 +1,7 @@
 """`planaria events`: what it reads, and what it refuses."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,23 @@ def test_without_a_report_a_running_job_is_asked(monkeypatch: pytest.MonkeyPatch
     """Of which there is none here."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(Path.cwd()))
 
-    assert_mistake(command("events"), "--job = ''", "no job of yours runs here")
+    for told in (command("events"), command("drain", "3")):
+        assert_mistake(told, "planaria: no job of yours runs here\n")
     assert_mistake(command("events", "--job", "mine"), "no such job of yours runs")
+
+
+def test_of_several_jobs_one_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an option that was not given, and so is not at fault."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(Path.cwd()))
+    directory = Path("planaria")
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
+        for number, listening in enumerate((one, other), start=1):
+            listening.bind(str(directory / f"job{number}-7.sock"))
+            listening.listen()
+        told = command("events")
+
+    assert_mistake(told, "planaria: 2 jobs run here: say with --job which of job1, job2\n")
 
 
 def test_what_is_no_report_is_refused() -> None:

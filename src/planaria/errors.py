@@ -28,13 +28,14 @@ class ConfigError(PlanariaError):
     """When what the user asked for is wrong or impossible.
 
     Attributes:
-        field: the key or argument at fault, as the user writes it ("training.iterations").
+        field: the key or argument at fault, as the user writes it ("training.iterations"); "" where
+            no single one is: then the remedy is all that is said.
         value: what was given.
         remedy: what would do, a sentence without a full stop.
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(f"{field} = {value!r}: {remedy}")
+        super().__init__(f"{field} = {value!r}: {remedy}" if field else remedy)
         self.field = field
         self.value = value
         self.remedy = remedy

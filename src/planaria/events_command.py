@@ -62,7 +62,7 @@ def _running(job: str) -> tuple[EventRecord, ...]:
     """What has happened so far in a job that runs here."""
     answer = ask(TellEvents(), job=job, timeout_s=_TIMEOUT_S)
     if not answer.is_done:
-        raise ConfigError("--job", job, answer.text)
+        raise ConfigError("--job" if job else "", job, answer.text)
     return msgspec.json.decode(answer.text, type=tuple[EventRecord, ...])
 
 

@@ -135,21 +135,23 @@ def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
     Raises:
         ConfigError: no such job runs here, or more than one, or it does not answer.
     """
+    option = "--job" if job else ""
     paths = sorted(_directory().glob(f"{_plain(job)}-*.sock" if job else "*.sock"))
     running = [path for path in paths if _is_served(path)]
     if not running:
         remedy = "no such job of yours runs on this machine" if job else "no job of yours runs here"
-        raise ConfigError("--job", job, remedy)
+        raise ConfigError(option, job, remedy)
     if len(running) > 1:
         names = ", ".join(sorted({path.stem.rpartition("-")[0] for path in running}))
-        raise ConfigError("--job", job, f"{len(running)} jobs run here: say which of {names}")
+        remedy = f"{len(running)} jobs run here: say with --job which of {names}"
+        raise ConfigError(option, job, remedy)
     with _connected(running[0], timeout_s) as sock:
         try:
             sock.sendall(msgspec.json.encode(request) + b"\n")
             data = sock.makefile("rb").readline()
         except TimeoutError as error:
             remedy = f"the job has not answered for {timeout_s:.0f} s"
-            raise ConfigError("--job", job, remedy) from error
+            raise ConfigError(option, job, remedy) from error
     if not data:
         return Answer(is_done=False, text="the job has ended")
     return msgspec.json.decode(data, type=Answer)
