@@ -162,6 +162,8 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"data": {"kind": "hf"}}, "data.path", "must name the directory"),
         ({"data": {"kind": "python"}}, "data.target", '"module:function"'),
         ({"data": {"path": "no/such.txt"}}, "data.path", "no such file"),
+        ({"data": {"path": "/"}}, "data.path", 'is a directory; kind = "text" needs a file'),
+        ({"data": {"kind": "hf", "path": __file__}}, "data.path", "is a file"),
         ({"data": {"target": "m:f"}}, "data.target", 'data.kind = "python"'),
         ({"data": {"tokenizer": "bpe", "vocabulary_size": 256}}, "data.vocabulary_size", "256"),
         ({"model": {}}, "model.config.model_type", 'such as "gpt2"'),
@@ -187,6 +189,14 @@ def test_a_mistake_is_told_with_its_field_and_a_way_out(
 
     assert caught.value.field == field
     assert told in caught.value.remedy
+
+
+def test_the_values_that_there_are_are_listed_once() -> None:
+    """Also where none of them is near."""
+    with pytest.raises(ConfigError) as caught:
+        job_from_dict({**SMALLEST, "resilience": {"policy": "foo"}})
+
+    assert caught.value.remedy.count("rollback") == 1
 
 
 def test_a_directory_names_the_model_and_the_configuration_may_add_to_it(tmp_path: Path) -> None:

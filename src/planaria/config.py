@@ -18,7 +18,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -124,7 +124,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ConfigError("job file", str(path), f"is not UTF-8 at byte {error.start}") from None
     except FileNotFoundError:
         near = sorted(file.name for file in path.parent.glob("*.toml"))
-        remedy = "no such file" + _did_you_mean(path.name, near)
+        remedy = "no such file" + _nearest_or_all(path.name, near)
         raise ConfigError("job file", str(path), remedy) from None
     except OSError as error:
         raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
@@ -171,7 +171,7 @@ def _record(kind: type[Record], values: Mapping[str, Any], *, prefix: str) -> Re
     known = {record_field.name: record_field for record_field in fields(kind)}
     for key, value in values.items():
         if key not in known:
-            remedy = "is not a key of a job file" + _did_you_mean(key, known)
+            remedy = "is not a key of a job file" + _nearest_or_all(key, known)
             raise ConfigError(prefix + key, value, remedy)
     hints = get_type_hints(kind)
     return kind(
@@ -217,12 +217,15 @@ def _remedy(error: ValidationError, value: Any, *, hint: Any) -> str:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest known name as the end of a remedy, or else the list of all."""
-    names = list(known)
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if nearest:
-        return f"; did you mean {nearest[0]}?"
-    return f"; known are {', '.join(names)}" if names else ""
+    """The nearest known name as the end of a remedy."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def _nearest_or_all(name: str, known: Collection[str]) -> str:
+    """The same, or the list of all where none is near."""
+    all_names = f"; known are {', '.join(known)}" if known else ""
+    return _did_you_mean(name, known) or all_names
 
 
 def _rows(kind: type, *, prefix: str) -> list[str]:

@@ -205,6 +205,14 @@ def _check_cluster(cluster: ClusterConfig) -> None:
         raise ConfigError("cluster.max_nodes", cluster.max_nodes, remedy)
 
 
+def _missing(data: DataConfig) -> str:
+    """Why data.path is not what its kind needs."""
+    needed, other = ("directory", "file") if data.kind == "hf" else ("file", "directory")
+    if Path(data.path).exists():
+        return f'is a {other}; kind = "{data.kind}" needs a {needed}'
+    return f"no such {needed}"
+
+
 def _check_paths(job: JobConfig) -> None:
     """Refuses inputs that are not there and an output directory that is a file."""
     if job.model.path and not Path(job.model.path, "config.json").is_file():
@@ -214,8 +222,7 @@ def _check_paths(job: JobConfig) -> None:
         raise ConfigError("model.profile", job.model.profile, remedy)
     exists = Path.is_dir if job.data.kind == "hf" else Path.is_file
     if job.data.path and not exists(Path(job.data.path)):
-        remedy = "no such directory" if job.data.kind == "hf" else "no such file"
-        raise ConfigError("data.path", job.data.path, remedy)
+        raise ConfigError("data.path", job.data.path, _missing(job.data))
     if job.data.path and job.data.kind == "text" and Path(job.data.path).stat().st_size == 0:
         raise ConfigError("data.path", job.data.path, "the file is empty")
     directory = job.checkpoint.directory
