@@ -70,10 +70,10 @@ def refuse_divergence(iteration: int, vector: CommitVector, training: TrainingCo
     if math.isfinite(vector.loss) and math.isfinite(vector.gradient_norm):
         return
     raise ConfigError(
-        "training.learning_rate",
-        training.learning_rate,
-        f"training diverged: iteration {iteration} has loss {vector.loss} and gradient norm "
-        f"{vector.gradient_norm}, and was not applied; lower the rate, set "
-        "training.gradient_clip, or mend the data, and --resume from the newest checkpoint "
-        "(checkpoint.persist_every) if there is one",
+        "",
+        vector.loss,
+        f"training diverged in iteration {iteration}, which has loss {vector.loss} and gradient "
+        f"norm {vector.gradient_norm}, and was not applied; lower training.learning_rate = "
+        f"{training.learning_rate}, set training.gradient_clip, or mend the data, and --resume "
+        "from the newest save (checkpoint.persist_every) if there is one",
     )
