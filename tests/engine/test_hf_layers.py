@@ -340,7 +340,7 @@ def test_cross_entropy_is_summed_over_targets_that_count() -> None:
         ({**_GPT2, "n_layers": 3}, "model.config.n_layers", "near it: n_layer"),
         ({**_GPT2, "n_layer": "3"}, "model.config", "expected int"),
         ({**_GPT2, "vocab_size": 100}, "model.config.vocab_size", "128 tokens"),
-        ({**_GPT2, "n_positions": 8}, "model.config.max_position_embeddings", "sequence_length"),
+        ({**_GPT2, "n_positions": 8}, "model.config.n_positions", "sequence_length"),
         (
             {**_FAMILIES["roberta"], "max_position_embeddings": _LENGTH},
             "model.config.max_position_embeddings",

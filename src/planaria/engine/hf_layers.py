@@ -331,8 +331,7 @@ def _examined(
         # Looking up a position that is not there is an IndexError, gathering it a RuntimeError.
         if "out of" not in str(error):
             raise
-        num_positions = getattr(model.config, "max_position_embeddings", None)
-        raise too_few_positions(num_positions, sequence_length) from error
+        raise too_few_positions(model.config, sequence_length) from error
     for each in (frame, arguments.frame):
         for doorway, count in zip(each.doorways, own.num_outputs, strict=True):
             doorway.num_outputs = count  # type: ignore[assignment]

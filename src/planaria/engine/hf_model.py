@@ -192,14 +192,15 @@ def _check_sizes(config: Any, *, vocabulary_size: int, sequence_length: int) -> 
         raise ConfigError("model.config.vocab_size", config.vocab_size, remedy)
     num_positions = getattr(config, "max_position_embeddings", None)
     if isinstance(num_positions, int) and num_positions < sequence_length:
-        raise too_few_positions(num_positions, sequence_length)
+        raise too_few_positions(config, sequence_length)
 
 
-def too_few_positions(num_positions: object, sequence_length: int) -> ConfigError:
+def too_few_positions(config: Any, sequence_length: int) -> ConfigError:
     """The error for a model that cannot tell as many positions apart as a sample has."""
+    key = "max_position_embeddings"
     return ConfigError(
-        "model.config.max_position_embeddings",
-        num_positions,
+        f"model.config.{config.attribute_map.get(key, key)}",  # GPT-2 has n_positions, say.
+        getattr(config, key, None),
         f"too few for data.sequence_length = {sequence_length}; raise it, or shorten the samples",
     )
 
