@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from planaria.nodes.waiting import computed_s, heard_while_running
+from msgspec import structs
+
+from planaria.core.records import Ended
+from planaria.nodes.waiting import computed_s, explained, heard_while_running
 from tasks import TIMEOUT_S
 
 LEASE_S = 0.3
@@ -106,3 +109,13 @@ def test_time_in_which_the_launcher_was_stopped_is_not_held_against_the_coordina
         line.close()
 
     assert listened(speak) == (b"I lead, still", [])
+
+
+def test_a_job_without_any_node_left_says_how_they_ended_by_themselves() -> None:
+    """Those that planaria had to kill had not."""
+    lost = Ended(ending="lost", reason="no node is left", failure=None, nodes=(), epoch=3)
+
+    reason = explained(lost, {-9, 1}).reason
+    assert reason == "no node is left: their agents ended: killed by signal 9, left with status 1"
+    assert explained(lost, ()) == lost
+    assert explained(structs.replace(lost, nodes=(2,)), {-9}).reason == lost.reason

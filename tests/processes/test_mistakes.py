@@ -328,7 +328,9 @@ def test_a_loss_that_is_no_number_ends_training_and_is_in_the_report() -> None:
     committed = len(report["iterations"])
     assert result.exit_code == 2
     # The last reports may be on their way when the first rank ends the job.
-    (iteration,) = re.findall(r"^planaria: training diverged in iteration (\d+), which", result.stderr)
+    (iteration,) = re.findall(
+        r"^planaria: training diverged in iteration (\d+), which", result.stderr
+    )
     assert 0 < committed <= int(iteration)
     assert result.stderr.count("\n") == 1
     (event,) = report["events"]

@@ -50,7 +50,13 @@ from planaria.nodes.forkserver import ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
 from planaria.nodes.observer import Observer
-from planaria.nodes.waiting import heard_while_running, interrupts, is_left_alone, kill_group
+from planaria.nodes.waiting import (
+    explained,
+    heard_while_running,
+    interrupts,
+    is_left_alone,
+    kill_group,
+)
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
@@ -101,6 +107,7 @@ class Launcher:
             spec.job.cluster.grant_s, give_back=self._give_back, granted=self._grant
         )
         self._exits: dict[int, int] = {}
+        self._fenced: set[int] = set()  # Killed from here, before they had ended.
         self._leader_pid = 0
         self._leader_pids: set[int] = set()
         self._to_leader: asyncio.StreamWriter | None = None
@@ -193,7 +200,8 @@ class Launcher:
                 loop.remove_reader(self._server.fileno())
                 os.close(lifeline_write_fd)
                 self._unfired = self._injector.close() if self._injections else ()
-        return self._explained(ended)
+        agents = set(self._agents.values()) & set(self._exits)
+        return explained(ended, {self._exits[pid] for pid in agents - self._fenced})
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -229,8 +237,7 @@ class Launcher:
 
     def _give_back(self, node: int) -> None:
         """The machine of a lost node runs nothing any more, whatever that node thinks."""
-        if self._agents[node] not in self._exits:
-            kill_group(self._agents[node])
+        self._fence(self._agents[node])
 
     async def _lead(self) -> None:
         """Runs the coordinator, again whenever it ends before the job does."""
@@ -333,20 +340,25 @@ class Launcher:
         """Lets the job's processes leave by themselves, for a while."""
         if await is_left_alone(lifeline_fd, timeout_s=EXIT_TIMEOUT_S):
             return
-        for node, pid in self._agents.items():
-            if pid not in self._exits:
-                logger.warning(
-                    "node %s did not leave within %.0f s and is killed", node, EXIT_TIMEOUT_S
-                )
+        for node in (node for node, pid in self._agents.items() if pid not in self._exits):
+            logger.warning(
+                "node %s did not leave within %.0f s and is killed", node, EXIT_TIMEOUT_S
+            )
 
     def _kill_evicted(self, ended: Ended) -> None:
         """A node that was evicted may hang, and would never leave."""
-        for node, pid in self._agents.items():
-            if node not in ended.nodes and pid not in self._exits:
-                kill_group(pid)
+        for node in self._agents.keys() - set(ended.nodes):
+            self._fence(self._agents[node])
 
     def _kill_all(self) -> None:
-        for pid in {*self._agents.values(), *self._leader_pids} - set(self._exits):
+        self._watch_processes()  # Who has ended by now was not killed here.
+        for pid in {*self._agents.values(), *self._leader_pids}:
+            self._fence(pid)
+
+    def _fence(self, pid: int) -> None:
+        """Kills an agent or the coordinator with its processes, unless it has ended."""
+        if pid not in self._exits:
+            self._fenced.add(pid)
             kill_group(pid)
 
     async def _wait_exits(self) -> None:
@@ -358,23 +370,12 @@ class Launcher:
                 return
             await asyncio.sleep(0.002)
 
-    def _explained(self, ended: Ended) -> Ended:
-        """The end; a job without any node left names how they ended."""
-        if ended.nodes or ended.ending != "lost":
-            return ended
-        hows = sorted({told(self._exits[p]) for p in self._agents.values() if p in self._exits})
-        if not hows:
-            return ended
-        reason = f"{ended.reason}: the agents {', '.join(hows)}"
-        return msgspec.structs.replace(ended, reason=reason)
-
     # -- the user, and faults ---------------------------------------------------------------------
 
     def _fire(self, injection: Injection) -> None:
         first = max(self._agents) + 1
-        joining = tuple(range(first, first + injection.num_nodes))
-        told = replace(injection, nodes=joining) if joining else injection
-        self._observer.fired(told, now_s=time.monotonic())
+        nodes = injection.nodes or tuple(range(first, first + injection.num_nodes))
+        self._observer.fired(replace(injection, nodes=nodes), now_s=time.monotonic())
 
     def _interrupt(self) -> None:
         """The first Ctrl-C stops at the next commit and saves; the second ends the job at once."""

@@ -6,13 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Final
 
+import msgspec
 import psutil
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.standstill import stands_still
+from planaria.core.records import Ended
+from planaria.nodes.forkserver import told
 
 _READ_BYTES: Final = 1 << 20
 
@@ -92,3 +95,15 @@ def kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
+
+
+def explained(ended: Ended, statuses: Collection[int]) -> Ended:
+    """The end; a job without any node left names how they ended.
+
+    Args:
+        statuses: of agents that ended by themselves.
+    """
+    if ended.nodes or ended.ending != "lost" or not statuses:
+        return ended
+    hows = ", ".join(sorted({told(status).removeprefix("was ") for status in statuses}))
+    return msgspec.structs.replace(ended, reason=f"{ended.reason}: their agents ended: {hows}")
