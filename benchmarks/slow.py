@@ -47,6 +47,7 @@ def main() -> int:
 def _run() -> TrainingResult:
     with tempfile.TemporaryDirectory() as directory:
         overrides = [
+            'resilience.policy="reinstantiate"',  # Which keeps the first plan.
             f"cluster.nodes={NODES}",
             f'checkpoint.directory="{directory}"',
             f"training.iterations={ITERATIONS}",
