@@ -85,8 +85,9 @@ STEPS = ("backward", "start", "forward", "reduce", "commit", "optimizer")
 def test_all_live_holders_of_a_layer_are_lost(
     step: str, run: Run, holders: tuple[int, ...], job: JobConfig
 ) -> None:
-    """The others go back to the newest version, two iterations at most."""
-    result = run(f"kill:{','.join(map(str, holders))}@5.{step}")
+    """The others go back to the newest version, two iterations at most where there is to be one of
+    each iteration."""
+    result = run(f"kill:{','.join(map(str, holders))}@5.{step}", every=1)
 
     (event,) = recoveries(result)
     assert event.source_tier == "memory"

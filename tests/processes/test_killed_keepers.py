@@ -3,8 +3,11 @@ another one."""
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -115,10 +118,33 @@ def test_a_place_is_free_while_a_fork_of_its_process_lives(tmp_path: Path) -> No
         os._exit(0)
     kept.close()
     try:
-        attach(tmp_path, 0, num_slots=1, idle_s=60.0).end()
+        again = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
+        assert not again.is_gone
+        again.end()
     finally:
         os.close(theirs)
         os.waitpid(child, 0)
+
+
+def test_another_keeper_is_asked_where_one_was_about_to_end(tmp_path: Path) -> None:
+    """It had stopped to listen to those who had connected already."""
+    with socket.socket(socket.AF_UNIX) as ending:
+        ending.bind(str(tmp_path / "socket"))
+        ending.listen()
+        with patch.object(keeper, "_answer", side_effect=_after(ending, keeper._answer)):
+            kept = attach(tmp_path, 0, num_slots=1, idle_s=60.0)
+    assert not kept.is_gone
+    kept.end()
+
+
+def _after(ending: socket.socket, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Ends a keeper before anything is said to it."""
+
+    def answered(*args: Any) -> Any:
+        ending.close()
+        return answer(*args)
+
+    return answered
 
 
 def test_what_others_left_is_handed_to_another_keeper_too(tmp_path: Path) -> None:

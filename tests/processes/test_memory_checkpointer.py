@@ -210,6 +210,7 @@ def test_a_keeper_stays_for_as_long_as_the_newest_run_asks(place: Path) -> None:
     attach(place, 0, num_slots=1, idle_s=0.1).close()
 
     process.wait(timeout=TIMEOUT_S)
+    assert keepers(place) == []
 
 
 @pytest.mark.parametrize("idle_s", [math.inf, 1e9])

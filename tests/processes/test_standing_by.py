@@ -111,6 +111,7 @@ def test_all_holders_of_a_layer_are_lost_and_standby_nodes_pull_its_copies(
 ) -> None:
     """Gemini's case: a whole placement, from the memory of those who kept copies of it."""
     config = standing_by(tmp_path, server, standby=2, copies=2)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
     plan = plan_job(config, Prepared(profile=given_profile(config))).plan
     spec = f"kill:{','.join(map(str, plan.holders(0)))}@8.{step}"
     result = struck(config, server, spec)

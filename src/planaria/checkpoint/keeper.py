@@ -124,32 +124,41 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
     """A keeper, its socket's file and its id. It has arenas of the slot from now on, those that are
     given if any are."""
     directory = place.directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in (directory, directory.parent):
-            if path.stat().st_uid not in (0, os.getuid()):
-                raise CheckpointError(f"{path} is another user's: name another directory")
-        with _locked(directory):
-            sock = _connected(directory) or _started(directory, place.idle_s)
-            file = _socket_file(directory)
-    except OSError as error:
-        raise CheckpointError(f"{directory} is of no use for copies: {error}") from error
     wish = {"slot": place.slot, "of": place.num_slots, "idle_s": place.idle_s}
     asked = json.dumps(wish).encode() + b"\n"
-    deadline_s = time.monotonic() + FREE_TIMEOUT_S  # One that was killed may be there a moment.
+    deadline_s = time.monotonic() + FREE_TIMEOUT_S
+    sock, file = _found(directory, place.idle_s)
     while True:
         said, fds = _answer(sock, asked, given)
         if said[:1] == _GIVEN and fds:
             return sock, file, said[1:].hex(), fds
-        if said[:1] != _HELD or time.monotonic() > deadline_s:
+        if time.monotonic() > deadline_s:
             break
-        time.sleep(0.05)
+        if said[:1] != _HELD:  # It was about to end when this one connected.
+            sock.close()
+            sock, file = _found(directory, place.idle_s)
+        else:  # By one that was killed, which may be there a moment.
+            time.sleep(0.05)
     sock.close()
     if said[:1] == _HELD:
         what = f"place {place.slot} of the copies in {directory} is held by process"
         remedy = "give each job a name of its own, and each rank of a machine its own LOCAL_RANK"
         raise CheckpointError(f"{what} {said[1:].decode()}: {remedy}")
     raise CheckpointError(f"the process that owns copies in {directory} has ended")
+
+
+def _found(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
+    """A directory's keeper, which is started if there is none, and its socket's file."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in (directory, directory.parent):
+            if path.stat().st_uid not in (0, os.getuid()):
+                raise CheckpointError(f"{path} is another user's: name another directory")
+        with _locked(directory):
+            sock = _connected(directory) or _started(directory, idle_s)
+            return sock, _socket_file(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} is of no use for copies: {error}") from error
 
 
 def _answer(sock: socket.socket, asked: bytes, given: Sequence[int]) -> tuple[bytes, list[int]]:
