@@ -44,6 +44,7 @@ SPECS = {
 def test_a_spec_says_who_what_and_when(text: str) -> None:
     """Nodes ascending and each once; without a step the iteration's start, without a value 0."""
     assert parse_injection(text) == SPECS[text]
+    assert parse_injection(SPECS[text].spec) == SPECS[text]
 
 
 @given(
@@ -129,15 +130,16 @@ def test_nothing_but_a_config_error_comes_of_nonsense(text: str) -> None:
         assert injection.kind in KINDS
         assert injection.place.step in (*STEPS, AFTER_COMMIT)
         assert bool(injection.nodes) == (injection.kind != "leader")
+        assert parse_injection(injection.spec).nodes == injection.nodes
 
 
 def test_a_node_that_the_job_does_not_have_is_told() -> None:
     """Before anything starts, with the numbers that would do."""
-    injections = [parse_injection("kill:0,2@5"), parse_injection("leader:@4")]
+    injections = [parse_injection("kill:0,2@5.reduce"), parse_injection("leader:@4")]
     check_injections(injections, num_nodes=3)
     with pytest.raises(ConfigError) as caught:
         check_injections(injections, num_nodes=2)
 
     assert caught.value.field == "--inject"
-    assert caught.value.value == "kill:2"
+    assert caught.value.value == "kill:0,2@5.reduce"
     assert "nodes 0 to 1" in caught.value.remedy

@@ -214,6 +214,18 @@ def test_a_picture_has_the_median_iteration_of_each_prediction_and_the_transitio
     assert drawn.count("simple at 3") == 1
     assert drawn.count("rank 1<") == 2
     assert drawn == picture(compared, LOST, replace(LOST, answer=""))
+    assert drawn.count("gradients") == 2
+
+
+def test_a_legend_names_what_is_drawn() -> None:
+    """Backwards in two parts only where some are; detecting was predicted of nobody."""
+    whole = Timeline(
+        tuple(span for span in timeline(1.0).spans if "W" not in str(span.action)), 1.5
+    )
+
+    assert "gradients" not in picture([Compared(1, whole, whole)])
+    detecting = picture([], LOST).split('style="fill: #9aa5b1"')[0].rsplit("<path", 1)[1]
+    assert detecting.count("M ") == 2  # In the legend, and in the lane of what was measured.
 
 
 def test_what_a_picture_has_no_room_for_is_said() -> None:

@@ -37,7 +37,7 @@ def test_a_loss_is_told_with_its_choice_its_reason_and_what_was_predicted() -> N
     """What happened and where; each candidate's price; why; predicted beside measured by phase."""
     assert list(event_lines(KILLED)) == [
         "iteration 5, backward: node 3 was killed (its connection closed)",
-        "All had left what they were in after 200.0 ms.",
+        "Every rank had stopped for it after 200.0 ms.",
         (
             "Chosen was borrow: 1.25 s an iteration after 500.0 ms; global would be 1.50 s after "
             "500.0 ms; the next failure is expected in 40 min."
@@ -82,7 +82,7 @@ def test_a_recovery_that_the_next_coordinator_begins_is_told_as_one() -> None:
 
     first, second, *_ = event_lines(led)
     assert first == f"iteration 5: the coordinator was lost ({reason})"
-    assert second == "All had left what they were in after 200.0 ms."
+    assert second == "Every rank had stopped for it after 200.0 ms."
 
 
 def test_a_recovery_that_was_never_over_moved_nothing() -> None:

@@ -58,3 +58,14 @@ def test_a_job_is_degraded_once_though_two_coordinators_tell_it() -> None:
 
     assert notes.texts.count("degraded: one node is left") == 1
     assert [event.kind for event in recorder.events()] == ["lost", "degraded"]
+
+
+def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:
+    """Whole, for there may be several of a kind."""
+    watcher, _, notes = watched()
+    watcher.ended((parse_injection("hang=8:1@~2.5"), parse_injection("leader:@4.commit")))
+
+    assert notes.texts == [
+        "never injected, for its place never came: hang=8:1@~2.5",
+        "never injected, for its place never came: leader:@4.commit",
+    ]

@@ -73,6 +73,22 @@ class Injection:
     value: float = 0.0
     num_nodes: int = 0
 
+    @property
+    def spec(self) -> str:
+        """What says so, as `parse_injection` reads it."""
+        place = self.place
+        is_usual = self.value == SECONDS.get(self.kind, 0.0)
+        value = "" if is_usual else f"={_digits(self.value)}"
+        whom = str(self.num_nodes) if self.num_nodes else ",".join(map(str, self.nodes))
+        step = "" if place.step in ("start", AFTER_COMMIT) else f".{place.step}"
+        when = f"{place.iteration}{step}" if place.at_s < 0.0 else f"~{_digits(place.at_s)}"
+        return f"{self.kind}{value}:{whom}@{when}"
+
+
+def _digits(number: float) -> str:
+    """Without an exponent."""
+    return f"{number:.9f}".rstrip("0").rstrip(".")
+
 
 def parse_injection(text: str) -> Injection:
     """What a SPEC says.
@@ -132,4 +148,4 @@ def check_injections(injections: Sequence[Injection], *, num_nodes: int) -> None
         for node in injection.nodes:
             if node >= num_nodes:
                 remedy = f"the job has nodes 0 to {num_nodes - 1}"
-                raise ConfigError("--inject", f"{injection.kind}:{node}", remedy)
+                raise ConfigError("--inject", injection.spec, remedy)

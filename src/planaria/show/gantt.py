@@ -43,10 +43,11 @@ _DETECT_COLOUR: Final = "#9aa5b1"
 _LANE_PT: Final = {8: 9.0, 16: 6.5, RANKS_MAX: 4.5}  # By ranks at most.
 _GAP_PT: Final = 3.0
 _BARS_WIDTH_PT: Final = 380.0  # Of the most memory; what it is in words stands behind.
-_LEGEND: Final = (
+_WEIGHTS: Final = "weights' gradients"
+_LEGEND: Final[tuple[tuple[str, str], ...]] = (
     (FORWARD_COLOUR, "forward"),
     (BACKWARD_COLOUR, "backward"),
-    (_WEIGHT_COLOUR, "weights' gradients"),
+    (_WEIGHT_COLOUR, _WEIGHTS),
     (REDUCTION_COLOUR, "reduction"),
     (GROUND_COLOUR, "bubble"),
 )
@@ -106,7 +107,9 @@ def _draw_iteration(page: Page, one: Compared, *, top: float) -> float:
         f"{seconds_text(measured.iteration_s)} measured "
         f"({off_text(predicted.iteration_s, measured.iteration_s)})"
     )
-    draw_heading(page, top, heading=f"Iteration {one.iteration}", note=note, legend=_LEGEND)
+    is_split = any(span.action.kind is BACKWARD_WEIGHT for span in predicted.spans)
+    legend = [entry for entry in _LEGEND if is_split or entry[1] != _WEIGHTS]
+    draw_heading(page, top, heading=f"Iteration {one.iteration}", note=note, legend=legend)
     ranks = sorted({span.rank for span in (*predicted.spans, *measured.spans)})
     shown = ranks[:RANKS_MAX]
     height = next(height for most, height in _LANE_PT.items() if len(shown) <= most)
@@ -204,12 +207,15 @@ def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) 
         text = page.shortened(text, PLOT_LEFT_PT - LEFT_PT - 8, LABEL)
         page.text((PLOT_LEFT_PT - 8, top + height + 2.6), text, LABEL, align="right")
         rest_s = event.predicted_downtime_s - event.predicted_transfer_s
-        predicted = (event.detect_s, 0.0, rest_s, event.predicted_transfer_s)
+        predicted = (0.0, 0.0, rest_s, event.predicted_transfer_s)  # Detecting it is not predicted.
         measured = (event.detect_s, event.decide_s, event.regroup_s, event.transfer_s)
-        for phases, lane_top in ((predicted, top), (measured, top + height)):
+        for begins_s, phases, lane_top in (
+            (event.detect_s, predicted, top),
+            (0.0, measured, top + height),
+        ):
             ground = Rectangle(PLOT_LEFT_PT, lane_top, PLOT_WIDTH_PT, height - 0.5)
             page.ground(GROUND_COLOUR, ground)
-            start_s = 0.0
+            start_s = begins_s
             for (colour, _), lasts_s in zip(_PHASES_LEGEND, phases, strict=True):
                 times_s = (start_s, start_s + lasts_s)
                 _draw_box(page, colour, times_s, lane_top, window, height - 0.5)

@@ -36,7 +36,7 @@ def event_lines(event: EventRecord) -> Iterator[str]:
     if not event.fired:
         return
     if event.detect_s and not _is_restart(event):
-        yield f"All had left what they were in after {seconds_text(event.detect_s)}."
+        yield f"Every rank had stopped for it after {seconds_text(event.detect_s)}."
     if event.answer:
         yield f"Chosen was {choice_text(event)}."
     if len(event.candidates) > 1:

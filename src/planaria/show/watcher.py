@@ -136,10 +136,7 @@ class Watcher:
         self._recorder.ended()
         for injection in unfired:
             self._recorder.unfired(injection)
-            place = injection.place
-            self._display.note(
-                f"never injected: {injection.kind} at iteration {place.iteration}, {place.step}"
-            )
+            self._display.note(f"never injected, for its place never came: {injection.spec}")
 
     def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
         """The report's table: seconds from a commit to its complete save, and to read one; where

@@ -49,6 +49,8 @@ def share_text(share: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """In seconds, or the smaller unit that gives a number of 1 or more."""
+    if not seconds:
+        return "0 s"
     unit, unit_s = seconds_unit(seconds)
     return f"{seconds / unit_s:,.{2 if unit == 's' else 1}f} {unit}"
 
