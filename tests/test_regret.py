@@ -223,6 +223,15 @@ def test_the_interval_may_not_reach_below_zero(adaptive: tuple[float, ...], is_m
     assert summary(results)[1] is is_met
 
 
+def test_cases_in_which_jobs_are_alive_are_told_apart() -> None:
+    """Where nobody trains more than some iterations between 20 failures, chance decides."""
+    dead = Result(CASE, {"adaptive": (10.0,), "reroute": (20.0,)})
+    alive = [Result(CASE, {"adaptive": (a,), "reroute": (20_000.0,)}) for a in (20_400.0, 20_000.0)]
+
+    assert "of the 2 cases with 10,000 samples or more +1.00%" in summary([dead, *alive])[0]
+    assert "or more" not in summary(alive)[0]
+
+
 @pytest.mark.parametrize(("tolerated", "is_met"), [(1, True), (0, False)])
 def test_morph_counts_only_where_layers_need_one_holder(tolerated: int, is_met: bool) -> None:
     """It has twice as many samples; where two holders are asked for, that is told and no more."""

@@ -32,7 +32,6 @@ from planaria.core.cluster import (
 )
 from planaria.core.findings import FailureHistory
 from planaria.core.plan import Hop, Plan, Transition
-from planaria.nodes.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroutes import Priced, priced
 from planaria.planner.shadows import shadowed
@@ -49,6 +48,7 @@ from planaria.policies.unequal import STAY
 
 RESTART_S: Final = 60.0  # Of a job that had ended, for too few nodes were left.
 LEASE_S: Final = 3.0
+REGROUP_S: Final = 0.05  # Of a recovery beside moving layers, and of a switch.
 _ROUNDING: Final = 1e-9  # Of an iteration.
 
 # What all can go back to. Which save it is, and what is done again, `Job` knows: asked with those,
