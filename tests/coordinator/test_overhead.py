@@ -9,6 +9,7 @@ from coordinated import NOW_S, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.overhead import (
+    AT_A_SWITCH,
     NEW_LINKS,
     NUM_NEWEST,
     prices_of,
@@ -62,7 +63,7 @@ def recovered(
 
 
 def test_what_the_first_recovery_costs_is_taken_from_the_start_and_then_measured() -> None:
-    """Schedules are computed again and an eighth of the links is new; what is left of a recovery's
+    """Schedules are computed again and few links are new; what is left of a recovery's
     time is its overhead."""
     unknown = state_with(Findings())
     begun = state_with(Findings(scheduled_s=0.1, linked_s=0.5))
@@ -155,7 +156,7 @@ def test_switches_are_measured_for_themselves() -> None:
     """A pause at a commit has nothing of a recovery."""
     state = state_with(Findings(scheduled_s=0.2, linked_s=1.0, overheads_s=(0.3,)))
     assert switch_s(RULES, state_with(Findings())) == RULES.prices.regroup_s
-    assert switch_s(RULES, state) == pytest.approx(0.2 + NEW_LINKS * 0.8)
+    assert switch_s(RULES, state) == pytest.approx(AT_A_SWITCH * (0.2 + NEW_LINKS * 0.8))
     for pause_s in (0.01, 0.02, 0.9):
         state = with_switch(state, pause_s)
 

@@ -16,11 +16,12 @@ The overhead is all the rest, whatever moves: records on disk, the order's way, 
 ranks that get going. It depends on machines, nodes and model, so it is measured, in each recovery,
 as the time that there was less what the layers took. The price of the next is the median of the
 newest. The first recovery of a job is priced by how it began: as a fixed prior for the order's way,
-and what the schedules took, which all ranks compute again; and an eighth of what the links took,
+and what the schedules took, which all ranks compute again; and a sixteenth of what the links took,
 which were all new then, where most of them stand in a recovery.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise.
-Before the first it is expected to take schedules, and as few links.
+Before the first it is expected to take half of that, for ranks compute schedules there as they
+come, where in a recovery, as at the start, all do at once.
 
 Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
 """
@@ -40,7 +41,9 @@ from planaria.policies.policy import Prices
 
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02
-NEW_LINKS: Final = 1 / 8  # Measured on 8 and 32 nodes, see docs/LOG.md.
+# Measured on 8 and 32 nodes, see docs/LOG.md.
+NEW_LINKS: Final = 1 / 16
+AT_A_SWITCH: Final = 0.5
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
@@ -73,7 +76,7 @@ def switch_s(rules: Rules, state: JobState) -> float:
     findings = state.learning.findings
     if findings.pauses_s:
         return median(findings.pauses_s)
-    return _begun_s(findings) or rules.prices.regroup_s
+    return AT_A_SWITCH * _begun_s(findings) or rules.prices.regroup_s
 
 
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
