@@ -128,7 +128,7 @@ def test_what_was_changed_or_cut_is_not_read(place: str) -> None:
     assert tier.newest() == newer
     tier.storage.write(name, content[:-1], may_write=lambda: True)
     assert tier.newest() == older
-    tier.storage.remove([name])
+    tier.storage.remove("6-0", [name])
     assert tier.versions()[0].reason == "layer-00001.safetensors is missing"
     with pytest.raises(CheckpointError, match=r"cannot read .*layer-00001"):
         tier.read_layer(newer, 1)

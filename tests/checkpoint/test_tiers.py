@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -370,6 +371,21 @@ def test_prune_cut_short_leaves_no_version_that_looks_complete(
 
     assert [v.manifest for v in tier.versions()] == [newest, None]
     assert tier.prune(1) == ("1-0",)
+
+
+def test_discard_removes_what_a_write_that_failed_has_left(tmp_path: Path) -> None:
+    """The disk is full: there is a directory, and nothing in it."""
+    tier = tier_of(str(tmp_path))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        patch("planaria.checkpoint.storage._write_synced", side_effect=full),
+        pytest.raises(CheckpointError, match="No space left"),
+    ):
+        tier.write_layer(6, 1, 0, layer_tensors(0))
+
+    tier.discard(6, 1)
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_discard_removes_an_unfinished_version(tmp_path: Path) -> None:

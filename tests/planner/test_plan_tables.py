@@ -140,7 +140,7 @@ def test_a_model_may_be_called_anything_and_take_no_time() -> None:
     text = printed(problem, bind(problem, [templates[1].template], [0], epoch=0), templates)
 
     assert text.startswith("a [31m [bold]b 1 layer, float32 on cpu\n1 node of 1 device")
-    assert "iteration 0.0 us 0.0 samples/s 0.0% bubbles" in text
+    assert "iteration 0 s 0.0 samples/s 0.0% bubbles" in text
 
 
 @settings(max_examples=20)

@@ -59,8 +59,8 @@ class Storage(Protocol):
         """Puts a content where there is none; False if there is one, which stays."""
         ...
 
-    def remove(self, names: Sequence[str]) -> None:
-        """Removes what is there of these: the first one for good before the others."""
+    def remove(self, version: str, names: Sequence[str]) -> None:
+        """Removes what is there of these of a version: the first one for good before the others."""
         ...
 
 
@@ -147,16 +147,17 @@ class Directory:
             partial.unlink(missing_ok=True)
         _sync_directory(path.parent)
 
-    def remove(self, names: Sequence[str]) -> None:
-        paths = [self.path / name for name in names]
+    def remove(self, version: str, names: Sequence[str]) -> None:
+        directory = self.path / version
+        if not directory.exists():
+            return
         try:
-            for number, path in enumerate(paths):
-                path.unlink(missing_ok=True)
+            for number, name in enumerate(names):
+                (self.path / name).unlink(missing_ok=True)
                 if not number:
-                    _sync_directory(path.parent)
-            for directory in {path.parent for path in paths}:
-                if not any(directory.iterdir()):
-                    directory.rmdir()
+                    _sync_directory(directory)
+            if not any(directory.iterdir()):  # As it is where nothing could be written at all.
+                directory.rmdir()
         except OSError as error:
             raise CheckpointError(f"cannot remove {error.filename}: {error.strerror}") from error
 
@@ -217,16 +218,14 @@ class Objects:
             raise self._write_error(name, error) from error
         return True
 
-    def remove(self, names: Sequence[str]) -> None:
+    def remove(self, version: str, names: Sequence[str]) -> None:
         try:
             for some in filter(None, (list(names[:1]), list(names[1:]))):
                 self._obstore.delete(self._store, some)
         except FileNotFoundError:
             return
         except self._errors as error:
-            raise CheckpointError(
-                f"cannot remove {self.where(names[0])}: {_told(error)}"
-            ) from error
+            raise CheckpointError(f"cannot remove {self.where(version)}: {_told(error)}") from error
 
     def _write_error(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -251,13 +251,12 @@ class Tier:
         name = f"{version}/{_MANIFEST}"
         if name in self.storage.entries(version):
             self.storage.create(f"{version}/{_DAMAGED}", self.storage.read(name))
-            self.storage.remove([name])
+            self.storage.remove(version, [name])
 
     def _remove(self, version: str) -> None:
         """Its manifest first: what a crash leaves is not complete any more."""
         names = sorted(self.storage.entries(version), key=_is_layer)
-        if names:
-            self.storage.remove(names)
+        self.storage.remove(version, names)
 
     def _version(self, iteration: int, epoch: int, entries: Mapping[str, Entry]) -> Version:
         version = version_name(iteration, epoch)
