@@ -99,6 +99,7 @@ def _seconds(server: ForkServer, mode: str, slower: int, iterations: int) -> lis
             f"cluster.device_memory_bytes={1 << 50}",
             f"training.iterations={iterations}",
             "training.global_batch_size=32",
+            'resilience.policy="reinstantiate"',  # Which takes no better plan meanwhile.
             f'model.profile="{path}"',
             f'checkpoint.directory="{directory}/saves"',
         ]

@@ -73,18 +73,19 @@ def saving(place: str, directory: Path) -> JobConfig:
 
 
 def test_a_job_goes_on_from_an_object_store(store: Store, tmp_path: Path) -> None:
-    """After a stop and, without any live holder of half of the layers, by itself."""
+    """After a stop and, without any live holder of some layers, by itself."""
     server, job = store.server, saving(f"{store.url}/one", tmp_path)
     whole = Job(saving(str(tmp_path / "disk"), tmp_path)).train(server=server)
     Job(replace(job, training=replace(job.training, iterations=4))).train(server=server)
     resumed = Job(job).train(resume=True, server=server)
     struck = saving(f"{store.url}/two", tmp_path)
-    struck = replace(struck, cluster=replace(struck.cluster, max_nodes=3))
-    faults = [parse_injection(spec) for spec in ("join:1@2", "kill:0,1@5.backward")]
+    struck = replace(struck, cluster=replace(struck.cluster, standby=1))
+    faults = [parse_injection("kill:0,1@5.backward")]
     went_back = Job(struck).train(injections=faults, server=server)
 
     assert [v.name for v in tier_of(f"{store.url}/one").versions()] == ["6-1", "4-0"]
     assert digests(whole) == digests(resumed) == digests(went_back)
+    assert [e.source_tier for e in went_back.report.events if e.answer] == ["disk"]
     assert resumed.report.final.checkpoint == f"{store.url}/one/6-1"
 
 
