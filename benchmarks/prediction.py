@@ -18,10 +18,9 @@ the job trains (coordinator/drift.py); the goal is for iterations after that.
 
 The error of a paced job is that of the median of the iterations of an epoch but its first, in which
 torch sets up what it keeps; that of the unpaced one is the mean of its iterations' errors. The
-error of a recovery counts from the choice of an answer until every rank could go on. A change at a
-commit has a pause, of a few milliseconds where no layers move, whose error is printed and has no
-goal: how ranks share this machine decides it. The A/A ratio is the median of the odd iterations
-over that of the even ones: what the machine's noise alone makes of two equal things.
+error of a recovery counts from the choice of an answer until every rank could go on, that of a
+change at a commit is of its pause. The A/A ratio is the median of the odd iterations over that of
+the even ones: what the machine's noise alone makes of two equal things.
 """
 
 import argparse
@@ -68,8 +67,7 @@ class Errors:
     """Of all jobs so far, as absolute shares of what was predicted."""
 
     iterations: list[float] = field(default_factory=list)
-    recoveries: list[float] = field(default_factory=list)
-    pauses: list[float] = field(default_factory=list)
+    transitions: list[float] = field(default_factory=list)
 
 
 def main() -> int:
@@ -132,9 +130,8 @@ def _are_exact(name: str, errors: Errors) -> bool:
         f"{100 * worst:.2f}%: {_verdict(is_met)} the goals of {100 * MEAN_GOAL:.0f}% and "
         f"{100 * WORST_GOAL:.0f}%"
     )
-    for name, some in (("recoveries", errors.recoveries), ("pauses", errors.pauses)):
-        if some:
-            print(f"mean error of their {name} {100 * statistics.mean(some):.1f}%")
+    if errors.transitions:
+        print(f"mean error of their transitions {100 * statistics.mean(errors.transitions):.1f}%")
     return is_met
 
 
@@ -151,7 +148,7 @@ def _transitions(policies: Sequence[str]) -> bool:
         is_met = mean <= TRANSITION_GOAL
         are_met &= is_met
         print(
-            f"{policy}: mean error of {len(errors)} recoveries {100 * mean:.1f}%, worst "
+            f"{policy}: mean error of {len(errors)} transitions {100 * mean:.1f}%, worst "
             f"{100 * max(errors):.1f}%: {_verdict(is_met)} the goal of {100 * TRANSITION_GOAL:.0f}%"
         )
     server.close()
@@ -182,8 +179,7 @@ def _recovered(policy: str, num_stages: int, num_pipelines: int, server: ForkSer
             print(f"    {event.kind} of {event.nodes}: {event.reason.splitlines()[0]}")
         if event.answer:
             label = f"PP {num_stages} x DP {num_pipelines}: {event.answer}, {policy}"
-            error = _print_row(label, event.predicted_downtime_s, event.transition_s)
-            errors += [error] if event.kind == "kill" else []
+            errors.append(_print_row(label, event.predicted_downtime_s, event.transition_s))
     return errors
 
 
@@ -287,8 +283,9 @@ def _measure(
         print(f"    {event.kind} of {event.nodes} at iteration {event.iteration}: {event.reason}")
         if event.answer:
             label = f"    {event.answer}, {policy}"
-            error = _print_row(label, event.predicted_downtime_s, event.transition_s)
-            (errors.recoveries if event.kind == "kill" else errors.pauses).append(error)
+            errors.transitions.append(
+                _print_row(label, event.predicted_downtime_s, event.transition_s)
+            )
     groups = [list(group)[1:] for _, group in groupby(report.iterations, key=_epoch)]
     names = (name, *(f"{name}, {policy}" for _ in groups[1:]))
     for label, records in zip(names, groups, strict=True):

@@ -134,11 +134,10 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
             return sock, file, said[1:].hex(), fds
         if time.monotonic() > deadline_s:
             break
+        time.sleep(0.05)  # Who held it and was killed may be there a moment.
         if said[:1] != _HELD:  # It was about to end when this one connected.
             sock.close()
             sock, file = _found(directory, place.idle_s)
-        else:  # By one that was killed, which may be there a moment.
-            time.sleep(0.05)
     sock.close()
     if said[:1] == _HELD:
         what = f"place {place.slot} of the copies in {directory} is held by process"
