@@ -43,6 +43,7 @@ from planaria.core.messages import (
     NodeLost,
     SaveLayers,
     StartEpoch,
+    StopRequested,
     ToNode,
 )
 from planaria.core.plan import Plan
@@ -62,6 +63,7 @@ class FakeNode:
     next_order: StartEpoch | None = None
     is_alive: bool = True
     is_disk_full: bool = False
+    stops: bool = False
     computing_s: float = 0.0
     seconds: float = 0.1
 
@@ -86,6 +88,7 @@ class FakeNode:
                 if order.iteration == AT_COMMIT and self.takes_part:
                     self.next_order = order
                     return []
+                self.stops = False
                 return self.begin(order, order.iteration)
             case SaveLayers() if order.layers.get(node):
                 layers = order.layers[node]
@@ -93,6 +96,8 @@ class FakeNode:
                     return self.say(unsaved(node, order.iteration, epoch=order.epoch))
                 assert set(layers) <= set(self.layers)
                 return self.say(saved(node, order.iteration, epoch=order.epoch, layers=layers))
+            case StopRequested():
+                self.stops = True
         return []
 
     def begin(self, order: StartEpoch, iteration: int) -> list[Word]:
@@ -108,7 +113,7 @@ class FakeNode:
     def trains(self, iteration: int, *, switches: bool = False) -> list[Word]:
         """The worker has applied an iteration, and maybe agreed to begin the next epoch."""
         self.age = iteration + 1
-        is_last = iteration + 1 == END
+        is_last = self.stops or iteration + 1 == END
         word = done(self.agent.node, iteration, epoch=self.epoch, ends=is_last)
         word = msgspec.structs.replace(word, action_s={"F": self.computing_s}, seconds=self.seconds)
         words = self.say(msgspec.structs.replace(word, switches=switches and not is_last))
@@ -239,6 +244,8 @@ class FakeCluster:
                 told = self._order
                 if told is not None and number in (told.nodes or self.state.nodes):
                     self.hear(*node.take(told.message))
+                if self.state.stop_requested:
+                    self.hear(*node.take(StopRequested()))
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:

@@ -11,7 +11,6 @@ from coordinated import (
     Survivors,
     gone,
     of_type,
-    saved,
     small_rules,
     worker,
 )
@@ -19,7 +18,7 @@ from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.agent_state import AgentState, said, said_again
 from planaria.coordinator.candidates import rejoin_delay_s
-from planaria.coordinator.state import End, Ending, Evict, Phase, RecordMembers, Rules, Tell, Tick
+from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell, Tick
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.messages import (
     AT_COMMIT,
@@ -32,7 +31,7 @@ from planaria.core.messages import (
     WorkerFailed,
 )
 from planaria.core.plan import Link, Plan, Transition
-from planaria.core.records import Changed, Committed, Decision, Progress, Recovering, Warned
+from planaria.core.records import Changed, Committed, Decision, Recovering, Warned
 from planaria.policies.policy import Prices
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 
@@ -227,20 +226,6 @@ def test_a_drain_ends_no_job_that_can_go_on_without_it(number: int) -> None:
     assert (2 in cluster.state.nodes) == (2 in cluster.state.plan.nodes) == stays
     refused = [one.undrained for one in of_type(cluster.commands, Warned) if one.undrained]
     assert refused == ([(2,)] if stays else [])
-
-
-def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
-    """It awaits the last save, and does not call that the job's end: the exit code says so."""
-    cluster = training(replace(rules(), n0=2))
-    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
-    reason = cluster.state.stop_reason
-    number = FIRST + 2
-    cluster.progress = Progress(num_committed=number, ends=True, stop_reason=reason)
-    cluster.restart()
-    cluster.hear(saved(0, number, epoch=0, layers=range(NUM_LAYERS)))
-
-    (end,) = of_type(cluster.commands, End)
-    assert (end.ending, end.reason) == (Ending.LOST, reason)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -103,11 +103,11 @@ def test_with_too_few_left_a_machine_is_waited_for() -> None:
     """That is said once, training goes on where it was, and no failure is counted for it."""
     cluster = training(rules(n0=2, grant_s=60.0))
     cluster.lose(1)
-    cluster.hear(Tick(), now_s=NOW_S + 100.0)
+    cluster.hear(Tick(), now_s=NOW_S + 129.0)
     (warning,) = of_type(cluster.commands, Warned)
     assert warning.text == (
         "1 node is left, fewer than n0 = 2 that hold the model: waiting for a machine that is "
-        "asked for, 120 s at most"
+        "asked for, 130 s at most"
     )
     assert cluster.state.phase is Phase.STOPPING
     history = cluster.state.history
@@ -126,7 +126,7 @@ def test_a_machine_is_not_waited_for_forever() -> None:
     """What is live is saved then, as without anybody to ask."""
     cluster = training(rules(n0=2, grant_s=60.0))
     cluster.lose(1)
-    cluster.hear(Tick(), now_s=NOW_S + 121.0)
+    cluster.hear(Tick(), now_s=NOW_S + 131.0)
 
     (end,) = [command for command in cluster.commands if isinstance(command, End)]
     assert end.ending is Ending.LOST

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from jobs import shaped_plan
 from planaria.core.messages import (
+    AT_COMMIT,
     Abort,
     EpochReady,
     FromNode,
@@ -142,6 +144,17 @@ def test_orders_come_in_order_and_whole_however_the_stream_is_cut(agent: Agent) 
     for rank in range(2):
         saved = [m.iteration for m in messages if isinstance(m, LayersSaved) and m.rank == rank]
         assert saved == list(range(50))
+
+
+@pytest.mark.parametrize("iteration", [0, AT_COMMIT])
+def test_a_rank_that_begins_anew_forgets_a_stop(iteration: int, agent: Agent) -> None:
+    """Whoever still wants it says so again; a change at a commit takes nothing back."""
+    start = msgspec.structs.replace(_start(), iteration=iteration)
+    agent.socket.sendall(frame(StopRequested()) + frame(start))
+    messages = agent.messages(101)
+
+    (told,) = [m for m in messages if isinstance(m, WorkerFailed)]
+    assert bool(told.node) == (iteration == AT_COMMIT)
 
 
 def test_an_abort_frees_the_epochs_before_it_and_no_other(agent: Agent) -> None:

@@ -131,8 +131,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return published(state, event), ()
         case SaveFailed():
             return save_failed(state, event)
-        case StopRequested() if not state.stop_requested:
-            return replace(state, stop_requested=True), (Tell(event),)
+        case StopRequested() if state.stop_reason or not state.stop_requested:
+            return replace(state, stop_requested=True, stop_reason=""), (Tell(event),)
         case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
             return candidate_lost(state, event)
         case WorkerFailed():
@@ -220,7 +220,7 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
         return replace(state, phase=Phase.SAVING), (*settled, Tell(order))
     addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
     order = _with_addresses(order, addresses)
-    # A node that connected after the request has not heard of it.
+    # Ranks forget a stop where they begin anew.
     stop = (Tell(StopRequested()),) if state.stop_requested else ()
     starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
     return replace(state, phase=Phase.STARTING), (*settled, starting, Tell(order), *stop)

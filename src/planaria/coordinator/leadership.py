@@ -159,10 +159,10 @@ class Leadership(Generic[Agent]):
             await self._logbook.revoke(node)
             line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
             return False
-        if self.state.stop_requested:
-            line.tell(StopRequested())
         if self._order is not None and node in (self._order.nodes or self.state.nodes):
             line.tell(self._order.message)
+        if self.state.stop_requested:  # Last, for an order to begin takes it back.
+            line.tell(StopRequested())
         self._lines[node] = line
         return True
 

@@ -184,6 +184,9 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(state, reports=reports)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
+    if state.stop_reason:  # Nodes may have come since.
+        state = replace(state, stop_requested=False, stop_reason="")
+        answered = replace(answered, stop_requested=False, stop_reason="")
     reason = shortage_text(rules, num_nodes)
     if not reason:
         event = _event(rules, state, outcome, redone)

@@ -16,6 +16,7 @@ from planaria.coordinator.trust import trusted_first
 from planaria.core.records import Changed, Recovering, ToLauncher, Warned
 
 _PATIENCE: Final = 2.0  # Times what a machine is said to take.
+_START_S: Final = 10.0  # What a node takes to start, on a machine that many share.
 
 
 def able_candidates(state: JobState, now_s: float) -> list[int]:
@@ -52,7 +53,12 @@ def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
     grant_s, loss = rules.job.cluster.grant_s, state.loss
     if not grant_s or loss is None or state.stop_requested:
         return False
-    return now_s < loss.lost_s + _PATIENCE * grant_s
+    return now_s < loss.lost_s + _longest_s(rules)
+
+
+def _longest_s(rules: Rules) -> float:
+    """How long a machine is waited for, until its node has started."""
+    return _PATIENCE * rules.job.cluster.grant_s + _START_S
 
 
 def waiting(rules: Rules, state: JobState, shortage: str) -> Step:
@@ -61,8 +67,7 @@ def waiting(rules: Rules, state: JobState, shortage: str) -> Step:
     assert loss is not None
     if loss.is_waiting:
         return state, ()
-    longest_s = _PATIENCE * rules.job.cluster.grant_s
-    text = f"{shortage}: waiting for a machine that is asked for, {longest_s:.0f} s at most"
+    text = f"{shortage}: waiting for a machine that is asked for, {_longest_s(rules):.0f} s at most"
     return replace(state, loss=replace(loss, is_waiting=True)), (Notify(Warned(text=text)),)
 
 

@@ -96,6 +96,7 @@ def restored_step(
         saves_since=members.epoch,
         next_iteration=_num_committed(origin, progress),
         ends=progress is not None and progress.ends and progress.since == origin.epoch,
+        stop_requested=bool(progress and progress.stop_reason),
         stop_reason=progress.stop_reason if progress else "",
         outcome=outcome,
         origin=origin,

@@ -196,7 +196,7 @@ class ClusterConfig:
     grant_s: float = _key(
         0.0,
         "seconds in which another machine is granted for one that is lost; where too few nodes are "
-        "left to go on, the job waits twice as long for it; 0: none is asked for",
+        "left to go on, the job waits twice as long for it and 10 s more; 0: none is asked for",
     )
     devices_per_node: int = _key(1, "devices in each node")
     device_memory_bytes: int = _key(

@@ -31,7 +31,7 @@ class Control:
         notice: said when SIGTERM tells that the node will be taken away.
 
     Attributes:
-        stop_requested: set once the user asked for a stop at the next commit.
+        stop_requested: set while the ranks are asked to stop at the next commit.
         next_epoch: of the newest order to begin an epoch at a commit, -1 if there was none.
     """
 
@@ -104,8 +104,11 @@ class Control:
                         self.stop_requested.set()
                         continue
                     assert isinstance(message, Order)
-                    if isinstance(message, StartEpoch) and message.iteration == AT_COMMIT:
-                        self.next_epoch = message.epoch
+                    if isinstance(message, StartEpoch):
+                        if message.iteration == AT_COMMIT:
+                            self.next_epoch = message.epoch
+                        else:
+                            self.stop_requested.clear()
                     if isinstance(message, Abort):
                         self._links.abort("a member is lost", first_epoch=message.epoch)
                     self._orders.put(message)

@@ -129,8 +129,11 @@ class SimulatedWorker:
             self._stop_requested = True
             return
         assert isinstance(message, Order)
-        if isinstance(message, StartEpoch) and message.iteration == AT_COMMIT:
-            self._next_epoch = message.epoch
+        if isinstance(message, StartEpoch):
+            if message.iteration == AT_COMMIT:
+                self._next_epoch = message.epoch
+            else:
+                self._stop_requested = False
         if isinstance(message, Abort):
             self.links.abort(first_epoch=message.epoch)
         self._orders.append(message)
@@ -328,11 +331,8 @@ class SimulatedWorker:
             await self._save(start, layout, iteration)
         while not ends:
             self._around.reached("start", self, iteration)
-            vector = await executor.run(
-                iteration,
-                self.held,
-                votes=partial(self._votes, start.epoch, iteration),
-            )
+            votes = partial(self._votes, start.epoch, iteration)
+            vector = await executor.run(iteration, self.held, votes=votes)
             self._vector = (iteration, vector)
             own = layout.held(self.rank)
             self.held = {n: held for n, held in self.held.items() if n in own}

@@ -1,0 +1,92 @@
+"""Too few would stay after a notice: the job stops at the next commit, if that is still so then."""
+
+from dataclasses import replace
+
+from coordinated import END, FIRST, Survivors, of_type, saved, small_rules
+from fake_cluster import FakeCluster
+from jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.state import End, Ending, Phase, Rules
+from planaria.core.messages import NoticeTaken, StopRequested
+from planaria.core.records import Committed, Progress
+
+
+def rules(*, grant_s: float = 0.0) -> Rules:
+    """Two nodes hold the model."""
+    made = small_rules(n0=2, failures_tolerated=0, policy=Survivors())
+    cluster = replace(made.job.cluster, grant_s=grant_s)
+    return replace(made, job=replace(made.job, cluster=cluster))
+
+
+def training(made: Rules) -> FakeCluster:
+    cluster = FakeCluster(made, shaped_plan((1, 1), 6))
+    cluster.begin()
+    cluster.train(FIRST)
+    return cluster
+
+
+def test_no_job_stops_for_want_of_nodes_that_have_come() -> None:
+    """Too few would stay after a notice; before the commit at which all were to stop another node
+    came and that one was lost: there are enough, and the job goes on to its end."""
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    assert cluster.state.stop_reason
+    cluster.join(2)
+    cluster.lose(1)
+    for iteration in range(FIRST + 1, END):
+        cluster.train(iteration)
+
+    assert cluster.state.nodes == (0, 2)
+    assert not cluster.state.stop_reason
+    assert [one.iteration for one in of_type(cluster.commands, Committed) if one.ends] == [END - 1]
+
+
+def test_the_users_own_stop_stays_where_too_few_nodes_would_have_made_one() -> None:
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0), StopRequested())
+    cluster.join(2)
+    cluster.lose(1)
+    assert cluster.state.stop_requested
+    number = cluster.state.next_iteration
+    cluster.train(number)
+    cluster.hear(*(saved(n, number + 1, epoch=1, layers=range(NUM_LAYERS)) for n in (0, 2)))
+
+    (end,) = of_type(cluster.commands, End)
+    assert end.ending is Ending.STOPPED
+
+
+def test_a_machine_may_come_where_a_notice_made_the_job_stop() -> None:
+    """Too few are left all at once, so it is waited for, as after any loss."""
+    cluster = training(rules(grant_s=60.0))
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    cluster.lose(1)
+    assert of_type(cluster.commands, End) == []
+    cluster.join(2)
+
+    assert cluster.state.nodes == (0, 2)
+    assert cluster.state.phase is Phase.TRAINING
+
+
+def test_a_new_coordinator_asks_again_for_the_stop_that_a_notice_made() -> None:
+    """What it tells ranks to begin takes back that they were asked for one."""
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    reason = cluster.state.stop_reason
+    cluster.progress = Progress(num_committed=FIRST + 1, ends=False, stop_reason=reason)
+    cluster.restart()
+
+    assert cluster.state.stop_requested
+    assert all(cluster.nodes[node].stops for node in (0, 1))
+
+
+def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
+    """It awaits the last save, and does not call that the job's end: the exit code says so."""
+    cluster = training(rules())
+    cluster.hear(NoticeTaken(node=1, rank=1, after_s=30.0))
+    reason = cluster.state.stop_reason
+    number = FIRST + 2
+    cluster.progress = Progress(num_committed=number, ends=True, stop_reason=reason)
+    cluster.restart()
+    cluster.hear(saved(0, number, epoch=0, layers=range(NUM_LAYERS)))
+
+    (end,) = of_type(cluster.commands, End)
+    assert (end.ending, end.reason) == (Ending.LOST, reason)
