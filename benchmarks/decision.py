@@ -36,6 +36,7 @@ MEMORY_BYTES: Final = 64 * 10**9
 MICROBATCHES_A_PIPELINE: Final = 8
 # Nodes, and the goal.
 SIZES: Final = ((32, 0.010), (1000, 0.100))
+HOP_S: Final = 1e-5  # Of schedules, as ranks measure it.
 NUM_LOST: Final = 4
 OUTLOOK: Final = Outlook(failures_per_s=1e-4, unsaved_samples=1000.0, lost_max=inf)
 
@@ -58,6 +59,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
     every, plan = _job(num_nodes)
     job = JobConfig(resilience=ResilienceConfig(policy="adaptive"))
     prices = profile_prices(every.problem.profile, regroup_s=REGROUP_S)
+    prices = replace(prices, hop_s=HOP_S)
     known = Known()
     searched = searched_by(job, every.problem)
     hurried = hurried_policy_of(job, every)
@@ -86,7 +88,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
         pairs = weighed_answers(
             transitions,
             prices=prices,
-            switch_s=REGROUP_S,
+            switch_s=lambda _plan: REGROUP_S,
             global_batch_size=len(plan.routes),
             outlook=OUTLOOK,
         )

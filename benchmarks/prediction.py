@@ -18,8 +18,8 @@ the job trains (coordinator/drift.py); the goal is for iterations after that.
 
 The error of a paced job is that of the median of the iterations of an epoch but its first, in which
 torch sets up what it keeps; that of the unpaced one is the mean of its iterations' errors. The
-error of a recovery counts from the choice of an answer until every rank could go on, that of a
-change at a commit is of its pause. The A/A ratio is the median of the odd iterations over that of
+error of a recovery counts from when its answer is told until every rank can go on, that of a change
+at a commit is of its pause. The A/A ratio is the median of the odd iterations over that of
 the even ones: what the machine's noise alone makes of two equal things.
 """
 

@@ -233,7 +233,7 @@ class Job:
         pairs = weighed_answers(
             transitions,
             prices=self.answers.prices,
-            switch_s=REGROUP_S,
+            switch_s=lambda _plan: REGROUP_S,
             global_batch_size=self.batch,
             outlook=outlook,
         )
@@ -251,7 +251,7 @@ class Job:
             iteration_s=self.iteration_s,
             leaving=(),
             prices=self.answers.prices,
-            switch_s=REGROUP_S,
+            switch_s=lambda _plan: REGROUP_S,
         )
         outlook = self._outlook(now_s)
         best = self._best(weighed, outlook)

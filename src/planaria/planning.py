@@ -41,6 +41,7 @@ PRELOAD = (
     "planaria.engine.process",
     "planaria.nodes.agent",
     "planaria.nodes.leader",
+    "planaria.schedule.warm",
 )
 _PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.engine.hf_layers")
 

@@ -9,12 +9,14 @@ from coordinated import NOW_S, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.overhead import (
-    AT_A_SWITCH,
+    AT_FIRST,
     NEW_LINKS,
     NUM_NEWEST,
     prices_of,
+    regroup_s,
     switch_s,
     with_choice,
+    with_order,
     with_start,
     with_switch,
 )
@@ -23,6 +25,7 @@ from planaria.core.findings import Findings
 from planaria.core.growing import Growing
 from planaria.core.messages import EpochReady
 from planaria.core.plan import Link, Transition
+from planaria.policies.policy import scheduling_s
 
 LINKS = {kind: Link(0.001, 1e9) for kind in ("intra_node", "inter_node")}
 RULES = small_rules()  # Its regroup_s is 0.1.
@@ -59,19 +62,20 @@ def recovered(
         policy="",
         answer="",
     )
-    return with_start(with_choice(RULES, state, chosen, NOW_S), NOW_S + total_s)
+    state = with_order(with_choice(RULES, state, chosen, NOW_S - 9.0), NOW_S)
+    return with_start(RULES, state, NOW_S + total_s)
 
 
 def test_what_the_first_recovery_costs_is_taken_from_the_start_and_then_measured() -> None:
-    """Schedules are computed again and few links are new; what is left of a recovery's
-    time is its overhead."""
+    """Few links are new; what is left of a recovery's time is its overhead, and what there was
+    before all were told is not."""
     unknown = state_with(Findings())
-    begun = state_with(Findings(scheduled_s=0.1, linked_s=0.5))
+    begun = state_with(Findings(linked_s=0.4))
     once = recovered(begun, transfer_s=2.0, total_s=2.25)
 
     assert prices_of(RULES, unknown).regroup_s == RULES.prices.regroup_s
     assert prices_of(RULES, begun).regroup_s == pytest.approx(
-        RULES.prices.regroup_s + 0.1 + NEW_LINKS * 0.4
+        RULES.prices.regroup_s + NEW_LINKS * 0.4
     )
     assert prices_of(RULES, once).regroup_s == pytest.approx(0.25)
     assert prices_of(RULES, recovered(once, transfer_s=2.0, total_s=2.75)).regroup_s == (
@@ -113,10 +117,10 @@ def test_who_waits_for_the_links_of_others_does_not_transfer() -> None:
     state = state_with(Findings())
     early = EpochReady(rank=0, epoch=1, layers_materialised=1, regroup_s=0.1, transfer_s=1.5)
     late = EpochReady(rank=1, epoch=1, layers_materialised=1, regroup_s=1.1, transfer_s=0.0)
-    learning = replace(state.learning, decided_s=NOW_S, transfer_s=0.25)
+    learning = replace(state.learning, told_s=NOW_S, transfer_s=0.25)
     state = replace(state, ready=Growing({0: early, 1: late}), learning=learning)
 
-    findings = with_start(state, NOW_S + 2.0).learning.findings
+    findings = with_start(RULES, state, NOW_S + 2.0).learning.findings
 
     (moved,), (overhead_s,) = findings.transfers_s, findings.overheads_s
     assert moved == pytest.approx((0.25, 0.5))
@@ -145,23 +149,49 @@ def test_a_start_tells_what_links_took_and_a_restart_in_the_middle_nothing() -> 
     )
     state = replace(state_with(Findings()), ready=Growing(dict(enumerate(ready))))
 
-    started = with_start(replace(state, loss=None), NOW_S)
-    restarted = with_start(state, NOW_S)
+    started = with_start(RULES, replace(state, loss=None), NOW_S).learning.findings
+    restarted = with_start(RULES, with_order(state, NOW_S), NOW_S).learning.findings
 
-    assert started.learning.findings == Findings(scheduled_s=0.2, linked_s=0.5)
-    assert restarted.learning.findings == Findings()
+    assert started.linked_s == pytest.approx(0.5 - 0.15)
+    assert started.hop_s == pytest.approx(0.15 / scheduling_s(PLAN, 1.0))
+    assert (restarted.linked_s, restarted.overheads_s) == (0.0, ())
 
 
 def test_switches_are_measured_for_themselves() -> None:
     """A pause at a commit has nothing of a recovery."""
-    state = state_with(Findings(scheduled_s=0.2, linked_s=1.0, overheads_s=(0.3,)))
-    assert switch_s(RULES, state_with(Findings())) == RULES.prices.regroup_s
-    assert switch_s(RULES, state) == pytest.approx(AT_A_SWITCH * (0.2 + NEW_LINKS * 0.8))
+    state = state_with(Findings(hop_s=0.001, linked_s=1.0, overheads_s=(0.3,)))
+    assert switch_s(RULES, state_with(Findings()), PLAN) == RULES.prices.regroup_s
+    assert switch_s(RULES, state, PLAN) == AT_FIRST * scheduling_s(PLAN, 0.001)
+    quick = EpochReady(rank=0, epoch=1, layers_materialised=1)
+    state = replace(state, ready=Growing({0: quick}))
     for pause_s in (0.01, 0.02, 0.9):
-        state = with_switch(state, pause_s)
+        state = with_switch(RULES, state, pause_s)
 
-    assert switch_s(RULES, state) == 0.02
+    assert switch_s(RULES, state, PLAN) == 0.02
     assert prices_of(RULES, state).regroup_s == 0.3
+
+
+@pytest.mark.parametrize("processors", [0, 2])
+def test_schedules_are_priced_by_what_they_are_computed_from(processors: int) -> None:
+    """As long again for as many hops again, after recoveries and switches alike; where ranks share
+    processors they wait for each other."""
+    rules = replace(RULES, processors=processors)
+    small, large = shaped_plan((2,) * 4, 8), shaped_plan((8,), 64)
+    ready = Growing(
+        {r: EpochReady(rank=r, epoch=1, layers_materialised=1, scheduled_s=0.01) for r in range(8)}
+    )
+    state = replace(state_with(Findings()), plan=small, nodes=small.nodes, ready=ready)
+    sharing = 4.0 if processors else 1.0
+    more = scheduling_s(large, 1.0) / scheduling_s(small, 1.0)
+    started = with_start(rules, replace(state, loss=None), NOW_S)
+    paused = with_switch(rules, state, 0.01 * sharing + 0.5)
+    told = replace(state, learning=replace(state.learning, told_s=NOW_S))
+    recovered = with_start(rules, told, NOW_S + 0.01 * sharing + 0.25)
+
+    assert more > 5.0
+    assert switch_s(rules, started, large) == pytest.approx(AT_FIRST * 0.01 * sharing * more)
+    assert switch_s(rules, paused, large) == pytest.approx(0.01 * sharing * more + 0.5)
+    assert regroup_s(rules, recovered, large) == pytest.approx(0.01 * sharing * more + 0.25)
 
 
 def test_what_was_measured_outlives_the_coordinator() -> None:

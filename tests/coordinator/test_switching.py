@@ -28,7 +28,9 @@ CHANGE = replace(SWITCH, rounds=((Transfer(0, 0, 1, 100),), (Transfer(1, 0, 1, 4
 
 def weighed(*changes: Transition) -> tuple[Transition, ...]:
     """Of the changes, with a quarter of a second for each switch."""
-    return weighed_as(changes, iteration_s=2.0, leaving=(), prices=PRICES, switch_s=0.25)
+    return weighed_as(
+        changes, iteration_s=2.0, leaving=(), prices=PRICES, switch_s=lambda _plan: 0.25
+    )
 
 
 def test_waves_move_while_iterations_are_trained_as_before() -> None:
@@ -71,7 +73,7 @@ def test_what_follows_an_answer_is_weighed_as_that_change_will_be() -> None:
     """As above: two waves of two seconds, a pause for each switch and for what they lack."""
     quick = replace(STAY, answer="quick", downtime_s=0.5, then=CHANGE)
     (followed, alone) = followed_as(
-        (quick, replace(quick, then=None)), prices=PRICES, switch_s=0.25
+        (quick, replace(quick, then=None)), prices=PRICES, switch_s=lambda _plan: 0.25
     )
 
     assert followed.downtime_s == 0.5 + weighed(CHANGE)[0].downtime_s

@@ -89,7 +89,7 @@ def test_peak_memory_is_a_counter_of_each_rank_in_both_groups() -> None:
 
 
 def test_a_transition_stands_before_the_iteration_after_it_in_both_its_forms() -> None:
-    """What is predicted begins with the choice; both leave room for the longer of the two."""
+    """What is predicted begins once that is told; both leave room for the longer of the two."""
     lost = EventRecord(
         kind="lost",
         nodes=(1,),
@@ -113,15 +113,15 @@ def test_a_transition_stands_before_the_iteration_after_it_in_both_its_forms() -
         if event["cat"] == "transition"
     }
     assert phases == {
-        (0, "simple: decide and regroup"): (4.0, 2.25),
-        (0, "simple: transfer"): (6.25, 0.75),
+        (0, "simple: regroup"): (4.25, 2.25),
+        (0, "simple: transfer"): (6.5, 0.75),
         (5, "simple: detect"): (3.0, 1.0),
         (5, "simple: decide"): (4.0, 0.25),
         (5, "simple: regroup"): (4.25, 0.25),
         (5, "simple: transfer"): (4.5, 0.5),
     }
     forwards = [event["ts"] / 1e6 for event in found if event["name"] == "0F0"]
-    assert forwards == [0.0, 7.0, 0.25, 7.25]
+    assert forwards == [0.0, 7.25, 0.25, 7.5]
 
 
 def test_iterations_that_nothing_was_measured_of_have_no_transitions() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import Hop, Plan, Route, Ticks, plain_plan
 from planaria.schedule.action import Action, Kind, format_schedule
-from planaria.schedule.lower import execution_order, place_transfers, validate
+from planaria.schedule.lower import execution_order, num_met, place_transfers, validate
 from planaria.schedule.routed import routed_1f1b
 from schedule.plan_examples import figure_9_plan, pipeline, plain_plans, rerouted_plans
 
@@ -210,3 +210,21 @@ def test_routes_in_opposite_orders_finish() -> None:
 
     num_actions = 10 * (2 * 2 + 4)  # Two hops forward and backward, and four transfers each.
     assert num_actions == sum(1 for _ in execution_order(schedule))
+
+
+@given(rerouted_plans() | plain_plans())
+@settings(max_examples=60)
+def test_a_schedule_is_computed_from_all_microbatches_that_meet(plan: Plan) -> None:
+    """Against spreading from each rank over routes and pipelines until nothing more is met."""
+    groups = [
+        *({hop.rank for hop in route} for route in plan.routes),
+        *({rank for ranks in one.ranks_by_stage() for rank in ranks} for one in plan.pipelines),
+    ]
+    most = 0
+    for rank in plan.ranks:
+        met: set[int] = {rank}
+        while more := set[int]().union(*(g for g in groups if g & met and not g <= met)):
+            met |= more
+        most = max(most, sum(len(route) for route in plan.routes if route[0].rank in met))
+
+    assert num_met(plan) == most

@@ -24,6 +24,7 @@ Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what ha
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import frexp
 from typing import Final
 
@@ -220,7 +221,7 @@ def _chosen(
         iteration_s=iteration_s(state),
         leaving=event.leaving,
         prices=prices,
-        switch_s=switch_s(rules, state),
+        switch_s=partial(switch_s, rules, state),
     )
     return candidates_of(rules, state, changes, now_s, weighed=weighed)
 
@@ -336,7 +337,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
     # Whoever did not train before had nothing to pause.
     paused = [event for rank, event in state.ready.items() if rank in change.trained]
     pause_s = max((event.regroup_s + event.transfer_s for event in paused), default=0.0)
-    state = with_switch(state, pause_s)
+    state = with_switch(rules, state, pause_s)
     change = replace(change, pause_s=change.pause_s + pause_s)
     if state.plan.silent or change.waves:
         return replace(state, change=change), ()

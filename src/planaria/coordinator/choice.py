@@ -1,6 +1,8 @@
 """Which of the answers is taken: what is to be expected of the next failure, and all prices."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -8,7 +10,7 @@ from planaria.coordinator.history import learned_failures_per_s, learned_nodes_p
 from planaria.coordinator.overhead import prices_of, switch_s
 from planaria.coordinator.state import JobState, Rules
 from planaria.coordinator.switching import followed_as
-from planaria.core.plan import Transition
+from planaria.core.plan import Plan, Transition
 from planaria.core.records import Candidate
 from planaria.policies.policy import (
     Outlook,
@@ -16,6 +18,7 @@ from planaria.policies.policy import (
     best_transition,
     expected_samples_per_s,
     samples_at_risk,
+    scheduling_s,
 )
 
 GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
@@ -48,7 +51,7 @@ def candidates_of(
         else weighed_answers(
             transitions,
             prices=prices_of(rules, state),
-            switch_s=switch_s(rules, state),
+            switch_s=partial(switch_s, rules, state),
             global_batch_size=batch,
             outlook=expected,
         )
@@ -80,12 +83,16 @@ def weighed_answers(
     answers: tuple[Transition, ...],
     *,
     prices: Prices,
-    switch_s: float,
+    switch_s: Callable[[Plan], float],
     global_batch_size: int,
     outlook: Outlook,
 ) -> list[tuple[Transition, Transition]]:
-    """Answers to a loss, each with what it is weighed as; without those that another plan is to
-    follow for which nobody would change at a commit."""
+    """Answers to a loss, with what schedules take, and each with what it is weighed as; without
+    those that another plan is to follow for which nobody would change at a commit."""
+    answers = tuple(
+        replace(one, downtime_s=one.downtime_s + scheduling_s(one.after, prices.hop_s))
+        for one in answers
+    )
     weighed = followed_as(answers, prices=prices, switch_s=switch_s)
     return [
         (answer, as_that)

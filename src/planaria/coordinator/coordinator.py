@@ -33,7 +33,7 @@ from planaria.coordinator.crashes import copy_spoilt, ended, link_broken, worker
 from planaria.coordinator.drift import corrected
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
-from planaria.coordinator.overhead import with_start
+from planaria.coordinator.overhead import with_order, with_start
 from planaria.coordinator.recovery import decided, lost, refuted
 from planaria.coordinator.saves import layers_saved, published, save_failed
 from planaria.coordinator.slowness import observed
@@ -191,7 +191,7 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
             return _joined(rules, state, now_s)
         case Phase.STARTING if has_all(state.ready, state.plan.all_ranks):
             history = begun_history(state.history, now_s)
-            state = with_start(state, now_s)
+            state = with_start(rules, state, now_s)
             state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):
@@ -223,7 +223,8 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     # Ranks forget a stop where they begin anew.
     stop = (Tell(StopRequested()),) if state.stop_requested else ()
     starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
-    return replace(state, phase=Phase.STARTING), (*settled, starting, Tell(order), *stop)
+    state = with_order(replace(state, phase=Phase.STARTING), now_s)
+    return state, (*settled, starting, Tell(order), *stop)
 
 
 def _with_addresses(order: StartEpoch, addresses: dict[int, tuple[str, int]]) -> StartEpoch:

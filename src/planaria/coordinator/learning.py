@@ -23,8 +23,8 @@ class Learning:
         rests: of its newest iterations in this epoch, what no forward or backward explains.
         plan_s: predicted for an iteration of the epoch's plan, without what there is beside the
             layers; 0: as the decision has it.
-        decided_s: when the answer to the newest loss was chosen, 0 if there was none or it is
-            over; see overhead.py.
+        told_s: when all were told the answer to the newest loss, before that when it was chosen; 0
+            if there was none or it is over. See overhead.py.
         transfer_s: that its layers were to take by the profile's links.
     """
 
@@ -33,5 +33,5 @@ class Learning:
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     rests: tuple[float, ...] = ()
     plan_s: float = 0.0
-    decided_s: float = 0.0
+    told_s: float = 0.0
     transfer_s: float = 0.0

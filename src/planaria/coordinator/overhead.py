@@ -1,8 +1,8 @@
 """What a recovery takes, and a switch, as this job has measured it.
 
-From the choice of an answer until every rank can go on a job takes
+From when all are told an answer until every rank can go on a job takes
 
-    overhead_s + factor * transfer_s
+    overhead_s + schedules_s + factor * transfer_s
 
 The last is what the bytes take on the busiest link as the profile has it (policies/policy.py). In
 truth modules are built for the layers, bytes are hashed, and links shared: by which factor that
@@ -12,16 +12,19 @@ takes longer is learned from the newest recoveries in which layers moved,
 
 so that a few bytes, which take as long as a message, tell next to nothing.
 
-The overhead is all the rest, whatever moves: records on disk, the order's way, links made anew,
-ranks that get going. It depends on machines, nodes and model, so it is measured, in each recovery,
-as the time that there was less what the layers took. The price of the next is the median of the
+Each rank computes its schedule, from as many hops of microbatches as meet in its pipeline: 32 in
+one of many short ones, a thousand where routes join all. What a hop takes of a processor is
+measured in each epoch; where nodes are emulated, their ranks share few processors.
+
+The overhead is all the rest, whatever moves: the order's way, links made anew, ranks that get
+going. It depends on machines, nodes and model, so it is measured, in each recovery, as the time
+that there was less what schedules and layers took. The price of the next is the median of the
 newest. The first recovery of a job is priced by how it began: as a fixed prior for the order's way,
-and what the schedules took, which all ranks compute again; and a sixteenth of what the links took,
-which were all new then, where most of them stand in a recovery.
+and an eighth of what the links took, which were all new then, where most of them stand in a
+recovery.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise.
-Before the first it is expected to take half of that, for ranks compute schedules there as they
-come, where in a recovery, as at the start, all do at once.
+Before the first it is expected to take half as long again as the schedules.
 
 Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
 """
@@ -34,34 +37,40 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.state import JobState, Rules
-from planaria.core.findings import Findings
 from planaria.core.messages import EpochReady
-from planaria.core.plan import Link, Transition
-from planaria.policies.policy import Prices
+from planaria.core.plan import Link, Plan, Transition
+from planaria.policies.policy import Prices, scheduling_s
 
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02
 # Measured on 8 and 32 nodes, see docs/LOG.md.
-NEW_LINKS: Final = 1 / 16
-AT_A_SWITCH: Final = 0.5
+NEW_LINKS: Final = 1 / 8
+AT_FIRST: Final = 1.5
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
     """What recovery costs, as far as the job has told."""
     findings, factor = state.learning.findings, _transfer_factor(state)
-    regroup_s = rules.prices.regroup_s + _begun_s(findings)
+    overhead_s = rules.prices.regroup_s + NEW_LINKS * findings.linked_s
     if findings.overheads_s:
-        regroup_s = median(findings.overheads_s)
+        overhead_s = median(findings.overheads_s)
     links = {
         kind: Link(link.latency_s * factor, link.bandwidth_bytes_per_s / factor)
         for kind, link in rules.prices.links.items()
     }
-    return replace(rules.prices, links=links, regroup_s=regroup_s)
+    hop_s = findings.hop_s * _sharing(rules, state)
+    return replace(rules.prices, links=links, regroup_s=overhead_s, hop_s=hop_s)
 
 
-def _begun_s(findings: Findings) -> float:
-    """What an epoch takes to begin, as far as the start of the job has told."""
-    return findings.scheduled_s + NEW_LINKS * (findings.linked_s - findings.scheduled_s)
+def regroup_s(rules: Rules, state: JobState, plan: Plan) -> float:
+    """What a recovery to a plan costs beside moving layers."""
+    prices = prices_of(rules, state)
+    return prices.regroup_s + scheduling_s(plan, prices.hop_s)
+
+
+def _sharing(rules: Rules, state: JobState) -> float:
+    """How many ranks share a processor."""
+    return max(1.0, len(state.ranks) / rules.processors) if rules.processors else 1.0
 
 
 def _transfer_factor(state: JobState) -> float:
@@ -71,41 +80,56 @@ def _transfer_factor(state: JobState) -> float:
     return (PRIOR_TRANSFER_S + took_s) / (PRIOR_TRANSFER_S + priced_s)
 
 
-def switch_s(rules: Rules, state: JobState) -> float:
-    """For how long ranks are expected not to train when an epoch begins at a commit."""
+def switch_s(rules: Rules, state: JobState, plan: Plan) -> float:
+    """For how long ranks are expected not to train when an epoch with a plan begins at a commit."""
     findings = state.learning.findings
+    schedules_s = scheduling_s(plan, findings.hop_s * _sharing(rules, state))
     if findings.pauses_s:
-        return median(findings.pauses_s)
-    return AT_A_SWITCH * _begun_s(findings) or rules.prices.regroup_s
+        return median(findings.pauses_s) + schedules_s
+    return AT_FIRST * schedules_s or rules.prices.regroup_s  # Nobody has told what it takes.
 
 
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
     """The state once an answer is chosen: what follows is timed, and predicted by its price."""
-    transfer_s = chosen.downtime_s - prices_of(rules, state).regroup_s
-    transfer_s /= _transfer_factor(state)
-    learning = replace(state.learning, decided_s=now_s, transfer_s=transfer_s, plan_s=0.0)
+    transfer_s = chosen.downtime_s - regroup_s(rules, state, chosen.after)
+    transfer_s = max(0.0, transfer_s) / _transfer_factor(state)
+    learning = replace(state.learning, told_s=now_s, transfer_s=transfer_s, plan_s=0.0)
     return replace(state, learning=learning)
 
 
-def with_start(state: JobState, now_s: float) -> JobState:
+def with_order(state: JobState, now_s: float) -> JobState:
+    """The state once all are told what was chosen."""
+    if not state.learning.told_s:  # It was another coordinator that chose it.
+        return state
+    return replace(state, learning=replace(state.learning, told_s=now_s))
+
+
+def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state once every rank can go on, after a loss or for the first time."""
+    state, schedules_s = _with_schedules(rules, state)
     learning, findings = state.learning, state.learning.findings
     if state.loss is None:
-        findings = msgspec.structs.replace(
-            findings,
-            scheduled_s=max(event.scheduled_s for event in state.ready.values()),
-            linked_s=max(event.regroup_s for event in state.ready.values()),
-        )
-    elif learning.decided_s:  # Or the coordinator began in the middle of it.
-        overhead_s = now_s - learning.decided_s
+        linked_s = max(event.regroup_s for event in state.ready.values())
+        findings = msgspec.structs.replace(findings, linked_s=max(0.0, linked_s - schedules_s))
+    elif learning.told_s:  # Or the coordinator began in the middle of it.
+        overhead_s = now_s - learning.told_s - schedules_s
         took_s = _transferred_s(state.ready.values())
         if learning.transfer_s > 0.0 and took_s > 0.0:
-            overhead_s = max(0.0, overhead_s - took_s)
+            overhead_s -= took_s
             moved = (*findings.transfers_s, (learning.transfer_s, took_s))[-NUM_NEWEST:]
             findings = msgspec.structs.replace(findings, transfers_s=moved)
-        newest_s = (*findings.overheads_s, overhead_s)[-NUM_NEWEST:]
+        newest_s = (*findings.overheads_s, max(0.0, overhead_s))[-NUM_NEWEST:]
         findings = msgspec.structs.replace(findings, overheads_s=newest_s)
-    return replace(state, learning=replace(learning, findings=findings, decided_s=0.0))
+    return replace(state, learning=replace(learning, findings=findings, told_s=0.0))
+
+
+def _with_schedules(rules: Rules, state: JobState) -> tuple[JobState, float]:
+    """The state with what a hop takes in the epoch that begins, and what its schedules took."""
+    took_s = median(event.scheduled_s for event in state.ready.values())
+    hop_s = took_s / scheduling_s(state.plan, 1.0)
+    findings = msgspec.structs.replace(state.learning.findings, hop_s=hop_s)
+    state = replace(state, learning=replace(state.learning, findings=findings))
+    return state, took_s * _sharing(rules, state)
 
 
 def _transferred_s(ready: Collection[EpochReady]) -> float:
@@ -117,9 +141,10 @@ def _transferred_s(ready: Collection[EpochReady]) -> float:
     return max((event.regroup_s + event.transfer_s for event in ready), default=0.0) - linked_s
 
 
-def with_switch(state: JobState, pause_s: float) -> JobState:
+def with_switch(rules: Rules, state: JobState, pause_s: float) -> JobState:
     """The state once a switch has paused its ranks for so long."""
+    state, schedules_s = _with_schedules(rules, state)
     findings = state.learning.findings
-    newest_s = (*findings.pauses_s, pause_s)[-NUM_NEWEST:]
+    newest_s = (*findings.pauses_s, max(0.0, pause_s - schedules_s))[-NUM_NEWEST:]
     findings = msgspec.structs.replace(findings, pauses_s=newest_s)
     return replace(state, learning=replace(state.learning, findings=findings))

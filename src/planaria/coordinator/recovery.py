@@ -32,7 +32,7 @@ from planaria.coordinator.outcomes import (
     outcome_of,
     save_point,
 )
-from planaria.coordinator.overhead import prices_of, with_choice
+from planaria.coordinator.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
 from planaria.coordinator.slowness import of_members
@@ -278,7 +278,7 @@ def _resume(
         plan=best.after,
         predicted_s=best.iteration_s,
         predicted_downtime_s=best.downtime_s,
-        predicted_transfer_s=best.downtime_s - prices_of(rules, state).regroup_s,
+        predicted_transfer_s=best.downtime_s - regroup_s(rules, state, best.after),
         transfer_bytes=sum(t.num_bytes for transfers in best.rounds for t in transfers),
         redone_samples=best.redone_samples,
         joined=loss.joined,

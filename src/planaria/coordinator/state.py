@@ -68,6 +68,7 @@ class Rules:
         version_iterations: from one version of the copies in memory to the next, as predicted.
         first_iteration: where this run starts.
         source: version of the disk tier to start from, "" for the seed.
+        processors: that all ranks share; 0: each has its own.
     """
 
     job: JobConfig
@@ -84,6 +85,7 @@ class Rules:
     every: EveryPlan | None = None
     policy_of: Callable[[EveryPlan], Policy] | None = None
     version_iterations: int = 1
+    processors: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A change that is being made: its switches, and the waves in which layers move before the last."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from planaria.core.growing import Growing
@@ -105,7 +105,7 @@ def weighed_as(
     iteration_s: float,
     leaving: tuple[int, ...],
     prices: Prices,
-    switch_s: float,
+    switch_s: Callable[[Plan], float],
 ) -> tuple[Transition, ...]:
     """What each change is weighed as: the plan as it is, and once the layers have moved the change.
 
@@ -115,7 +115,7 @@ def weighed_as(
     Args:
         changes: of one plan, by one policy; to stay with it may be among them.
         iteration_s: by the plan as it is, if it is not among them.
-        switch_s: for how long nobody trains when an epoch begins at a commit.
+        switch_s: for how long nobody trains when an epoch with a plan begins at a commit.
     """
     if not changes:
         return ()
@@ -140,7 +140,7 @@ def weighed_as(
 
 
 def followed_as(
-    answers: tuple[Transition, ...], *, prices: Prices, switch_s: float
+    answers: tuple[Transition, ...], *, prices: Prices, switch_s: Callable[[Plan], float]
 ) -> tuple[Transition, ...]:
     """What each answer to a loss is weighed as, if another plan is to follow: with the pauses until
     it begins, as `weighed_as` has them. What the answer itself moves need not move again, but is
@@ -158,7 +158,7 @@ def _followed(
     *,
     leaving: tuple[int, ...],
     prices: Prices,
-    switch_s: float,
+    switch_s: Callable[[Plan], float],
 ) -> Transition:
     """The first, with all pauses until the other one's plan begins, and that.
 
@@ -170,8 +170,9 @@ def _followed(
     waves = waves_of(then, iteration_s=first.iteration_s, leaving=leaving, prices=prices)
     takes_s = (transfer_s(wave, prices, devices_per_node=per_node) for wave in waves)
     longer_s = sum(max(0.0, wave_s - first.iteration_s) for wave_s in takes_s)
+    pauses_s = (len(waves) * switch_s(first.after) if waves else 0.0) + switch_s(then.after)
     return replace(
         first,
-        downtime_s=first.downtime_s + (len(waves) + 1) * switch_s + longer_s,
+        downtime_s=first.downtime_s + pauses_s + longer_s,
         then=replace(then, downtime_s=(2 * len(waves) + 1) * first.iteration_s),
     )

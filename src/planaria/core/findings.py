@@ -31,13 +31,14 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
             coordinator/drift.py.
         beside_s: that an iteration takes beside the forwards and backwards of layers.
-        scheduled_s: that schedules took when the job began, 0 if that is not known.
-        linked_s: until the links stood, too.
-        overheads_s: of the newest recoveries, what they took beside moving layers, the newest last.
-            See coordinator/overhead.py.
+        hop_s: processor seconds that a schedule took, for each hop that it was computed from, in
+            the newest epoch. See coordinator/overhead.py.
+        linked_s: until the links stood when the job began, beside schedules.
+        overheads_s: of the newest recoveries, what they took beside schedules and moving layers,
+            the newest last.
         transfers_s: of the newest recoveries in which layers moved, what that was to take by the
             profile's links, and what it took.
-        pauses_s: of the newest switches, for how long ranks did not train.
+        pauses_s: of the newest switches, for how long ranks did not train, beside schedules.
         speeds: of nodes that are slow, as they are seen to be; others have 1. See
             coordinator/slowness.py.
         idle: slow nodes that had no work: how often they were tried again, and since when they
@@ -46,7 +47,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     layer_factors: tuple[float, ...] = ()
     beside_s: float = 0.0
-    scheduled_s: float = 0.0
+    hop_s: float = 0.0
     linked_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()

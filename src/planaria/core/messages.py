@@ -97,7 +97,7 @@ class EpochReady(Message, frozen=True, kw_only=True):
         layers_materialised: by this worker since it started.
         received_bytes: of state that came from peers for this epoch, as its sockets count them.
         regroup_s: until its last link stood.
-        scheduled_s: of this, what it took to compute its schedule.
+        scheduled_s: processor seconds that its schedule took.
         transfer_s: that the layers took after that.
     """
 

@@ -32,6 +32,7 @@ from planaria.core.messages import (
     StartEpoch,
     WorkerReady,
 )
+from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
 from planaria.engine.apply import (
     answer,
@@ -62,6 +63,7 @@ from planaria.errors import (
     CorruptedError,
     PeerLostError,
 )
+from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
 from planaria.transport.links import Links
@@ -207,9 +209,7 @@ class Worker:
             return
         self._recovers("regroup", start.iteration)
         peers = transfer_peers(start.rounds, rank)
-        order = ReductionOrder(self._job.resilience.reductions)
-        schedule = lowered_for(plan, rank, tied=tied_parameters(self._stage.model), order=order)
-        scheduled_s = time.monotonic() - begin_s
+        schedule, scheduled_s = self._scheduled(plan)
         if self._takes_part:
             peers |= iteration_peers(schedule, rank, plan.all_ranks)
             peers |= copy_peers(rank, start.copies)
@@ -257,6 +257,14 @@ class Worker:
             self._links.abort("the epoch is over", first_epoch=start.epoch + 1)
             executor.close()
             self._copying.leave()
+
+    def _scheduled(self, plan: Plan) -> tuple[Schedule, float]:
+        """The schedule of this rank, and the processor seconds that it took."""
+        begin_s = time.thread_time()
+        order = ReductionOrder(self._job.resilience.reductions)
+        tied = tied_parameters(self._stage.model)
+        schedule = lowered_for(plan, self._spec.rank, tied=tied, order=order)
+        return schedule, time.thread_time() - begin_s
 
     def _recovers(self, step: str, iteration: int) -> None:
         """A step of a recovery, if it is one; the job may have gone back to the iteration."""

@@ -1,5 +1,6 @@
 """What the coordinator's process is told, and the rules that follow from it."""
 
+import os
 from dataclasses import replace
 from typing import Any, Final
 
@@ -80,6 +81,7 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
         every=every,
         policy_of=policy,
         looks_ahead=looks_ahead(spec.job),
+        processors=len(os.sched_getaffinity(0)),  # All nodes are processes of this machine.
     )
     buffers = Buffers(spec.job.checkpoint.buffer_bytes, spec.job.checkpoint.num_buffers)
     number = version_iterations(rules, spec.plan, chunk_bytes=buffers.piece_bytes)

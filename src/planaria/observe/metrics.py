@@ -59,7 +59,7 @@ class EventRecord:
         regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
         received_bytes: of state, counted on the sockets; `transfer_bytes` is what was planned.
         downtime_s: the sum of these: from the loss until every rank could go on.
-        predicted_downtime_s: from the choice of the answer on, so without detect_s; of these
+        predicted_downtime_s: once the answer is told, so without detect_s and decide_s; of these
             predicted_transfer_s for moving layers.
     """
 
@@ -88,7 +88,7 @@ class EventRecord:
     @property
     def transition_s(self) -> float:
         """What `predicted_downtime_s` predicts."""
-        return self.downtime_s - self.detect_s
+        return self.downtime_s - self.detect_s - self.decide_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,10 @@ from planaria.core.plan import Link, ModelProfile, Plan, Transfer, Transition
 from planaria.restorer.cover import trusted_layers
 from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import Restoring
+from planaria.schedule.lower import num_met
 
 _NEGLIGIBLE: Final = 1e-6  # Of all failures.
+_FIXED_HOPS: Final = 64  # As long as these take takes a schedule of none; measured.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,13 @@ class Prices:
         links: by kind: "intra_node" and "inter_node".
         layer_bytes: of each layer's state: parameters and optimizer state.
         regroup_s: of what every recovery needs, whatever moves: links and groups made anew.
+        hop_s: of a plan's schedules, for each hop that the largest is computed from.
     """
 
     links: Mapping[str, Link]
     layer_bytes: tuple[int, ...]
     regroup_s: float
+    hop_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +95,13 @@ def profile_prices(profile: ModelProfile, *, regroup_s: float) -> Prices:
     )
 
 
+def scheduling_s(plan: Plan, hop_s: float) -> float:
+    """What schedules take where an epoch begins with this plan, before any rank trains."""
+    return hop_s * (_FIXED_HOPS + num_met(plan)) if hop_s else 0.0
+
+
 def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
-    """Regrouping, then the transfers."""
+    """Regrouping but for the schedules, then the transfers."""
     return prices.regroup_s + transfer_s(transfers, prices, devices_per_node=devices_per_node)
 
 

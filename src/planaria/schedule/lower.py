@@ -11,7 +11,7 @@ Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; torch.distribut
 passes over action lists and the dry run.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -93,25 +93,61 @@ def lowered_for(
     return Schedule(plan.routes, {rank: own}, buckets)
 
 
-def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
-    """The plan with the pipelines that routes join with the rank's own, and its microbatches."""
-    pipeline_of = {
+def num_met(plan: Plan) -> int:
+    """Hops that a rank's schedule is computed from (`lowered_for`), of the rank with the most.
+
+    O(nodes + microbatches), for routes that are the same object.
+    """
+    pipeline_of = _pipeline_of(plan)
+    routes = {id(route): route for route in plan.routes}
+    joined = _joined(routes.values(), pipeline_of)
+    hops: Counter[int] = Counter()
+    for route, number in Counter(map(id, plan.routes)).items():
+        hops[pipeline_of[routes[route][0].rank]] += number * len(routes[route])
+    most, left = 0, set(joined)
+    while left:
+        met = _reached(left.pop(), joined)
+        most = max(most, sum(hops[index] for index in met))
+        left -= met
+    return most
+
+
+def _pipeline_of(plan: Plan) -> dict[int, int]:
+    """The pipeline of every rank that has a place."""
+    return {
         member: index
         for index, pipeline in enumerate(plan.pipelines)
         for ranks in pipeline.ranks_by_stage()
         for member in ranks
     }
+
+
+def _joined(routes: Iterable[Route], pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
+    """With which pipelines each that has work has a route in common, itself among them."""
     joined: dict[int, set[int]] = {}
-    for route in set(plan.routes):
+    for route in routes:
         visited = {pipeline_of[hop.rank] for hop in route}
         for index in visited:
             joined.setdefault(index, set()).update(visited)
+    return joined
+
+
+def _reached(first: int, joined: Mapping[int, set[int]]) -> set[int]:
+    """All pipelines that are joined with one, by others too."""
     met: set[int] = set()
-    waiting = {pipeline_of[rank]} if rank in pipeline_of else set()
+    waiting = {first}
     while waiting:
         index = waiting.pop()
         met.add(index)
         waiting |= joined.get(index, set()) - met
+    return met
+
+
+def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
+    """The plan with the pipelines that routes join with the rank's own, and its microbatches."""
+    pipeline_of = _pipeline_of(plan)
+    joined = _joined(set(plan.routes), pipeline_of)
+    met = _reached(pipeline_of[rank], joined) if rank in pipeline_of else set[int]()
     microbatches = [m for m, route in enumerate(plan.routes) if pipeline_of[route[0].rank] in met]
     part = replace(
         plan,

@@ -199,7 +199,9 @@ def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) 
     note = "from the loss until every rank could go on"
     draw_heading(page, top, heading="Transitions", note=note, legend=_PHASES_LEGEND)
     top += 16
-    end_s = max(e.detect_s + max(e.predicted_downtime_s, e.transition_s) for e in events)
+    end_s = max(
+        e.detect_s + e.decide_s + max(e.predicted_downtime_s, e.transition_s) for e in events
+    )
     window = Window(0.0, end_s, PLOT_LEFT_PT, PLOT_WIDTH_PT)
     height = _LANE_PT[8]
     for event in events:
@@ -207,10 +209,10 @@ def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) 
         text = page.shortened(text, PLOT_LEFT_PT - LEFT_PT - 8, LABEL)
         page.text((PLOT_LEFT_PT - 8, top + height + 2.6), text, LABEL, align="right")
         rest_s = event.predicted_downtime_s - event.predicted_transfer_s
-        predicted = (0.0, 0.0, rest_s, event.predicted_transfer_s)  # Detecting it is not predicted.
+        predicted = (0.0, 0.0, rest_s, event.predicted_transfer_s)  # What is over by then is not.
         measured = (event.detect_s, event.decide_s, event.regroup_s, event.transfer_s)
         for begins_s, phases, lane_top in (
-            (event.detect_s, predicted, top),
+            (event.detect_s + event.decide_s, predicted, top),
             (0.0, measured, top + height),
         ):
             ground = Rectangle(PLOT_LEFT_PT, lane_top, PLOT_WIDTH_PT, height - 0.5)

@@ -47,7 +47,8 @@ def chrome_trace(
         for one, line in zip(iterations, lines, strict=True):
             for event in (e for e in answered if e.iteration == one.iteration):
                 events += _phases(event, start_s, places, is_measured=line is one.measured)
-                start_s += event.detect_s + max(event.transition_s, event.predicted_downtime_s)
+                start_s += event.detect_s + event.decide_s
+                start_s += max(event.transition_s, event.predicted_downtime_s)
             events += _spans(line, start_s, places)
             events += _counters(one.peaks, start_s, places, is_measured=line is one.measured)
             # An iteration faster than its prediction must not run into the next one's.
@@ -130,7 +131,7 @@ def _counters(
 def _phases(
     event: EventRecord, start_s: float, places: _Places, *, is_measured: bool
 ) -> Iterator[dict[str, Any]]:
-    """The phases of a transition. What is predicted begins when the answer is chosen."""
+    """The phases of a transition. What is predicted begins when the answer is told."""
     predicted_s = event.predicted_downtime_s - event.predicted_transfer_s
     phases = (
         (
@@ -140,10 +141,10 @@ def _phases(
             ("transfer", event.transfer_s),
         )
         if is_measured
-        else (("decide and regroup", predicted_s), ("transfer", event.predicted_transfer_s))
+        else (("regroup", predicted_s), ("transfer", event.predicted_transfer_s))
     )
     if not is_measured:
-        start_s += event.detect_s
+        start_s += event.detect_s + event.decide_s
     for name, lasts_s in phases:
         if lasts_s > 0.0:
             text = f"{event.answer}: {name}"

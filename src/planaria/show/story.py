@@ -127,10 +127,10 @@ def _took(event: EventRecord) -> str:
         )
     rest_s = event.predicted_downtime_s - event.predicted_transfer_s
     return (
-        f"From then on it took {seconds_text(event.transition_s)}, predicted were "
+        f"To decide took {seconds_text(event.decide_s)}. From then on it took "
+        f"{seconds_text(event.transition_s)}, predicted were "
         f"{seconds_text(event.predicted_downtime_s)} "
-        f"({off_text(event.predicted_downtime_s, event.transition_s)}): decide "
-        f"{seconds_text(event.decide_s)} and regroup {seconds_text(event.regroup_s)} "
-        f"({seconds_text(rest_s)} predicted for both), transfer "
+        f"({off_text(event.predicted_downtime_s, event.transition_s)}): regroup "
+        f"{seconds_text(event.regroup_s)} ({seconds_text(rest_s)} predicted), transfer "
         f"{seconds_text(event.transfer_s)} ({seconds_text(event.predicted_transfer_s)} predicted)."
     )
