@@ -69,6 +69,20 @@ def test_to_stay_costs_nothing() -> None:
     assert weighed(CHANGE, stay)[0].downtime_s == 3 * 0.25
 
 
+def test_waves_pause_for_the_plan_as_it_is_and_the_last_switch_for_the_new_one() -> None:
+    """A second a pipeline: two waves by two of them, and then one is left."""
+    change = replace(CHANGE, after=replace(shaped_plan((2,), 6), epoch=1))
+    (as_that,) = weighed_as(
+        (change,),
+        iteration_s=2.0,
+        leaving=(),
+        prices=PRICES,
+        switch_s=lambda plan: float(len(plan.pipelines)),
+    )
+
+    assert as_that.downtime_s == 2 * 2.0 + 1.0 + 2.0
+
+
 def test_what_follows_an_answer_is_weighed_as_that_change_will_be() -> None:
     """As above: two waves of two seconds, a pause for each switch and for what they lack."""
     quick = replace(STAY, answer="quick", downtime_s=0.5, then=CHANGE)

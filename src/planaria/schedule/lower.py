@@ -96,14 +96,13 @@ def lowered_for(
 def num_met(plan: Plan) -> int:
     """Hops that a rank's schedule is computed from (`lowered_for`), of the rank with the most.
 
-    O(nodes + microbatches), for routes that are the same object.
+    O(nodes + microbatches + hops of different routes).
     """
     pipeline_of = _pipeline_of(plan)
-    routes = {id(route): route for route in plan.routes}
-    joined = _joined(routes.values(), pipeline_of)
+    joined = _joined(plan, pipeline_of)
     hops: Counter[int] = Counter()
-    for route, number in Counter(map(id, plan.routes)).items():
-        hops[pipeline_of[routes[route][0].rank]] += number * len(routes[route])
+    for route in plan.routes:
+        hops[pipeline_of[route[0].rank]] += len(route)
     most, left = 0, set(joined)
     while left:
         met = _reached(left.pop(), joined)
@@ -122,10 +121,10 @@ def _pipeline_of(plan: Plan) -> dict[int, int]:
     }
 
 
-def _joined(routes: Iterable[Route], pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
+def _joined(plan: Plan, pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
     """With which pipelines each that has work has a route in common, itself among them."""
     joined: dict[int, set[int]] = {}
-    for route in routes:
+    for route in {id(route): route for route in plan.routes}.values():  # To hash it takes longer.
         visited = {pipeline_of[hop.rank] for hop in route}
         for index in visited:
             joined.setdefault(index, set()).update(visited)
@@ -146,7 +145,7 @@ def _reached(first: int, joined: Mapping[int, set[int]]) -> set[int]:
 def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
     """The plan with the pipelines that routes join with the rank's own, and its microbatches."""
     pipeline_of = _pipeline_of(plan)
-    joined = _joined(set(plan.routes), pipeline_of)
+    joined = _joined(plan, pipeline_of)
     met = _reached(pipeline_of[rank], joined) if rank in pipeline_of else set[int]()
     microbatches = [m for m, route in enumerate(plan.routes) if pipeline_of[route[0].rank] in met]
     part = replace(
