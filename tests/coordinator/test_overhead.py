@@ -9,9 +9,10 @@ from coordinated import NOW_S, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.overhead import (
-    AT_FIRST,
-    NEW_LINKS,
+    FIRST_RECOVERY,
+    FIRST_SWITCH,
     NUM_NEWEST,
+    RANK_S,
     prices_of,
     regroup_s,
     switch_s,
@@ -66,17 +67,12 @@ def recovered(
     return with_start(RULES, state, NOW_S + total_s)
 
 
-def test_what_the_first_recovery_costs_is_taken_from_the_start_and_then_measured() -> None:
-    """Few links are new; what is left of a recovery's time is its overhead, and what there was
-    before all were told is not."""
-    unknown = state_with(Findings())
-    begun = state_with(Findings(linked_s=0.4))
+def test_what_a_recovery_costs_is_a_prior_at_first_and_then_measured() -> None:
+    """What is left of its time is its overhead, and what there was before all were told is not."""
+    begun = state_with(Findings())
     once = recovered(begun, transfer_s=2.0, total_s=2.25)
 
-    assert prices_of(RULES, unknown).regroup_s == RULES.prices.regroup_s
-    assert prices_of(RULES, begun).regroup_s == pytest.approx(
-        RULES.prices.regroup_s + NEW_LINKS * 0.4
-    )
+    assert prices_of(RULES, begun).regroup_s == RULES.prices.regroup_s + RANK_S
     assert prices_of(RULES, once).regroup_s == pytest.approx(0.25)
     assert prices_of(RULES, recovered(once, transfer_s=2.0, total_s=2.75)).regroup_s == (
         pytest.approx(0.5)
@@ -141,27 +137,27 @@ def test_a_few_bytes_tell_little_of_links_and_none_nothing() -> None:
     assert 1.0 < link.seconds(10**9) / cheap.seconds(10**9) < 4.0
 
 
-def test_a_start_tells_what_links_took_and_a_restart_in_the_middle_nothing() -> None:
+def test_a_start_tells_what_schedules_took_and_a_restart_in_the_middle_no_overhead() -> None:
     """Who did not see the choice cannot know what came after it."""
     ready = (
-        EpochReady(rank=0, epoch=0, layers_materialised=1, regroup_s=0.5, scheduled_s=0.1),
-        EpochReady(rank=1, epoch=0, layers_materialised=1, regroup_s=0.4, scheduled_s=0.2),
+        EpochReady(rank=0, epoch=0, layers_materialised=1, scheduled_s=0.1),
+        EpochReady(rank=1, epoch=0, layers_materialised=1, scheduled_s=0.2),
     )
     state = replace(state_with(Findings()), ready=Growing(dict(enumerate(ready))))
 
     started = with_start(RULES, replace(state, loss=None), NOW_S).learning.findings
     restarted = with_start(RULES, with_order(state, NOW_S), NOW_S).learning.findings
 
-    assert started.linked_s == pytest.approx(0.5 - 0.15)
     assert started.hop_s == pytest.approx(0.15 / scheduling_s(PLAN, 1.0))
-    assert (restarted.linked_s, restarted.overheads_s) == (0.0, ())
+    assert restarted.hop_s == started.hop_s
+    assert started.overheads_s == restarted.overheads_s == ()
 
 
 def test_switches_are_measured_for_themselves() -> None:
     """A pause at a commit has nothing of a recovery."""
-    state = state_with(Findings(hop_s=0.001, linked_s=1.0, overheads_s=(0.3,)))
+    state = state_with(Findings(hop_s=0.001, overheads_s=(0.3,)))
     assert switch_s(RULES, state_with(Findings()), PLAN) == RULES.prices.regroup_s
-    assert switch_s(RULES, state, PLAN) == AT_FIRST * scheduling_s(PLAN, 0.001)
+    assert switch_s(RULES, state, PLAN) == FIRST_SWITCH * scheduling_s(PLAN, 0.001)
     quick = EpochReady(rank=0, epoch=1, layers_materialised=1)
     state = replace(state, ready=Growing({0: quick}))
     for pause_s in (0.01, 0.02, 0.9):
@@ -173,8 +169,8 @@ def test_switches_are_measured_for_themselves() -> None:
 
 @pytest.mark.parametrize("processors", [0, 2])
 def test_schedules_are_priced_by_what_they_are_computed_from(processors: int) -> None:
-    """As long again for as many hops again, after recoveries and switches alike; where ranks share
-    processors they wait for each other."""
+    """As long again for as many hops again, after recoveries and switches alike, somewhat longer in
+    the first recovery; where ranks share processors they wait for each other."""
     rules = replace(RULES, processors=processors)
     small, large = shaped_plan((2,) * 4, 8), shaped_plan((8,), 64)
     ready = Growing(
@@ -186,11 +182,14 @@ def test_schedules_are_priced_by_what_they_are_computed_from(processors: int) ->
     started = with_start(rules, replace(state, loss=None), NOW_S)
     paused = with_switch(rules, state, 0.01 * sharing + 0.5)
     told = replace(state, learning=replace(state.learning, told_s=NOW_S))
-    recovered = with_start(rules, told, NOW_S + 0.01 * sharing + 0.25)
+    recovered = with_start(rules, told, NOW_S + FIRST_RECOVERY * 0.01 * sharing + 0.25)
 
     assert more > 5.0
-    assert switch_s(rules, started, large) == pytest.approx(AT_FIRST * 0.01 * sharing * more)
+    assert switch_s(rules, started, large) == pytest.approx(FIRST_SWITCH * 0.01 * sharing * more)
     assert switch_s(rules, paused, large) == pytest.approx(0.01 * sharing * more + 0.5)
+    assert regroup_s(rules, started, large) == pytest.approx(
+        RULES.prices.regroup_s + RANK_S * sharing + FIRST_RECOVERY * 0.01 * sharing * more
+    )
     assert regroup_s(rules, recovered, large) == pytest.approx(0.01 * sharing * more + 0.25)
 
 

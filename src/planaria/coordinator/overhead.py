@@ -19,9 +19,9 @@ measured in each epoch; where nodes are emulated, their ranks share few processo
 The overhead is all the rest, whatever moves: the order's way, links made anew, ranks that get
 going. It depends on machines, nodes and model, so it is measured, in each recovery, as the time
 that there was less what schedules and layers took. The price of the next is the median of the
-newest. The first recovery of a job is priced by how it began: as a fixed prior for the order's way,
-and an eighth of what the links took, which were all new then, where most of them stand in a
-recovery.
+newest. Before the first recovery it is a fixed prior for the order's way and one for what each rank
+and its agent compute. That one takes longer by a quarter of its schedules: what is done with a plan
+for the first time is in no cache, and the larger the plan, the more there is of it.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise.
 Before the first it is expected to take half as long again as the schedules.
@@ -44,21 +44,22 @@ from planaria.policies.policy import Prices, scheduling_s
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02
 # Measured on 8 and 32 nodes, see docs/LOG.md.
-NEW_LINKS: Final = 1 / 8
-AT_FIRST: Final = 1.5
+RANK_S: Final = 0.0023  # That a rank and its agent compute beside its schedule.
+FIRST_RECOVERY: Final = 1.25
+FIRST_SWITCH: Final = 1.5
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
     """What recovery costs, as far as the job has told."""
     findings, factor = state.learning.findings, _transfer_factor(state)
-    overhead_s = rules.prices.regroup_s + NEW_LINKS * findings.linked_s
+    overhead_s = rules.prices.regroup_s + RANK_S * _sharing(rules, state)
     if findings.overheads_s:
         overhead_s = median(findings.overheads_s)
     links = {
         kind: Link(link.latency_s * factor, link.bandwidth_bytes_per_s / factor)
         for kind, link in rules.prices.links.items()
     }
-    hop_s = findings.hop_s * _sharing(rules, state)
+    hop_s = findings.hop_s * _sharing(rules, state) * _at_first(state)
     return replace(rules.prices, links=links, regroup_s=overhead_s, hop_s=hop_s)
 
 
@@ -71,6 +72,11 @@ def regroup_s(rules: Rules, state: JobState, plan: Plan) -> float:
 def _sharing(rules: Rules, state: JobState) -> float:
     """How many ranks share a processor."""
     return max(1.0, len(state.ranks) / rules.processors) if rules.processors else 1.0
+
+
+def _at_first(state: JobState) -> float:
+    """How many times its schedules the next recovery takes for them and what grows with them."""
+    return 1.0 if state.learning.findings.overheads_s else FIRST_RECOVERY
 
 
 def _transfer_factor(state: JobState) -> float:
@@ -86,7 +92,7 @@ def switch_s(rules: Rules, state: JobState, plan: Plan) -> float:
     schedules_s = scheduling_s(plan, findings.hop_s * _sharing(rules, state))
     if findings.pauses_s:
         return median(findings.pauses_s) + schedules_s
-    return AT_FIRST * schedules_s or rules.prices.regroup_s  # Nobody has told what it takes.
+    return FIRST_SWITCH * schedules_s or rules.prices.regroup_s  # Nobody has told what it takes.
 
 
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
@@ -108,11 +114,8 @@ def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
     """The state once every rank can go on, after a loss or for the first time."""
     state, schedules_s = _with_schedules(rules, state)
     learning, findings = state.learning, state.learning.findings
-    if state.loss is None:
-        linked_s = max(event.regroup_s for event in state.ready.values())
-        findings = msgspec.structs.replace(findings, linked_s=max(0.0, linked_s - schedules_s))
-    elif learning.told_s:  # Or the coordinator began in the middle of it.
-        overhead_s = now_s - learning.told_s - schedules_s
+    if state.loss is not None and learning.told_s:  # Or this coordinator began in the middle of it.
+        overhead_s = now_s - learning.told_s - schedules_s * _at_first(state)
         took_s = _transferred_s(state.ready.values())
         if learning.transfer_s > 0.0 and took_s > 0.0:
             overhead_s -= took_s

@@ -33,7 +33,6 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         beside_s: that an iteration takes beside the forwards and backwards of layers.
         hop_s: processor seconds that a schedule took, for each hop that it was computed from, in
             the newest epoch. See coordinator/overhead.py.
-        linked_s: until the links stood when the job began, beside schedules.
         overheads_s: of the newest recoveries, what they took beside schedules and moving layers,
             the newest last.
         transfers_s: of the newest recoveries in which layers moved, what that was to take by the
@@ -48,7 +47,6 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     layer_factors: tuple[float, ...] = ()
     beside_s: float = 0.0
     hop_s: float = 0.0
-    linked_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()
     pauses_s: tuple[float, ...] = ()

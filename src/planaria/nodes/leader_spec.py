@@ -20,7 +20,7 @@ from planaria.policies.named import aware_policy_of, looks_ahead
 from planaria.policies.policy import Policy, profile_prices
 
 # What a recovery takes beside moving layers, until the job has told; docs/LOG.md.
-REGROUP_S: Final = 0.01
+REGROUP_S: Final = 0.005
 
 
 class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
