@@ -105,6 +105,16 @@ def test_old_checkpoints_that_cannot_be_removed_do_not_spoil_the_new_one(
     assert told.notices[1] == Warned(text="old checkpoints stay: the disk refuses")
 
 
+def test_what_nobody_completed_is_removed_where_all_saves_are_kept(tmp_path: Path) -> None:
+    """A rank may have written a layer of it after another had failed to, and all was removed."""
+    told = _Told(tmp_path, keep=0)
+    told.publish(1)
+    told.tier.write_layer(2, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
+    told.publish(3)
+
+    assert [version.name for version in told.tier.versions()] == ["3-0", "1-0"]
+
+
 def test_a_job_that_saved_nothing_leaves_its_start_behind(tmp_path: Path) -> None:
     """Its seed tells everything; but a checkpoint that there is stays the newest."""
     told = _Told(tmp_path)

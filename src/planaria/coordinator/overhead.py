@@ -20,8 +20,8 @@ The overhead is all the rest, whatever moves: the order's way, links made anew, 
 going. It depends on machines, nodes and model, so it is measured, in each recovery, as the time
 that there was less what schedules and layers took. The price of the next is the median of the
 newest. Before the first recovery it is a fixed prior for the order's way and one for what each rank
-and its agent compute. That one takes longer by a quarter of its schedules: what is done with a plan
-for the first time is in no cache, and the larger the plan, the more there is of it.
+and its agent compute. The first recovery takes longer by a quarter of its schedules: what is done
+with a plan for the first time is in no cache, and the larger the plan, the more there is of it.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise.
 Before the first it is expected to take half as long again as the schedules.

@@ -68,8 +68,7 @@ class Publisher:
         self._say(Published(command.iteration, command.epoch))
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
         try:
-            if self._keep:
-                self._tier.prune(self._keep)
+            self._tier.prune(self._keep)  # What nobody completed, even where all are kept.
         except CheckpointError as error:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
