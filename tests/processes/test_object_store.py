@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import digests, tiny_job
+from jobs import digests, shaped_plan, tiny_job
 from object_store import object_store
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
@@ -124,6 +124,20 @@ def test_saves_that_a_store_does_not_give_are_as_good_as_before_another_time(
     store.late_s = _nothing
     resumed = Job(job).train(resume=True, server=store.server)
     assert resumed.report.iterations[0].iteration == int(saves[0].partition("-")[0])
+
+
+def test_a_save_under_way_is_complete_before_a_flipped_bit_ends_the_job(
+    store: Store, tmp_path: Path
+) -> None:
+    """Of two holders nobody can tell which is right, and the save before is all that is left."""
+    job = saving(store.url, tmp_path)
+    plan = shaped_plan((1, 1), job.num_microbatches)
+    store.late_s = lambda method, _path: 0.3 if method == "PUT" else 0.0
+
+    result = Job(job).run(plan=plan, injections=[parse_injection("flip:1@2")], server=store.server)
+
+    assert isinstance(result.error, InsufficientError)
+    assert "the newest checkpoint is of iteration 2" in str(result.error)
 
 
 @pytest.mark.long

@@ -195,7 +195,7 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
             state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):
-            return refuted(rules, state, now_s)
+            return (state, ()) if state.num_publishing else refuted(rules, state, now_s)
         case Phase.TRAINING:
             return _trained(rules, state, now_s)
         case Phase.SAVING:

@@ -156,6 +156,9 @@ class Worker:
                     self._serve_epoch(order)
                 except (AbortedError, CheckpointError, CorruptedError, PeerLostError) as error:
                     logger.info("rank %s: %s", rank, error)
+                    if isinstance(error, CorruptedError):
+                        # It may be all that is left: nobody may know who of two is right.
+                        self._saver.wait_written()
                     if said := complaint(error, rank=rank, epoch=epoch):
                         self._control.send(said)
 
