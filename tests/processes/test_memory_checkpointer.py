@@ -36,10 +36,14 @@ def place(tmp_path: Path) -> Iterator[Path]:
 def begun(
     script: Path, *words: str, ranks: int = 1, options: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """A torchrun of one node."""
+    """A torchrun of one node, whose ranks tell where they are if a signal ends them."""
     options = options or ("--standalone",)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    return subprocess.Popen([*command, *options, str(script), *words], stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [*command, *options, str(script), *words],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
 
 
 def ended(process: subprocess.Popen[bytes], code: int = 0) -> str:
