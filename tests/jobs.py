@@ -100,8 +100,14 @@ def shapes(num_nodes: int, smallest: int = 1) -> tuple[tuple[int, ...], ...]:
 def train_shape(
     config: JobConfig, sizes: tuple[int, ...], server: ForkServer, **arguments: Any
 ) -> TrainingResult:
-    """Trains the job on pipelines of these sizes."""
-    config = replace(config, cluster=replace(config.cluster, nodes=sum(sizes)))
+    """Trains the job on pipelines of these sizes; no better plan is looked for meanwhile, for which
+    it would leave them at a commit.
+    """
+    config = replace(
+        config,
+        cluster=replace(config.cluster, nodes=sum(sizes)),
+        resilience=replace(config.resilience, failures_ahead=0),
+    )
     plan = shaped_plan(sizes, config.num_microbatches)
     return Job(config).train(plan=plan, server=server, **arguments)
 

@@ -192,7 +192,7 @@ class Job:
         Args:
             resume: go on from the newest checkpoint in checkpoint.directory.
             trace: gather the spans of every action of every iteration.
-            plan: instead of the planner's first.
+            plan: instead of the planner's first; it gives way to a better one as that would.
             every: instead of the planner's for what may be left of the nodes.
             injections: faults that are to happen.
             server: a fork server to share between jobs; one is started otherwise.
