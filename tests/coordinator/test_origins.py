@@ -25,7 +25,7 @@ from coordinated import (
 )
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.coordinator import Event
-from planaria.coordinator.saves import newest_save, published, without_spoilt
+from planaria.coordinator.saves import kept, newest_save, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
@@ -35,6 +35,7 @@ from planaria.coordinator.state import (
     JobState,
     MembersRecorded,
     Phase,
+    Pruned,
     Publish,
     Published,
     RecordDecision,
@@ -270,9 +271,20 @@ def test_a_damaged_save_of_this_run_is_followed_by_the_one_before() -> None:
     state, _ = after(training(small_rules()), [Published(FIRST + 2, 0)], small_rules())
     for _ in range(2):
         state = without_spoilt(state, f"{FIRST + 2}-0")
-    state = published(state, Published(FIRST + 2, 0))
+    state = kept(small_rules(), state, Published(FIRST + 2, 0))
 
     assert newest_save(small_rules(), state) == (FIRST + 1, f"{FIRST + 1}-0")
+
+
+def test_nobody_goes_back_to_a_save_that_was_removed() -> None:
+    """Newer ones are kept, and if none of those can be read all have nothing to go back to."""
+    rules = small_rules()
+    saves = [Published(FIRST + 1, 0), Published(FIRST + 2, 0)]
+    gone = [Pruned(SOURCE), Pruned(f"{FIRST + 1}-0")]
+    state, _ = after(training(rules), [*saves, *gone], rules)
+
+    assert newest_save(rules, state) == (FIRST + 2, f"{FIRST + 2}-0")
+    assert newest_save(rules, without_spoilt(state, f"{FIRST + 2}-0")) is None
 
 
 def test_all_that_went_back_to_a_damaged_save_go_back_once_more() -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from planaria.checkpoint.tiers import Tier, tier_of
-from planaria.coordinator.state import Discard, Publish, Published
+from planaria.coordinator.saves import Kept
+from planaria.coordinator.state import Discard, Pruned, Publish, Published
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
@@ -18,7 +19,7 @@ class _Told:
 
     def __init__(self, directory: Path, *, keep: int = 1) -> None:
         self.tier = tier_of(str(directory))
-        self.events: list[Published | SaveFailed] = []
+        self.events: list[Kept | SaveFailed] = []
         self.notices: list[ToLauncher] = []
         self.publisher = Publisher(
             self.tier,
@@ -43,7 +44,7 @@ def test_a_save_is_published_and_older_ones_are_removed(tmp_path: Path) -> None:
     told.publish(1)
     told.publish(2)
 
-    assert told.events == [Published(1, 0), Published(2, 0)]
+    assert told.events == [Published(1, 0), Published(2, 0), Pruned("1-0")]
     assert told.notices == [Saved(iteration=1, epoch=0), Saved(iteration=2, epoch=0)]
     assert [version.iteration for version in told.tier.versions()] == [2]
 

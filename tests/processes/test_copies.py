@@ -225,7 +225,10 @@ class _Notes(Silent):
 def _arenas(server: ForkServer) -> Iterator[Path]:
     """The files of all arenas of a job, several times each."""
     for process in psutil.Process(server.pid).children(recursive=True):
-        for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+        entries: list[Path] = []
+        with suppress(OSError):  # The process has ended meanwhile.
+            entries += Path(f"/proc/{process.pid}/fd").iterdir()
+        for entry in entries:
             with suppress(OSError):  # It was closed meanwhile.
                 if "memfd:planaria-copies" in os.readlink(entry):
                     yield entry

@@ -35,7 +35,7 @@ from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.overhead import with_order, with_start
 from planaria.coordinator.recovery import decided, lost, refuted
-from planaria.coordinator.saves import layers_saved, published, save_failed
+from planaria.coordinator.saves import Kept, kept, layers_saved, save_failed
 from planaria.coordinator.slowness import observed
 from planaria.coordinator.state import (
     AnswersFound,
@@ -47,6 +47,7 @@ from planaria.coordinator.state import (
     MembersRecorded,
     Notify,
     Phase,
+    Pruned,
     Published,
     Rules,
     Step,
@@ -86,9 +87,7 @@ from planaria.core.records import (
 )
 
 Request = StopRequested | DrainRequested
-Event = (
-    Fact | NodeLost | Request | MembersRecorded | DecisionRecorded | AnswersFound | Published | Tick
-)
+Event = Fact | NodeLost | Request | MembersRecorded | DecisionRecorded | AnswersFound | Kept | Tick
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
@@ -127,8 +126,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
         case LayersSaved():
             return layers_saved(state, event)
-        case Published():
-            return published(state, event), ()
+        case Published() | Pruned():
+            return kept(rules, state, event), ()
         case SaveFailed():
             return save_failed(state, event)
         case StopRequested() if state.stop_reason or not state.stop_requested:

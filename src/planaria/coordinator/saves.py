@@ -5,6 +5,7 @@ from dataclasses import replace
 from planaria.coordinator.state import (
     Discard,
     JobState,
+    Pruned,
     Publish,
     Published,
     Rules,
@@ -12,6 +13,8 @@ from planaria.coordinator.state import (
 )
 from planaria.core.copies import version_name
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
+
+Kept = Published | Pruned
 
 
 def layers_saved(state: JobState, event: LayersSaved) -> Step:
@@ -30,13 +33,23 @@ def layers_saved(state: JobState, event: LayersSaved) -> Step:
     return replace(state, saves=newer, num_publishing=state.num_publishing + 1), (publish,)
 
 
-def published(state: JobState, event: Published) -> JobState:
-    """A save is there, of this coordinator's time or of before."""
+def kept(rules: Rules, state: JobState, event: Kept) -> JobState:
+    """A save is there, of this coordinator's time or of before, or is there no more."""
+    if isinstance(event, Pruned):
+        return _pruned(rules, state, event)
     state = _told(state)
     if event.source in state.spoilt:
         return state
     versions = {*state.versions, (event.iteration, event.epoch)}
     return replace(state, versions=tuple(sorted(versions, reverse=True)))
+
+
+def _pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
+    """Nobody goes back to it, nor to what the run or the epoch began with, if it was that."""
+    versions = tuple(one for one in state.versions if version_name(*one) != event.source)
+    is_origin = event.source in (rules.source, state.origin.source)
+    spoilt = state.spoilt | {event.source} if is_origin else state.spoilt
+    return replace(state, versions=versions, spoilt=spoilt)
 
 
 def without_spoilt(state: JobState, source: str) -> JobState:

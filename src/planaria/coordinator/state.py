@@ -153,10 +153,7 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The job is over: tell the launcher, then have every member leave.
-
-    `failure` says what ended it, `reason` in words.
-    """
+    """The job is over: tell the launcher, then have every member leave; `reason` is in words."""
 
     ending: Ending
     reason: str = ""
@@ -199,6 +196,13 @@ class Published:
     def source(self) -> str:
         """Its version of the disk tier."""
         return version_name(self.iteration, self.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A version of the disk tier is gone: newer ones are kept."""
+
+    source: str
 
 
 @dataclass(frozen=True, slots=True)

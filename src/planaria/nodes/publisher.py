@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from planaria.checkpoint.tiers import UNPUBLISHED, Manifest, Tier
-from planaria.coordinator.state import Discard, Publish, Published
+from planaria.coordinator.saves import Kept
+from planaria.coordinator.state import Discard, Pruned, Publish, Published
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
@@ -26,7 +27,7 @@ class Publisher:
         *,
         fingerprint: Mapping[str, Any],
         keep: int,
-        say: Callable[[Published | SaveFailed], None],
+        say: Callable[[Kept | SaveFailed], None],
         notify: Callable[[ToLauncher], None],
     ) -> None:
         self._tier = tier
@@ -68,7 +69,8 @@ class Publisher:
         self._say(Published(command.iteration, command.epoch))
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
         try:
-            self._tier.prune(self._keep)  # What nobody completed, even where all are kept.
+            for source in self._tier.prune(self._keep):  # What nobody completed, even if all stay.
+                self._say(Pruned(source))
         except CheckpointError as error:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
