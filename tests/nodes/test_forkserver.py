@@ -51,8 +51,11 @@ def count_frozen(_: bytes, result_fd: int) -> None:
 
 
 def wait_for_end(payload: bytes) -> None:
-    """Tells its pid in a file and waits for a signal."""
-    Path(payload.decode()).write_text(str(os.getpid()))
+    """Tells its pid in a file, which is whole once it is there, and waits for a signal."""
+    path = Path(payload.decode())
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(path)
     signal.pause()
 
 
