@@ -6,13 +6,24 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinated import LEASE_S, NOW_S, gone, small_rules
+from coordinated import (
+    HALVES,
+    LEASE_S,
+    LOWER,
+    NEXT,
+    NOW_S,
+    UPPER,
+    gone,
+    small_rules,
+    stopped,
+    training_halves,
+)
 from jobs import shaped_plan
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import opened_logbook
-from planaria.coordinator.state import Saving
+from planaria.coordinator.state import MembersRecorded, Saving
 from planaria.coordinator.store import Change, StoreState
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher
@@ -41,6 +52,7 @@ class FakeHands:
     """What a leader does, written down."""
 
     queued: list[Event] = field(default_factory=list)
+    places: list[tuple[str, int]] = field(default_factory=list)
 
     def queue(self, event: Event) -> None:
         self.queued.append(event)
@@ -52,7 +64,7 @@ class FakeHands:
         pass
 
     def reached(self, place: str, iteration: int) -> None:
-        pass
+        self.places.append((place, iteration))
 
 
 def gated(run: Callable[[EmbeddedStore, asyncio.Event], Awaitable[None]]) -> None:
@@ -118,5 +130,31 @@ def test_a_node_that_is_lost_while_it_is_admitted_is_told_so() -> None:
         assert isinstance(new.told[-1], Abort)
         assert NODE not in new.told[-1].nodes
         assert not await logbook.renew(NODE)
+
+    gated(run)
+
+
+def test_a_recovery_is_that_of_the_newest_iteration_that_anyone_answers_from() -> None:
+    """One who has not heard of the last commit may answer after one who has.
+
+    A coordinator that was to be killed in that recovery lived where all went back, once in dozens.
+    """
+
+    async def run(store: EmbeddedStore, _gate: asyncio.Event) -> None:
+        rules, hands = small_rules(), FakeHands()
+        logbook = await opened_logbook(store, "job", lease_s=LEASE_S)
+        leadership = Leadership[FakeLine](rules, logbook, hands)
+        await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
+        leadership.state = training_halves(rules)
+        events = [
+            gone(3),
+            MembersRecorded(1),
+            stopped(0, 1, layers=LOWER, age=NEXT + 1, last=NEXT),
+            stopped(1, 1, layers=UPPER, age=NEXT, last=NEXT - 1),
+        ]
+        for event in events:
+            await leadership.handle(event, NOW_S)
+
+        assert hands.places == [("detect", NEXT), ("detect", NEXT + 1), ("detect", NEXT + 1)]
 
     gated(run)

@@ -188,8 +188,8 @@ class Leadership(Generic[Agent]):
 
     async def handle(self, event: Event, now_s: float) -> None:
         """Takes in one event, and carries out what follows."""
-        if isinstance(event, Stopped):  # It knows better than the reports how far the job was.
-            self._lost_at = event.vector_iteration + 1
+        if isinstance(event, Stopped):  # It may know better than the reports how far the job was.
+            self._lost_at = max(self._lost_at, event.vector_iteration + 1)
             self._reached("detect")
         self.state, commands = step(self._rules, self.state, event, now_s)
         await self._carry_out(commands)
