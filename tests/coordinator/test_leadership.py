@@ -146,7 +146,7 @@ def test_a_recovery_is_that_of_the_newest_iteration_that_anyone_answers_from() -
         leadership = Leadership[FakeLine](rules, logbook, hands)
         await leadership.restore(HALVES, predicted_s=1.0, now_s=NOW_S)
         leadership.state = training_halves(rules)
-        events = [
+        events: list[Event] = [
             gone(3),
             MembersRecorded(1),
             stopped(0, 1, layers=LOWER, age=NEXT + 1, last=NEXT),
