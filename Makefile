@@ -25,11 +25,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test sim soak sweep chaos check docs profiles bench clean
+.PHONY: help demo test green sim soak sweep chaos check docs profiles bench clean
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
 	@echo 'make test     check the code, then run all tests'
+	@echo 'make green    make test until 20 runs in a row are green (RUNS=), over several sittings'
 	@echo 'make sim      1,000 simulated jobs under faults; SEED=n RUNS=1 replays one'
 	@echo 'make soak     100,000 of them; then a job of 3,500 iterations whose nodes die, its curves'
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
@@ -47,6 +48,11 @@ demo: $(READY)
 test: check
 	$(BIN)/python -m pytest --numprocesses 2 -m 'not timed and not long'
 	$(BIN)/python -m pytest -m 'timed and not long'
+
+# A clone at HEAD runs; each result is kept in benchmarks/results/green.jsonl.
+green: RUNS = 20
+green: $(READY)
+	$(BIN)/python tests/green.py --runs $(RUNS)
 
 sim: $(READY)
 	$(BIN)/python -m planaria.simulator --seed $(SEED) --runs $(RUNS)
