@@ -157,6 +157,7 @@ def test_spans_lie_between_the_collectives_of_an_iteration() -> None:
     assert 0 <= spans[0].after <= spans[-1].after <= 3
 
 
+@pytest.mark.timeout(300)  # The compiler's modules take 10 s to import, two minutes under load.
 def test_compiled_functions_may_have_collectives_that_are_watched(tmp_path: Path) -> None:
     """Dynamo goes through what watches them, and has no clock nor what a thread keeps; a graph is
     whole with it. Nobody can tell when those are over, so they are not noted."""
