@@ -10,13 +10,15 @@ told the time, it does not look.
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import isclose
 
 
 class Category(StrEnum):
     """What a second was spent on, for the job as a whole.
 
     Attributes:
-        USEFUL: iterations that count, bubbles included.
+        USEFUL: iterations that count, bubbles included; and what was computed of the one in which
+            a job ended early.
         REDUNDANT: of the seconds of such iterations, the share of eager forwards in what all ranks
             computed.
         REDO: iterations that all went back before, and the part of an iteration that was lost with
@@ -78,4 +80,6 @@ class Ledger:
     def parts(self) -> dict[str, float]:
         """All categories and their sum as `wall`, in seconds, as the report has them."""
         parts = {str(category): self.seconds.get(category, 0.0) for category in Category}
-        return parts | {"wall": self.now_s - self.start_s}
+        wall_s = self.now_s - self.start_s
+        assert isclose(sum(parts.values()), wall_s, rel_tol=1e-6, abs_tol=1e-6), (parts, wall_s)
+        return parts | {"wall": wall_s}
