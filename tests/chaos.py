@@ -168,6 +168,7 @@ def check_report(result: TrainingResult) -> None:
     assert numbers == list(range(numbers[0], numbers[-1] + 1))
     parts = {name: spent for name, spent in report.ledger.items() if name != "wall"}
     assert abs(sum(parts.values()) - report.ledger["wall"]) < 1e-6
+    assert not parts["redo"] or any(event.redone_samples for event in report.events)
     for event in recoveries(result):
         if not event.downtime_s:
             continue

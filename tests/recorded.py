@@ -19,7 +19,7 @@ SPAN = MeasuredSpan("compute", "0.0F0", 0.0, 0.5)
 PLAN = shaped_plan((2,), 4)
 
 
-def report(rank: int, iteration: int, *, epoch: int = 3) -> IterationDone:
+def report(rank: int, iteration: int, *, epoch: int = 3, eager_s: float = 0.0) -> IterationDone:
     """What a rank says; rank 1 is the slow one, and the one that needs most memory."""
     return IterationDone(
         rank=rank,
@@ -32,6 +32,8 @@ def report(rank: int, iteration: int, *, epoch: int = 3) -> IterationDone:
         stall_s=0.25 * rank,
         peak_bytes=100 * (rank + 1),
         ends=False,
+        action_s={"F": 0.25, "B": 0.5},
+        eager_s=eager_s,
         spans=(SPAN,) if rank == 1 else (),
     )
 
@@ -43,6 +45,7 @@ def committed(
     epoch: int = 3,
     ranks: tuple[int, ...] = (0, 1),
     ends: bool = False,
+    eager_s: float = 0.0,
 ) -> Committed:
     return Committed(
         iteration=iteration,
@@ -51,13 +54,19 @@ def committed(
         num_samples=3,
         sample_digest="digest",
         ends=ends,
-        reports=tuple(report(rank, iteration, epoch=epoch) for rank in ranks),
+        reports=tuple(report(rank, iteration, epoch=epoch, eager_s=eager_s) for rank in ranks),
         now_s=now_s,
     )
 
 
 def running(
-    now_s: float, *, epoch: int = 3, pid: int = 70, regroup_s: float = 0.0, transfer_s: float = 0.0
+    now_s: float,
+    *,
+    epoch: int = 3,
+    pid: int = 70,
+    regroup_s: float = 0.0,
+    transfer_s: float = 0.0,
+    members: tuple[int, ...] = (5, 6),
 ) -> Running:
     """Every rank is ready; ranks 1 and 0 are on nodes 6 and 5."""
     workers = {
@@ -67,6 +76,7 @@ def running(
     return Running(
         epoch=epoch,
         plan=PLAN,
+        members=members,
         workers=workers,
         materialised={0: 3, 1: 4},
         received_bytes=50 if transfer_s else 0,
@@ -83,13 +93,19 @@ def recorder() -> Recorder:
     return started
 
 
-def lost(now_s: float, *nodes: int, kind: str = "lost") -> Recovering:
+def lost(now_s: float, *nodes: int, kind: str = "lost", is_forking: bool = False) -> Recovering:
     return Recovering(
-        epoch=4, kind=kind, nodes=nodes, iteration=7, reason="its connection closed", lost_s=now_s
+        epoch=4,
+        kind=kind,
+        nodes=nodes,
+        iteration=7,
+        reason="its connection closed",
+        lost_s=now_s,
+        is_forking=is_forking,
     )
 
 
-def decided(now_s: float, *, redone_samples: int = 0) -> Decided:
+def decided(now_s: float, *, redone_samples: int = 0, iteration: int = 7) -> Decided:
     candidate = Candidate(
         policy="reinstantiate",
         answer="borrow",
@@ -103,7 +119,7 @@ def decided(now_s: float, *, redone_samples: int = 0) -> Decided:
     )
     return Decided(
         epoch=4,
-        iteration=7,
+        iteration=iteration,
         policy="reinstantiate",
         answer="borrow",
         candidates=(candidate,),

@@ -1,7 +1,9 @@
-"""The command line: `planaria train | profile | plan | drain | events | chaos`.
+"""The command line: `planaria train | profile | plan | placement | drain | events | chaos`, and
+`planaria checkpoint ls | verify | prune | save | export`.
 
-Exit codes: 0 done; 1 the user's code raised, or a mistake of ours; 2 the user's mistake; 3 too few
-nodes are left; 130 stopped by Ctrl-C, saved and ready to resume.
+Exit codes: 0 done; 1 the user's code raised, the last save failed, what a command checks is not as
+it must be, or a mistake of ours; 2 the user's mistake in the job or on the command line; 3 too few
+nodes or copies are left; 130 stopped by Ctrl-C: saved, unless by a second one.
 """
 
 import json

@@ -6,7 +6,7 @@ PlanariaError
 |-- TrainingError        the user's code raised while it trained: exit code 1
 |-- ScheduleError        a schedule breaks a rule
 |   `-- DeadlockError    a schedule cannot finish
-|-- CheckpointError      a checkpoint cannot be written or read
+|-- CheckpointError      a checkpoint cannot be written or read: exit code 1
 |   |-- UnreadableError  a disk or store refuses to give what it has
 |   `-- SpoiltError      a version on disk is not what was saved
 |-- AuthenticationError  the other end of a connection does not know the job's token

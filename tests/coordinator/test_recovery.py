@@ -1,6 +1,7 @@
 """Losses: who is left, what is written down before whom is told, and when the job has to end."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -49,7 +50,7 @@ from planaria.core.messages import (
     StartEpoch,
     StopRequested,
 )
-from planaria.core.records import Decided, Members, Recovering
+from planaria.core.records import Decided, Forked, Members, Recovering
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 TOP_HEAVY = shaped_plan((3, 1), 6)  # Rank 3 holds all, rank 2 the last four.
@@ -364,6 +365,28 @@ def test_crashes_of_different_kinds_are_answered() -> None:
         cluster.crash(1, status=status)
 
     assert cluster.state.phase is Phase.TRAINING
+
+
+def test_it_is_told_as_long_as_a_worker_is_forked_anew() -> None:
+    """The ledger counts that as a restart. Two crash, and the node of one is lost before its new
+    worker is there."""
+    state, _ = after(HELD)
+    seconds = count(NOW_S)
+    told: list[tuple[str, float]] = []
+    for event in (exited(1), exited(2), gone(2), worker(3, pid=83), worker(1, pid=81), gone(3)):
+        now_s = next(seconds)
+        state, commands = step(RULES, state, event, now_s)
+        losses, forked = of_type(commands, Recovering), of_type(commands, Forked)
+        told += [(f"loss, is forking {loss.is_forking}", loss.lost_s) for loss in losses]
+        told += [("forked", one.now_s) for one in forked]
+
+    assert told == [
+        ("loss, is forking True", NOW_S),
+        ("loss, is forking True", NOW_S + 1.0),
+        ("loss, is forking True", NOW_S + 2.0),
+        ("forked", NOW_S + 4.0),
+        ("loss, is forking False", NOW_S + 5.0),
+    ]
 
 
 def unreachable(epoch: int = 0) -> PeerUnreachable:

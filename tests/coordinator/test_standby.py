@@ -10,7 +10,7 @@ from jobs import shaped_plan
 from planaria.coordinator.standby import nodes_to_replace, num_taken
 from planaria.coordinator.state import End, Ending, Phase, Rules, Tick
 from planaria.core.messages import NoticeTaken, StopRequested
-from planaria.core.records import Changed, Decided, Recovering, Warned
+from planaria.core.records import AwaitingMachine, Changed, Decided, Recovering, Warned
 
 PLAN = shaped_plan((1, 1), 6)
 
@@ -104,8 +104,9 @@ def test_with_too_few_left_a_machine_is_waited_for() -> None:
     cluster = training(rules(n0=2, grant_s=60.0))
     cluster.lose(1)
     cluster.hear(Tick(), now_s=NOW_S + 129.0)
-    (warning,) = of_type(cluster.commands, Warned)
-    assert warning.text == (
+    (waiting,) = of_type(cluster.commands, AwaitingMachine)
+    assert waiting.now_s == NOW_S
+    assert waiting.text == (
         "1 node is left, fewer than n0 = 2 that hold the model: waiting for a machine that is "
         "asked for, 130 s at most"
     )

@@ -81,6 +81,7 @@ from planaria.core.messages import (
 )
 from planaria.core.records import (
     Committed,
+    Forked,
     Running,
     Starting,
     Warned,
@@ -107,7 +108,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case NoticeTaken() | DrainRequested():
             return leaves(rules, state, event, now_s)
         case WorkerReady() if state.is_member(event.node) or event.node in state.candidates:
-            return replace(state, workers=state.workers.plus(event.rank, event)), ()
+            return _reported(state, event, now_s)
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
             answer = counting(state, event)
             return replace(state, answers=state.answers.plus(event.rank, answer)), ()
@@ -159,6 +160,14 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             further = link_broken if _is_cut(rules, state, now_s) else awaited
             return further(rules, state, now_s)
     return state, ()
+
+
+def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
+    """A worker is there; all may have waited for it."""
+    was_forking = state.is_forking
+    state = replace(state, workers=state.workers.plus(event.rank, event))
+    is_forked = was_forking and not state.is_forking
+    return state, (Notify(Forked(now_s=now_s)),) if is_forked else ()
 
 
 def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:
@@ -234,6 +243,7 @@ def _running(state: JobState, now_s: float) -> Notify:
     running = Running(
         epoch=state.epoch,
         plan=state.plan,
+        members=state.nodes,
         workers={rank: state.workers[rank] for rank in state.plan.all_ranks},
         materialised={rank: event.layers_materialised for rank, event in state.ready.items()},
         received_bytes=sum(event.received_bytes for event in state.ready.values()),

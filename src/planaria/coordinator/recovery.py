@@ -95,10 +95,6 @@ def lost(
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
     epoch = max(state.epochs) + 1
-    number = state.next_iteration
-    notice = Recovering(
-        epoch=epoch, kind=kind, nodes=concerned, iteration=number, reason=reason, lost_s=now_s
-    )
     state = replace(
         state,
         epoch=epoch,
@@ -122,11 +118,27 @@ def lost(
         unreached=(),
     )
     state = of_members(state)
+    notice = _notice(state)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not left:
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))
+
+
+def _notice(state: JobState) -> Recovering:
+    """What the launcher is told of the loss that this epoch answers to."""
+    loss = state.loss
+    assert loss is not None
+    return Recovering(
+        epoch=state.epoch,
+        kind=loss.kind,
+        nodes=loss.nodes,
+        iteration=state.next_iteration,
+        reason=loss.reason,
+        lost_s=loss.lost_s,
+        is_forking=state.is_forking,
+    )
 
 
 def _history(
@@ -200,7 +212,7 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     if not missing and is_granted_soon(rules, answered, now_s):
         if taken_at_loss(rules, answered, num_nodes, now_s):
             return lost(rules, answered, GRANTED, (), reason="a node has come", now_s=now_s)
-        return waiting(rules, answered, reason)
+        return waiting(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
         return _end(state, f"{text}{_after_crash(state)}")

@@ -13,7 +13,7 @@ from typing import Final
 
 from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.coordinator.trust import trusted_first
-from planaria.core.records import Changed, Recovering, ToLauncher, Warned
+from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned
 
 _PATIENCE: Final = 2.0  # Times what a machine is said to take.
 _START_S: Final = 10.0  # What a node takes to start, on a machine that many share.
@@ -61,14 +61,15 @@ def _longest_s(rules: Rules) -> float:
     return _PATIENCE * rules.job.cluster.grant_s + _START_S
 
 
-def waiting(rules: Rules, state: JobState, shortage: str) -> Step:
+def waiting(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
     """All wait for a machine; that is said once."""
     loss = state.loss
     assert loss is not None
     if loss.is_waiting:
         return state, ()
     text = f"{shortage}: waiting for a machine that is asked for, {_longest_s(rules):.0f} s at most"
-    return replace(state, loss=replace(loss, is_waiting=True)), (Notify(Warned(text=text)),)
+    notice = AwaitingMachine(text=text, now_s=now_s)
+    return replace(state, loss=replace(loss, is_waiting=True)), (Notify(notice),)
 
 
 def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:

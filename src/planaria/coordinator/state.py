@@ -346,6 +346,11 @@ class JobState:
         return self.phase is Phase.TRAINING and self.is_entered and not is_busy
 
     @property
+    def is_forking(self) -> bool:
+        """Whether a worker of a member ended and the one that is forked anew has yet to report."""
+        return any(self.has_rank(rank) and rank not in self.workers for rank, _ in self.crashes)
+
+    @property
     def switch(self) -> Switch | None:
         """The next epoch, where a change is about to begin it."""
         return self.change.switch if self.change else None

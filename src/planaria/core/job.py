@@ -200,7 +200,7 @@ class ClusterConfig:
     )
     devices_per_node: int = _key(1, "devices in each node")
     device_memory_bytes: int = _key(
-        0, "what a device may hold; 0: what the device has (emulated nodes: no limit)"
+        0, "what a device may hold; 0: as the profile says, and no limit where none is given"
     )
     lease_s: float = _key(3.0, "a node that is not heard of for so long is lost")
     notice_s: float = _key(30.0, "SIGTERM on a node means that it is gone after so long")

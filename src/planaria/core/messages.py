@@ -120,6 +120,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
         stall_s: of those, spent in copying state for a save, or in waiting for copies in memory.
         action_s: of those, spent in forwards ("F") and backwards ("B", or "BI" and "BW"); waits and
             reductions are left out.
+        eager_s: of those, spent in eager forwards of shadowed layers.
         peak_bytes: most resident memory above that of the worker before it held a layer.
         tensor_bytes: most bytes of tensors held, of a job that is traced; else 0.
         ends: this iteration is the last one (the end, target_loss, or a request to stop).
@@ -143,6 +144,7 @@ class IterationDone(Message, frozen=True, kw_only=True):
     received_bytes: int = 0
     copied: CopiesDone = CopiesDone()
     action_s: dict[str, float] = {}
+    eager_s: float = 0.0
     spans: tuple[MeasuredSpan, ...] = ()
 
     @property

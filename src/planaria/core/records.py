@@ -156,7 +156,12 @@ class Candidate:
 
 
 class Recovering(Message, frozen=True, kw_only=True):
-    """Nodes or workers were lost, and the others are about to answer."""
+    """Nodes or workers were lost, and the others are about to answer.
+
+    Attributes:
+        lost_s: when the coordinator noticed it.
+        is_forking: all wait for a worker that is forked anew; `Forked` tells when it is there.
+    """
 
     epoch: int
     kind: str
@@ -164,6 +169,24 @@ class Recovering(Message, frozen=True, kw_only=True):
     iteration: int
     reason: str
     lost_s: float
+    is_forking: bool = False
+
+
+class Forked(Message, frozen=True, kw_only=True):
+    """Every worker that was forked anew has reported."""
+
+    now_s: float
+
+
+class AwaitingMachine(Message, frozen=True, kw_only=True):
+    """Too few nodes are left to go on, so all wait for a machine that is asked for.
+
+    Attributes:
+        text: what is waited for, and how long at most.
+    """
+
+    text: str
+    now_s: float
 
 
 class Decided(Message, frozen=True, kw_only=True):
@@ -198,10 +221,15 @@ class Decided(Message, frozen=True, kw_only=True):
 
 
 class Running(Message, frozen=True, kw_only=True):
-    """Every rank holds its layers and its links are up: training runs, since `now_s`."""
+    """Every rank holds its layers and its links are up: training runs, since `now_s`.
+
+    Attributes:
+        members: of the epoch, also those that have no layer.
+    """
 
     epoch: int
     plan: Plan
+    members: tuple[int, ...]
     workers: dict[int, WorkerReady]
     materialised: dict[int, int]
     received_bytes: int
@@ -345,6 +373,8 @@ ToLauncher = (
     | Beat
     | Starting
     | Recovering
+    | Forked
+    | AwaitingMachine
     | Decided
     | Running
     | Changed

@@ -62,6 +62,7 @@ class Executor:
 
     Attributes:
         action_s: by kind, of the iteration run last, in forwards and backwards alone.
+        eager_s: of the iteration run last, in eager forwards of shadowed layers.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Executor:
         holds: Callable[[Iterable[Tensor]], None],
     ) -> None:
         self.action_s: dict[str, float] = {}
+        self.eager_s = 0.0
         self._plan = plan
         self._schedule = schedule
         self._stage = stage
@@ -147,7 +149,7 @@ class Executor:
         self._submitted: list[Future[float]] = []
         self._spans: list[MeasuredSpan] = []
         self._start_s = self._now_s()
-        self.action_s = {}
+        self.action_s, self.eager_s = {}, 0.0
         for held in self._held():
             held.clear()
         begun: set[str] = set()
@@ -185,6 +187,8 @@ class Executor:
             self._worked(self._now_s() - start_s)
             kind = action.kind.value
             self.action_s[kind] = self.action_s.get(kind, 0.0) + self._now_s() - start_s
+        elif action.kind is Kind.SHADOW:
+            self.eager_s += self._now_s() - start_s
         self._pulse.wait()
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:

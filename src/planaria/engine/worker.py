@@ -324,6 +324,7 @@ class Worker:
                     seconds=end_s - before_s,
                     stall_s=stall_s,
                     action_s=executor.action_s,
+                    eager_s=executor.eager_s,
                     peak_bytes=max(0, peak_bytes() - self._base_bytes),
                     tensor_bytes=self._tensors.peak_bytes,
                     ends=ends,

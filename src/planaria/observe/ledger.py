@@ -1,15 +1,39 @@
 """Where the seconds of a job went: each instant of wall time has one category.
 
+The job as a whole does one thing at a time, so an instant has one category whatever single nodes
+do. The seconds of an iteration that counts are divided by how much of the work was of which kind:
+where one of four members has no layer, a quarter of them is idle.
+
 Source: DESIGN 1.7 and 7 ("ledger"). The same ledger serves a real run and the simulator: it is
 told the time, it does not look.
 """
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import isclose
 
 
 class Category(StrEnum):
-    """What a second was spent on, for the job as a whole."""
+    """What a second was spent on, for the job as a whole.
+
+    Attributes:
+        USEFUL: iterations that count, bubbles included; and what was computed of the one in which
+            a job ended early.
+        REDUNDANT: of the seconds of such iterations, the share of eager forwards in what all ranks
+            computed.
+        REDO: iterations that all went back before, and the part of an iteration that was lost with
+            a node: both are computed again.
+        DETECT: from a loss until every member has left the old epoch.
+        DECIDE: until the next plan is on record and told.
+        REGROUP: until the links of the next epoch are up, and the pauses of switches.
+        TRANSFER: until every layer is where it belongs.
+        RESTART: all wait for a worker that is forked anew, or for the next coordinator. A job that
+            trains without a coordinator does not wait for it.
+        CHECKPOINT_STALL: training waits for saves or copies, the last save included.
+        STARTUP: until training begins.
+        IDLE: all wait for a machine, as too few nodes are left; and of the seconds of iterations
+            that count, the share of members without a layer.
+    """
 
     USEFUL = "useful"
     REDUNDANT = "redundant"
@@ -56,4 +80,6 @@ class Ledger:
     def parts(self) -> dict[str, float]:
         """All categories and their sum as `wall`, in seconds, as the report has them."""
         parts = {str(category): self.seconds.get(category, 0.0) for category in Category}
-        return parts | {"wall": self.now_s - self.start_s}
+        wall_s = self.now_s - self.start_s
+        assert isclose(sum(parts.values()), wall_s, rel_tol=1e-6, abs_tol=1e-6), (parts, wall_s)
+        return parts | {"wall": wall_s}

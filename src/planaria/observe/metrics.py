@@ -53,8 +53,8 @@ class EventRecord:
         fired: False for an injected fault whose place never came.
         candidates: the answers that were proposed, with their prices; `answer` was taken.
         time_to_failure_s: mean time to the next failure, by which they were weighed.
-        detect_s: from the loss until every member had left the old epoch and answered; of a lost
-            coordinator, until it ran again.
+        detect_s: from the loss until every member had left the old epoch and answered, and a
+            machine had come if all waited for one; of a lost coordinator, until it ran again.
         decide_s: until the plan was on record and told.
         regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
         received_bytes: of state, counted on the sockets; `transfer_bytes` is what was planned.

@@ -3,19 +3,22 @@
 Source: DESIGN 7 (Report). It is told the time; it does not look.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
+from math import inf
 from operator import itemgetter
 from typing import Final
 
 from planaria.core.inject import Injection
-from planaria.core.messages import MeasuredSpan, WorkerReady
+from planaria.core.messages import IterationDone, MeasuredSpan, WorkerReady
 from planaria.core.records import (
+    AwaitingMachine,
     Candidate,
     Changed,
     Committed,
     Decided,
+    Forked,
     ProfileCorrected,
     Recovering,
     Running,
@@ -49,6 +52,59 @@ class _Open:
     told_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """The iteration in flight, of which a loss may make all that was computed worthless.
+
+    Attributes:
+        began_s: when it began; infinite where none is in flight.
+        lost_s: of the first loss in it.
+        training_until_s: until when the ledger has it as training.
+        noticed_s, answered_s: when the loss was noticed, and when every member had left.
+        is_redone: it is done again.
+    """
+
+    began_s: float = inf
+    lost_s: float = inf
+    training_until_s: float = inf
+    noticed_s: float = inf
+    answered_s: float = inf
+    is_redone: bool = False
+
+    def noticed(self, lost_s: float, *, training_until_s: float, now_s: float) -> "_Lost":
+        """A loss was noticed, the first or another one before all went on."""
+        return replace(
+            self,
+            lost_s=min(lost_s, self.lost_s),
+            training_until_s=min(training_until_s, self.training_until_s),
+            noticed_s=min(now_s, self.noticed_s),
+        )
+
+    def answered(self, now_s: float, *, is_redone: bool) -> "_Lost":
+        """Every member has left."""
+        return replace(self, answered_s=now_s, is_redone=self.is_redone or is_redone)
+
+    def settled(self, iteration_s: float) -> "_Lost":
+        """The iteration counts, so it is the one after it that was in flight."""
+        return replace(self, began_s=min(self.began_s + iteration_s, self.noticed_s))
+
+    def seconds(self, iteration_s: float) -> tuple[float, float]:
+        """What was computed of it in vain: as long as the job trained, and after that.
+
+        That is from its begin to the loss. A node may be lost before the iteration begins for the
+        others; they compute it then until the loss is noticed or, where it began later still, until
+        they leave, but no longer than an iteration takes.
+        """
+        if not self.is_redone or self.began_s == inf:
+            return 0.0, 0.0
+        until_s = self.lost_s
+        if until_s <= self.began_s:
+            later_s = self.noticed_s if self.noticed_s > self.began_s else self.answered_s
+            until_s = min(max(later_s, self.began_s), self.began_s + iteration_s)
+        training_s = max(0.0, min(until_s, self.training_until_s) - self.began_s)
+        return training_s, until_s - self.began_s - training_s
+
+
 class Recorder:
     """The facts of one run.
 
@@ -76,8 +132,11 @@ class Recorder:
         # By the epoch from which on it holds: seconds and bytes of an iteration.
         self._predicted = {-1: (predicted_s, predicted_peak_bytes)}
         self._committed_s = start_s
-        # The event of the coordinator that was lost last, and when the next one ran.
-        self._led = (-1, start_s)
+        self._iteration_s = predicted_s  # Of the newest iteration.
+        self._idle_share = 0.0  # Of members, those without a layer.
+        self._lost = _Lost()
+        # The event of the coordinator that was lost last, when it was, and when the next one ran.
+        self._led = (-1, start_s, start_s)
 
     @property
     def next_iteration(self) -> int:
@@ -95,13 +154,15 @@ class Recorder:
         told_s = max((one.told_s for one in noticed), default=message.now_s)
         if over:
             between_s = message.now_s - told_s
-            self.ledger = self.ledger.moved(
-                min(between_s, message.transfer_s), Category.REGROUP, Category.TRANSFER
-            )
+            self._move(min(between_s, message.transfer_s), Category.REGROUP, Category.TRANSFER)
         self._events += over
         self._open = [one for one in self._open if not one.is_noticed]
         self._enter(Category.USEFUL, message.now_s)
         self._committed_s = message.now_s
+        if noticed or self._lost.began_s == inf:  # Else a switch: the iteration has begun.
+            self._lost = _Lost(began_s=message.now_s)
+        working = {worker.node for worker in message.workers.values()}
+        self._idle_share = 1.0 - len(working) / max(len(message.members), len(working))
         return tuple(event for _, event in over)
 
     def committed(self, message: Committed) -> IterationRecord:
@@ -128,15 +189,33 @@ class Recorder:
         self.tensor_bytes.append({r.rank: r.tensor_bytes for r in reports if r.tensor_bytes})
         self.measured.committed(message.iteration, reports)
         self.copied.committed(message.iteration, reports, message.now_s)
-        stall_s = max((report.stall_s for report in reports), default=0.0)
-        self._useful_s.append(max(0.0, record.seconds - stall_s))
-        if not self._noticed():
+        iteration_s = record.seconds
+        if self._noticed():
+            # Nobody saw how long it took, if nobody is left to tell.
+            iteration_s = record.seconds if reports else predicted_s
+            self._lost = self._lost.settled(iteration_s)
+        else:
             self._enter(Category.USEFUL, message.now_s)
             self._committed_s = message.now_s
-        self.ledger = self.ledger.moved(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
+            self._lost = _Lost(began_s=message.now_s)
+        self._iteration_s = iteration_s
+        self._divide(iteration_s, reports)
         if message.ends:
             self._enter(Category.CHECKPOINT_STALL, message.now_s)
         return record
+
+    def _divide(self, iteration_s: float, reports: Sequence[IterationDone]) -> None:
+        """Divides the seconds of an iteration among the categories that are in it."""
+        stall_s = max((report.stall_s for report in reports), default=0.0)
+        trained_s = max(0.0, iteration_s - stall_s)
+        eager_s = sum(report.eager_s for report in reports)
+        computing_s = sum(report.computing_s for report in reports) + eager_s
+        idle_s = trained_s * self._idle_share
+        redundant_s = (trained_s - idle_s) * eager_s / computing_s if eager_s else 0.0
+        self._useful_s.append(trained_s - idle_s - redundant_s)
+        self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
+        self._move(idle_s, Category.USEFUL, Category.IDLE)
+        self._move(redundant_s, Category.USEFUL, Category.REDUNDANT)
 
     def corrected(self, message: ProfileCorrected) -> None:
         """Later iterations are predicted by a profile that was corrected."""
@@ -154,7 +233,7 @@ class Recorder:
             undone_s = sum(self._useful_s[-num_undone:])
             for kept in (self.iterations, self.spans, self.tensor_bytes, self._useful_s):
                 del kept[-num_undone:]
-            self.ledger = self.ledger.moved(undone_s, Category.USEFUL, Category.REDO)
+            self._move(undone_s, Category.USEFUL, Category.REDO)
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -181,11 +260,11 @@ class Recorder:
                 continue
             if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
                 self._await_leader(one.lost_s)
-                self._enter(Category.DETECT, max(one.lost_s, self.ledger.now_s))
+                self._detect(message, message.lost_s if one.is_noticed else one.lost_s)
                 event = replace(one.event, reason=one.event.reason or message.reason)
                 self._open[index] = replace(one, event=event, is_noticed=True)
                 return
-        self._enter(Category.DETECT, max(message.lost_s, self.ledger.now_s))
+        self._detect(message, message.lost_s)
         event = EventRecord(
             kind=message.kind,
             nodes=message.nodes,
@@ -194,9 +273,29 @@ class Recorder:
         )
         self._open.append(_Open(event, next(self._orders), message.lost_s, is_noticed=True))
 
+    def _detect(self, message: Recovering, lost_s: float) -> None:
+        """Training stands since the loss, which the coordinator noticed later."""
+        start_s = max(lost_s, self.ledger.now_s)
+        self._lost = self._lost.noticed(lost_s, training_until_s=start_s, now_s=message.lost_s)
+        self._enter(Category.DETECT, start_s)
+        _, unled_s, led_s = self._led
+        if start_s < led_s:
+            self._enter(Category.RESTART, unled_s)
+            self._enter(Category.DETECT, led_s)
+        self._enter(Category.RESTART if message.is_forking else Category.DETECT, message.lost_s)
+
+    def forked(self, message: Forked) -> None:
+        """Every worker that was forked anew has reported."""
+        if self.ledger.category is Category.RESTART:
+            self._enter(Category.DETECT, message.now_s)
+
+    def awaiting_machine(self, message: AwaitingMachine) -> None:
+        """All wait for a machine, until the next loss is told or decided."""
+        self._enter(Category.IDLE, message.now_s)
+
     def _await_leader(self, lost_s: float) -> None:
         """A loss from before the coordinator ran again had to wait for it."""
-        index, led_s = self._led
+        index, _, led_s = self._led
         if lost_s < led_s:
             order, event = self._events[index]
             self._events[index] = order, replace(event, reason=_AWAITED)
@@ -208,10 +307,7 @@ class Recorder:
         """The coordinator has chosen how the job goes on."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._undo(message.iteration)
-        if message.redone_samples:
-            first_lost_s = min((one.lost_s for one in self._noticed()), default=message.detected_s)
-            lost_work_s = max(0.0, first_lost_s - self._committed_s)
-            self.ledger = self.ledger.moved(lost_work_s, Category.USEFUL, Category.REDO)
+        self._lost = self._lost.answered(message.detected_s, is_redone=message.redone_samples > 0)
         self._enter(Category.DECIDE, message.detected_s)
         self._open = [_decided(one, message) if one.is_noticed else one for one in self._open]
         if message.joined:
@@ -232,7 +328,7 @@ class Recorder:
     def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
         """Nodes have come or left while training went on; an event for each kind of reason."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
-        self.ledger = self.ledger.moved(message.pause_s, Category.USEFUL, Category.REGROUP)
+        self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
         for kind in dict.fromkeys(message.kinds.values()):
             nodes = tuple(sorted(n for n, why in message.kinds.items() if why == kind))
@@ -262,12 +358,20 @@ class Recorder:
     def starting(self, message: Starting) -> None:
         """The members were told the plan."""
         if self._noticed():
+            self._book_lost()
             self._enter(Category.REGROUP, message.now_s)
             self._open = [replace(one, told_s=message.now_s) for one in self._open]
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
         """The coordinator was lost and runs again; training goes on without one, all else waits."""
-        reason = "" if self.ledger.category is Category.USEFUL else _AWAITED
+        category = self.ledger.category
+        is_awaited = category is not Category.USEFUL
+        if is_awaited:
+            self._enter(Category.RESTART, lost_s)
+            # The next coordinator cannot tell that a worker has reported which was forked before.
+            is_forking = category is Category.RESTART
+            self._enter(Category.DETECT if is_forking else category, now_s)
+        reason = _AWAITED if is_awaited else ""
         killed = (
             index
             for index, (_, event) in enumerate(self._events)
@@ -278,7 +382,7 @@ class Recorder:
             self._add(EventRecord(kind="leader", nodes=(), iteration=self.next_iteration))
         order, event = self._events[index]
         self._events[index] = order, replace(event, detect_s=now_s - lost_s, reason=reason)
-        self._led = (index, now_s)
+        self._led = (index, lost_s, now_s)
 
     def noted(self, kind: str, *, iteration: int, reason: str) -> None:
         """Something else happened."""
@@ -317,6 +421,16 @@ class Recorder:
 
     def _enter(self, category: Category, now_s: float) -> None:
         self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
+
+    def _move(self, seconds: float, source: Category, target: Category) -> None:
+        self.ledger = self.ledger.moved(seconds, source, target)
+
+    def _book_lost(self) -> None:
+        """What was computed of an iteration that is done again counts as such."""
+        training_s, leaving_s = self._lost.seconds(self._iteration_s)
+        self._move(training_s, Category.USEFUL, Category.REDO)
+        self._move(leaving_s, Category.DETECT, Category.REDO)
+        self._lost = _Lost()  # Nothing of it is left to be lost again.
 
 
 def _is_meant(one: _Open, kind: str, nodes: tuple[int, ...]) -> bool:

@@ -10,9 +10,11 @@ import msgspec
 from planaria.core.inject import Injection
 from planaria.core.plan import Plan
 from planaria.core.records import (
+    AwaitingMachine,
     Changed,
     Committed,
     Decided,
+    Forked,
     ProfileCorrected,
     Recovering,
     Running,
@@ -79,6 +81,11 @@ class Watcher:
             case Recovering():
                 self._recorder.recovering(message)
                 self._display.note(_loss_text(message))
+            case Forked():
+                self._recorder.forked(message)
+            case AwaitingMachine():
+                self._recorder.awaiting_machine(message)
+                self._display.note(message.text)
             case Decided():
                 self._decided(message)
             case Changed():

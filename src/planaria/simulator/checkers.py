@@ -384,6 +384,8 @@ class Checkers:
         """What must be so when a run is over."""
         if self._cluster.ended is None:
             self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck()}")
+        for text in self._cluster.recording.wrongs(self._cluster.loop.now_s):
+            self._fail(text)
         for node, evicted_s in self._evicted_s.items():
             process = self._cluster.agents[node].process
             is_free = process.is_alive and process.stopped_s < 0.0

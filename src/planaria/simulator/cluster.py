@@ -21,6 +21,7 @@ from planaria.simulator.leader import SimulatedLeader
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.network import End, Network
+from planaria.simulator.recording import Recording
 from planaria.simulator.scenario import LEASE_S, PlannedJob, first_content
 from planaria.simulator.store import SimulatedDisk
 from planaria.simulator.worker import SimulatedWorker
@@ -62,6 +63,7 @@ class SimulatedCluster:
         published: of these the ones that are complete, in order.
         damaged: of these the ones that are not what was written; set_aside: those of which that is
             known.
+        recording: of what the launcher is told.
         granted_s: when nodes came on machines that were asked for.
     """
 
@@ -70,6 +72,7 @@ class SimulatedCluster:
         self.rng = rng
         self.loop = Loop()
         self.network = Network(self.loop, rng)
+        self.recording = Recording(predicted_s=job.predicted_s)
         self.log: list[tuple[float, str, tuple[object, ...]]] = []
         self.watcher: Watcher
         self.strikes: list[Callable[[str, int], None]] = []
@@ -175,6 +178,7 @@ class SimulatedCluster:
     def kill_leader(self) -> None:
         """The coordinator is killed, and started again."""
         self.happened("coordinator killed")
+        self.recording.leader_lost(self.loop.now_s)
         self.leader.process.kill()
         self.disk.crash()
         self._restarts += 1
@@ -188,6 +192,7 @@ class SimulatedCluster:
         Only with a store that outlives its coordinator can that be.
         """
         self.happened("coordinator replaced")
+        self.recording.leader_lost(self.loop.now_s)
         old = self.leader.process
         old.stop()
         self.leader.is_serving = False  # Agents look for the leader that the store names.
@@ -222,6 +227,7 @@ class SimulatedCluster:
         if isinstance(message, Beat):
             return
         self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
+        self.recording.noticed(message, self.loop.now_s)
         self.watcher.noticed(message)
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1

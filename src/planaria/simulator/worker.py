@@ -329,6 +329,7 @@ class SimulatedWorker:
         )
         if start.persists:
             await self._save(start, layout, iteration)
+        end_s = self.process.now_s
         while not ends:
             self._around.reached("start", self, iteration)
             votes = partial(self._votes, start.epoch, iteration)
@@ -351,6 +352,7 @@ class SimulatedWorker:
             every = self._rules.job.checkpoint.persist_every
             if ends or (every and (iteration + 1) % every == 0):
                 await self._save(start, layout, iteration + 1)
+            before_s, end_s = end_s, self.process.now_s
             self._say(
                 IterationDone(
                     rank=self.rank,
@@ -359,7 +361,7 @@ class SimulatedWorker:
                     loss=vector.loss,
                     num_samples=len(vector.samples),
                     sample_digest=vector.sample_digest,
-                    seconds=0.0,
+                    seconds=end_s - before_s,
                     stall_s=0.0,
                     peak_bytes=0,
                     ends=ends,

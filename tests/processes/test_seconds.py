@@ -1,0 +1,82 @@
+"""The ledger of real runs: each category has seconds where it should, and nowhere else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos import calm_digests, chaos_job, check_survived, struck
+from planaria.core.job import PolicyName
+from planaria.library import TrainingResult
+from planaria.nodes.forkserver import ForkServer
+
+ITERATIONS = 8
+# How busy the machine is decides these, or they are in every run.
+LEFT_OUT = {"useful", "startup", "checkpoint_stall", "regroup", "transfer", "wall"}
+
+
+def check(result: TrainingResult, categories: set[str]) -> None:
+    """Of those that are not left out, these have seconds. A node that the machine makes slow may be
+    left without work, so idle."""
+    ledger = result.report.ledger
+    has_slow = any(event.kind == "slow" for event in result.report.events)
+    found = {name for name, spent in ledger.items() if spent > 0.0} - LEFT_OUT
+    assert categories == (found - {"idle"} | categories & {"idle"} if has_slow else found), ledger
+    assert min(ledger.values()) >= 0.0
+    assert sum(ledger.values()) == pytest.approx(2 * ledger["wall"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "policy", "categories"),
+    [
+        ("", "reinstantiate", ""),
+        ("kill:1@4", "reinstantiate", "redo detect decide"),
+        ("kill:1@4.optimizer", "reinstantiate", "detect decide"),
+        ("crash:1@4.backward", "reinstantiate", "redo detect decide restart"),
+        ("leader:@4", "reinstantiate", ""),
+        ("kill:1@4.backward leader:@4.decide", "reinstantiate", "redo detect decide restart"),
+        ("kill:1@4.backward", "morph", "redo detect decide idle"),
+    ],
+)
+def test_a_category_has_seconds_where_it_should(
+    specs: str, policy: PolicyName, categories: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """In peace, after losses, and where the coordinator is lost while all train or wait for it.
+    Under morph five nodes are a grid of four. A vector that was complete makes its iteration count;
+    whether the next one had begun by then is told by its samples."""
+    config = chaos_job("gpt2", tmp_path / "run", server, policy=policy, iterations=ITERATIONS)
+    result = struck(config, server, *specs.split())
+
+    check_survived(result, specs.split(), calm_digests(server, ITERATIONS))
+    expected = set(categories.split())
+    is_redone = any(event.redone_samples for event in result.report.events)
+    assert is_redone or "redo" not in expected
+    check(result, expected | ({"redo"} if is_redone else set()))
+
+
+def test_forwards_ahead_are_redundant(server: ForkServer, tmp_path: Path) -> None:
+    """Under absorb, all the time."""
+    config = chaos_job("gpt2", tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
+    memory_bytes = 3 * config.cluster.device_memory_bytes
+    config = replace(config, cluster=replace(config.cluster, device_memory_bytes=memory_bytes))
+    result = struck(config, server, sizes=(3, 3))
+
+    check_survived(result, (), calm_digests(server, ITERATIONS))
+    check(result, {"redundant"})
+
+
+def test_a_machine_that_is_waited_for_leaves_the_job_idle(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Of two nodes, which hold the model together, one is left until the other's is granted."""
+    config = chaos_job("gpt2", tmp_path / "run", server, nodes=2, f=0, iterations=ITERATIONS)
+    config = replace(
+        config,
+        cluster=replace(config.cluster, grant_s=0.3),
+        checkpoint=replace(config.checkpoint, copies=2, profile_iterations=0),
+    )
+    result = struck(config, server, "kill:1@5.forward")
+
+    check_survived(result, ("kill:1@5.forward",), calm_digests(server, ITERATIONS))
+    check(result, {"redo", "detect", "decide", "idle"})
+    assert result.report.ledger["idle"] > 0.2
