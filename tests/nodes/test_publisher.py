@@ -7,9 +7,9 @@ import pytest
 
 from planaria.checkpoint.tiers import Tier, tier_of
 from planaria.coordinator.saves import Kept
-from planaria.coordinator.state import Discard, Pruned, Publish, Published
+from planaria.coordinator.state import Pruned, Publish, Published, SavesListed
 from planaria.core.messages import SaveFailed
-from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
+from planaria.core.records import Saved, ToLauncher, Warned
 from planaria.errors import CheckpointError
 from planaria.nodes.publisher import Publisher
 
@@ -31,10 +31,11 @@ class _Told:
 
     def publish(self, iteration: int) -> None:
         file = self.tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
-        self.publisher.publish(Publish(iteration, 0, (file,)))
+        if self.publisher.publish(Publish(iteration, 0, (file,))):
+            self.publisher.prune(frozenset())
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise CheckpointError("the disk refuses")
 
 
@@ -71,11 +72,13 @@ def test_a_version_that_another_job_published_is_not_told_as_saved(tmp_path: Pat
     (failed,) = second.events
     assert isinstance(failed, SaveFailed)
     assert f"{tmp_path / '1-0'} is another job's" in failed.reason
-    second.publisher.discard(Discard(1, 0, failed.reason))
+    second.publisher.discard(1, 0)
     newest = first.tier.newest()
     assert newest is not None
     assert first.tier.read_layer(newest, 0)["parameter/w"].tolist() == [0.0] * 3
-    assert second.notices[-1] == Unsaved(iteration=1, epoch=0, reason=failed.reason)
+    (refused,) = second.notices
+    assert isinstance(refused, Warned)
+    assert "it is published" in refused.text
 
 
 def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
@@ -86,11 +89,11 @@ def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
     monkeypatch.setattr(Tier, "publish", refuse)
     told.publish(1)
     (failed,) = told.events
-    told.publisher.discard(Discard(1, 0, "the disk refuses"))
+    told.publisher.discard(1, 0)
 
     assert isinstance(failed, SaveFailed)
     assert failed.reason == "the disk refuses"
-    assert told.notices == [Unsaved(iteration=1, epoch=0, reason="the disk refuses")]
+    assert not told.notices
     assert not told.tier.versions()
 
 
@@ -168,4 +171,4 @@ def test_all_saves_are_told_but_the_one_that_a_run_began_with(tmp_path: Path) ->
     del told.events[:]
     told.publisher.tell_saves(source="2-0")
 
-    assert told.events == [Published(3, 0), Published(1, 0)]
+    assert told.events == [Published(3, 0), Published(1, 0), SavesListed()]
