@@ -270,7 +270,7 @@ class _Leader:
             if may_expire(now_s, last_s, period_s=period_s):
                 await self._store.expire()
             last_s = now_s
-            self._publishing.warn_if_slow()
+            self._publishing.tick()
             self.queue(Tick())
 
     # -- saves ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from planaria.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _REMOVALS_MAX: Final = 64  # That wait; of what is not removed, pruning removes the rest.
+_LIST_AGAIN_S: Final = 5.0
 _LOOK_S: Final = 0.02
 
 
@@ -51,8 +52,9 @@ class Publisher:
         self._say = say
         self._notify = notify
 
-    def tell_saves(self, *, source: str) -> None:
-        """Says which saves there are, of this run and of those before it, the newest first.
+    def tell_saves(self, *, source: str) -> bool:
+        """Says which saves there are, of this run and of those before it, the newest first; False
+        if the disk refuses to list them.
 
         Args:
             source: the one from which this run started, of which the coordinator knows.
@@ -62,8 +64,12 @@ class Publisher:
                 if version.manifest and version.manifest.layers and version.name != source:
                     self._say(Published(version.iteration, version.epoch))
         except CheckpointError as error:
-            self._notify(Warned(text=f"older saves are not looked at: {error}"))
-        self._say(SavesListed())
+            text = f"older saves are of no use until they can be listed: {error}"
+            self._notify(Warned(text=text))
+            return False
+        finally:
+            self._say(SavesListed())
+        return True
 
     def publish(self, command: Publish) -> bool:
         """Creates the manifest of a save, as the coordinator before may have, just before its end;
@@ -166,15 +172,17 @@ class PublisherThread:
         self._failed = failed
         self._now_s = now_s
         self._requests: deque[_Request] = deque()  # The first one is under way.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # Of a lock that its owner may take again.
         self._since_s = 0.0
         self._told_s = SLOW_S / 2.0
+        self._unlisted: str | None = None
+        self._list_s, self._list_again_s = 0.0, _LIST_AGAIN_S / 2.0
         # A request that is never answered must not hold up the end of the process.
         threading.Thread(target=self._run, name="publisher", daemon=True).start()
 
     def tell_saves(self, *, source: str) -> None:
         """See Publisher."""
-        self._ask(lambda: self._publisher.tell_saves(source=source), "list older saves")
+        self._ask(lambda: self._list(source), "list older saves")
 
     def publish(self, command: Publish) -> None:
         """See Publisher; what is too old is removed afterwards."""
@@ -199,10 +207,13 @@ class PublisherThread:
         what = "note that the job begins anew"
         self._ask(lambda: self._publisher.publish_start(epoch), what, is_save=True)
 
-    def warn_if_slow(self) -> None:
-        """Tells the user if a request takes long: once, and again when it takes twice as long."""
+    def tick(self) -> None:
+        """Tells the user if a request takes long: once, and again when it takes twice as long. Asks
+        again for what could not be listed, later each time."""
         with self._changed:
             if not self._requests:
+                if self._unlisted is not None and self._now_s() >= self._list_s:
+                    self.tell_saves(source=self._unlisted)
                 return
             what, slow_s = self._requests[0].what, self._now_s() - self._since_s
         if slow_s >= 2.0 * self._told_s:
@@ -229,6 +240,13 @@ class PublisherThread:
                     return False
                 self._changed.wait(_LOOK_S)
         return True
+
+    def _list(self, source: str) -> None:
+        is_listed = self._publisher.tell_saves(source=source)
+        with self._changed:
+            self._unlisted = None if is_listed else source
+            self._list_again_s *= 2.0
+            self._list_s = self._now_s() + self._list_again_s
 
     def _publish(self, command: Publish) -> None:
         if self._publisher.publish(command):
