@@ -92,6 +92,7 @@ def test_the_next_save_waits_for_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most one copy of the state is in memory, however slow the disk."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 20.0)
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
     saver = Saver(
@@ -110,6 +111,52 @@ def test_the_next_save_waits_for_the_one_before(
 
     assert disk.iterations == [1, 2]
     assert [message.iteration for message in sent if isinstance(message, LayersSaved)] == [1, 2]
+
+
+def test_training_does_not_wait_for_a_save_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is not made, and that is told; one after it is, once the disk has answered."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_called_off=never)
+    saver.save(layers(0), iteration=2, epoch=0)
+    saver.save(layers(0), iteration=4, epoch=0)
+
+    (message,) = sent
+    assert isinstance(message, SaveFailed)
+    assert message.is_skipped
+    assert (message.rank, message.iteration) == (3, 4)
+    assert "rank 3 was still writing that of iteration 2" in message.reason
+    disk.may_write.set()
+    assert saver.wait_written(timeout_s=20.0)
+    saver.save(layers(0), iteration=6, epoch=0)
+    saver.wait_written()
+    assert disk.iterations == [2, 6]
+
+
+def test_the_last_save_waits_for_its_turn_until_it_is_called_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an order: the job has ended without it, or goes on in another epoch."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    called_off = threading.Event()
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_called_off=called_off.is_set)
+    saver.save(layers(0), iteration=2, epoch=0)
+    called_off.set()
+    saver.save_last(layers(0), iteration=3, epoch=0)
+    assert not sent
+    called_off.clear()
+    disk.may_write.set()
+    saver.save_last(layers(0), iteration=3, epoch=1)
+
+    assert disk.iterations == [2, 3]
+    saves = [(one.iteration, one.epoch) for one in sent if isinstance(one, LayersSaved)]
+    assert saves == [(2, 0), (3, 1)]
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(
