@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,9 +24,11 @@ def object_store(late_s: Callable[[str, str], float] = _nothing) -> Iterator[str
     """The URL of an empty prefix; the environment tells where its server is, and who asks.
 
     Args:
-        late_s: by method and path, how long a request is kept waiting; infinite: it is refused.
+        late_s: by method and path, how long a request is kept waiting; infinite: it is refused;
+            negative: it is carried out, and its answer is lost.
     """
     app = DomainDispatcherApplication(create_backend_app)
+    is_over = threading.Event()  # Nobody waits for the rest of a delay.
 
     def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         wait_s = late_s(environ["REQUEST_METHOD"], environ["PATH_INFO"])
@@ -35,7 +36,11 @@ def object_store(late_s: Callable[[str, str], float] = _nothing) -> Iterator[str
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<Error><Code>AccessDenied</Code><Message>No.</Message></Error>"]
-        time.sleep(wait_s)
+        if wait_s < 0.0:
+            list(app(environ, lambda *_: None))
+            start_response("503 Slow Down", [])
+            return []
+        is_over.wait(wait_s)
         answer: Iterable[bytes] = app(environ, start_response)
         return answer
 
@@ -49,6 +54,7 @@ def object_store(late_s: Callable[[str, str], float] = _nothing) -> Iterator[str
         with patch.dict(os.environ, settings(endpoint)):
             yield f"s3://{BUCKET}/jobs/{uuid4().hex}"  # Servers of one process share buckets.
     finally:
+        is_over.set()
         server.shutdown()
         thread.join()
         server.server_close()

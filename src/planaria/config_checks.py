@@ -47,7 +47,7 @@ _MAXIMUM = dict.fromkeys(
 )
 # A plan has a route for each microbatch: beyond this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
-_POSITIVE = ("training.learning_rate", "model.time_scale")
+_POSITIVE = ("training.learning_rate", "model.time_scale", "checkpoint.timeout_s")
 
 # Which kinds of its table a key has a meaning for; keys that are not here fit every kind.
 _KINDS = {

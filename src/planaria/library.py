@@ -19,6 +19,7 @@ from typing import Protocol
 
 from planaria.checkpoint.claim import claimed
 from planaria.checkpoint.outgoing import save_as
+from planaria.checkpoint.patience import looked_at
 from planaria.checkpoint.storage import absolute
 from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
 from planaria.config import load_job
@@ -268,7 +269,7 @@ class Job:
             launcher = _launcher(planned, running, watcher, injections, trace=trace)
             ended = launcher.run()
         watcher.ended(launcher.unfired)
-        error = _failure(ended, tier)
+        error = _failure(ended, looked_at(tier, config.checkpoint))
         if error is not None:
             watcher.failed(str(error), kind=ended.ending)
         return TrainingResult(

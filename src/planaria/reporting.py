@@ -10,9 +10,11 @@ from dataclasses import asdict
 import msgspec
 
 from planaria.checkpoint.digest import digests
+from planaria.checkpoint.patience import looked_at, patient
 from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import MeasuredSpan
-from planaria.core.records import Ended
+from planaria.core.records import Ended, Warned
+from planaria.errors import CheckpointError
 from planaria.estimator.drift import Compared, PeakBytes
 from planaria.estimator.time import Span, Timeline
 from planaria.observe.measured import EpochMeasured
@@ -49,7 +51,7 @@ def report_of(
             every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),
         ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
-        final=_final(planned, tier, recorder.iterations, ended),
+        final=_final(planned, tier, recorder.iterations, watcher, ended),
         plan=msgspec.to_builtins(planned.plan),
         actions=tuple(
             record
@@ -157,15 +159,23 @@ def _measured_timeline(
 
 
 def _final(
-    planned: Planned, tier: Tier, records: Sequence[IterationRecord], ended: Ended
+    planned: Planned,
+    tier: Tier,
+    records: Sequence[IterationRecord],
+    watcher: Watcher,
+    ended: Ended,
 ) -> FinalRecord:
     """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
-    manifest = tier.newest()
     first = planned.resumed.iteration if planned.resumed else 0
     iteration = records[-1].iteration + 1 if records else first
-    parameters, optimizer = "", ""
-    if manifest is not None and manifest.layers and manifest.iteration == iteration:
-        parameters, optimizer = digests(tier, manifest, parameters=planned.prepared.parameters)
+    manifest, parameters, optimizer = None, "", ""
+    try:
+        manifest = looked_at(tier, planned.config.checkpoint).newest()
+        if manifest is not None and manifest.layers and manifest.iteration == iteration:
+            read = patient(tier, timeout_s=planned.config.checkpoint.timeout_s)
+            parameters, optimizer = digests(read, manifest, parameters=planned.prepared.parameters)
+    except CheckpointError as error:
+        watcher.noticed(Warned(text=f"the report has no hashes of what was saved: {error}"))
     return FinalRecord(
         iteration=iteration,
         loss=records[-1].loss if records else float("nan"),  # null in JSON

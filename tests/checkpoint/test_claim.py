@@ -47,6 +47,22 @@ def test_another_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
     assert not list(place.iterdir())
 
 
+def test_a_directory_that_is_made_for_saves_stays_when_the_machine_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each above it: what is synced below a name that is lost is lost with it."""
+    synced: list[str] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with claimed(str(tmp_path / "jobs" / "saves"), "a job", note=refuse_notes):
+        assert synced == [str(tmp_path), str(tmp_path / "jobs")]
+
+
 def test_a_second_job_of_the_same_process_is_refused(tmp_path: Path) -> None:
     """Also by another name of the directory; what is below it is another place."""
     (tmp_path / "saves").mkdir()

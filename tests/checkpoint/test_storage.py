@@ -3,8 +3,10 @@
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -40,7 +42,7 @@ def test_a_version_that_is_removed_while_it_is_listed_is_not_there(
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
-    with object_store() as url:
+    with object_store(lambda method, path: LATE.late_s(method, path)) as url:
         yield url
 
 
@@ -147,6 +149,165 @@ def test_a_damaged_version_is_set_aside_for_good(place: str) -> None:
     assert [version.name for version in tier.versions()] == ["7-0", "6-0"]
     assert tier.versions()[1].reason == "it was damaged, and set aside"
     assert_whole(tier, damaged)
+
+
+def test_a_manifest_whose_answer_was_lost_is_published(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for again, and is there by then: what is there is what was asked for."""
+    tier = tier_of(place)
+    files = tuple(tier.write_layer(5, 0, layer, tensors(layer, 5)) for layer in range(LAYERS))
+    manifest = Manifest(iteration=5, epoch=0, job={}, layers=files)
+    lost = LOST_ANSWERS[place.startswith("s3://")]
+    lost(monkeypatch)
+
+    tier.publish(manifest)
+    assert tier.newest() == manifest
+    assert_whole(tier, manifest)
+
+
+def lose_answers_of_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of files repeats a request, too."""
+    link = os.link
+
+    def linked_twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", linked_twice)
+
+
+def lose_answers_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request for a manifest is carried out, and not answered."""
+    unanswered = iter([-1.0])
+
+    def late_s(method: str, path: str) -> float:
+        return next(unanswered, 0.0) if method == "PUT" and "manifest" in path else 0.0
+
+    monkeypatch.setattr(LATE, "late_s", late_s)
+
+
+LOST_ANSWERS = {False: lose_answers_of_a_disk, True: lose_answers_of_a_store}
+
+
+def test_a_save_that_cannot_be_read_now_is_none_of_those_that_are_kept(place: str) -> None:
+    """Else the good one that was made after all went back from it would go; and it may be as good
+    as before another time."""
+    tier = tier_of(place)
+    manifests = {iteration: saved(tier, iteration) for iteration in (2, 4, 6)}
+    saved(tier, 5, epoch=1)
+
+    assert tier.prune(1, unused={"6-0"}) == ("2-0", "4-0")
+    assert [version.name for version in tier.versions()] == ["6-0", "5-1"]
+    assert_whole(tier, manifests[6])
+
+
+def test_pruning_reads_no_more_manifests_than_it_needs(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a slow store each takes its time, and there are many where all saves are kept."""
+    tier = tier_of(place)
+    for iteration in range(6):
+        saved(tier, iteration)
+    reads: list[str] = []
+    read = type(tier.storage).read
+
+    def noted(storage: Any, name: str) -> bytes:
+        reads.append(name)
+        return read(storage, name)
+
+    monkeypatch.setattr(type(tier.storage), "read", noted)
+    assert tier.prune(0) == ()
+    assert reads == ["5-0/manifest.json"]
+    assert tier.newest() is not None
+    assert len(reads) == 2
+    assert len(tier.prune(5)) == 1
+    assert len(reads) == 8
+
+
+@dataclass
+class _Late:
+    """What `object_store` of this module is told."""
+
+    late_s: Callable[[str, str], float] = field(default=lambda _method, _path: 0.0)
+
+
+LATE = _Late()
+
+
+class _Recorded:
+    """The order in which names change and are synced, as (what, path below a directory)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, below: Path) -> None:
+        self.steps: list[tuple[str, str]] = []
+        self._below = below
+        sync, link, replace, unlink = os.fsync, os.link, os.replace, Path.unlink
+
+        def synced(descriptor: int) -> None:
+            self._note("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+            sync(descriptor)
+
+        def linked(source: Path, target: Path) -> None:
+            link(source, target)
+            self._note("link", target)
+
+        def replaced(source: Path, target: Path) -> None:
+            replace(source, target)
+            self._note("replace", target)
+
+        def unlinked(path: Path, *, missing_ok: bool = False) -> None:
+            unlink(path, missing_ok=missing_ok)
+            if path.suffix != ".partial":
+                self._note("remove", path)
+
+        patch.setattr(os, "fsync", synced)
+        patch.setattr(os, "link", linked)
+        patch.setattr(os, "replace", replaced)
+        patch.setattr(Path, "unlink", unlinked)
+
+    def _note(self, what: str, path: Path) -> None:
+        name = str(path.relative_to(self._below))
+        self.steps.append((what, name.partition(".")[0] or "."))
+
+    def take(self) -> list[tuple[str, str]]:
+        steps, self.steps = self.steps, []
+        return steps
+
+
+def test_each_step_of_a_save_is_on_disk_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is lost in between leaves a version that is whole, or none: what a name stands
+    for is synced before the name is made, and the directory that holds the name afterwards."""
+    tier = tier_of(str(tmp_path / "jobs" / "saves"))
+    recorded = _Recorded(monkeypatch, tmp_path)
+    file = tier.write_layer(3, 0, 0, tensors(0))
+    written = recorded.take()
+    tier.publish(Manifest(iteration=3, epoch=0, job={}, layers=(file,)))
+    published = recorded.take()
+    saved(tier, 4)
+    recorded.take()
+    tier.prune(1)
+
+    assert written == [
+        ("sync", "."),
+        ("sync", "jobs"),
+        ("sync", "jobs/saves"),
+        ("sync", "jobs/saves/3-0/layer-00000"),
+        ("replace", "jobs/saves/3-0/layer-00000"),
+        ("sync", "jobs/saves/3-0"),
+    ]
+    assert published == [
+        ("sync", "jobs/saves/3-0/manifest"),
+        ("link", "jobs/saves/3-0/manifest"),
+        ("sync", "jobs/saves/3-0"),
+        ("sync", "jobs/saves"),
+    ]
+    assert recorded.take() == [
+        ("remove", "jobs/saves/3-0/manifest"),
+        ("sync", "jobs/saves/3-0"),
+        ("remove", "jobs/saves/3-0/layer-00000"),
+    ]
 
 
 def test_whoever_is_no_member_writes_nothing(place: str) -> None:

@@ -182,7 +182,7 @@ def test_iterations_are_committed_again_by_reports_of_now_only() -> None:
 
 def test_a_save_that_is_being_published_is_waited_for() -> None:
     """It may be the one to go back to, and may replace the one that would be."""
-    rules = small_rules(policy=GoesBack())
+    rules = small_rules(policy=GoesBack(times=9))
     state = training(rules)
     state, commands = after(state, [saved(0, LAST, epoch=0, layers=range(NUM_LAYERS))], rules)
     assert of_type(commands, Publish)

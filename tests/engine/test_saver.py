@@ -33,6 +33,10 @@ def always() -> bool:
     return True
 
 
+def never() -> bool:
+    return False
+
+
 class _SlowDisk:
     """Waits for the test before it writes; notes what it wrote."""
 
@@ -57,7 +61,7 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     """Training goes on while the disk is slow; what it changes then is not in the save."""
     disk, tier = _SlowDisk(monkeypatch), tier_of(str(tmp_path))
     sent: list[Message] = []
-    saver = Saver(tier, rank=4, send=sent.append, may_write=always)
+    saver = Saver(tier, rank=4, send=sent.append, may_write=always, is_called_off=never)
     held = layers(0, 1)
     before = {number: layer.state() for number, layer in held.items()}
     stall_s = saver.save(held, iteration=7, epoch=2)
@@ -69,8 +73,10 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     disk.may_write.set()
     saver.wait_written()
 
-    (message,) = sent
+    first, message = sent
+    assert isinstance(first, LayersSaved)
     assert isinstance(message, LayersSaved)
+    assert first.files == message.files[:1]  # Whoever waits sees that it gets on.
     assert (message.rank, message.iteration, message.epoch) == (4, 7, 2)
     assert [file.layer for file in message.files] == [0, 1]
     assert 0.0 <= stall_s < 20.0
@@ -86,9 +92,12 @@ def test_the_next_save_waits_for_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most one copy of the state is in memory, however slow the disk."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 20.0)
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    saver = Saver(tier_of(str(tmp_path)), rank=0, send=sent.append, may_write=always)
+    saver = Saver(
+        tier_of(str(tmp_path)), rank=0, send=sent.append, may_write=always, is_called_off=never
+    )
     saver.save(layers(0), iteration=1, epoch=0)
     second = threading.Thread(
         target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
@@ -102,6 +111,52 @@ def test_the_next_save_waits_for_the_one_before(
 
     assert disk.iterations == [1, 2]
     assert [message.iteration for message in sent if isinstance(message, LayersSaved)] == [1, 2]
+
+
+def test_training_does_not_wait_for_a_save_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is not made, and that is told; one after it is, once the disk has answered."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_called_off=never)
+    saver.save(layers(0), iteration=2, epoch=0)
+    saver.save(layers(0), iteration=4, epoch=0)
+
+    (message,) = sent
+    assert isinstance(message, SaveFailed)
+    assert message.is_skipped
+    assert (message.rank, message.iteration) == (3, 4)
+    assert "rank 3 was still writing that of iteration 2" in message.reason
+    disk.may_write.set()
+    assert saver.wait_written(timeout_s=20.0)
+    saver.save(layers(0), iteration=6, epoch=0)
+    saver.wait_written()
+    assert disk.iterations == [2, 6]
+
+
+def test_the_last_save_waits_for_its_turn_until_it_is_called_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an order: the job has ended without it, or goes on in another epoch."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    called_off = threading.Event()
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_called_off=called_off.is_set)
+    saver.save(layers(0), iteration=2, epoch=0)
+    called_off.set()
+    saver.save_last(layers(0), iteration=3, epoch=0)
+    assert not sent
+    called_off.clear()
+    disk.may_write.set()
+    saver.save_last(layers(0), iteration=3, epoch=1)
+
+    assert disk.iterations == [2, 3]
+    saves = [(one.iteration, one.epoch) for one in sent if isinstance(one, LayersSaved)]
+    assert saves == [(2, 0), (3, 1)]
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(
@@ -125,14 +180,16 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         return write(tier, iteration, epoch, layer, tensors, may_write=may_write)
 
     monkeypatch.setattr(Tier, "write_layer", refuse)
-    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always)
+    saver = Saver(
+        tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_called_off=never
+    )
     saver.save(layers(0, 1), iteration=4, epoch=1)
     saver.wait_written()
     saver.save(layers(0), iteration=5, epoch=1)
     saver.wait_written()
 
-    assert sent[0] == SaveFailed(rank=3, epoch=1, iteration=4, reason="no space left")
-    assert isinstance(sent[1], LayersSaved)
+    assert sent[1] == SaveFailed(rank=3, epoch=1, iteration=4, reason="no space left")
+    assert isinstance(sent[2], LayersSaved)
 
 
 def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
@@ -143,7 +200,13 @@ def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
     sent: list[Message] = []
     is_member = threading.Event()
     is_member.set()
-    saver = Saver(tier_of(str(tmp_path)), rank=2, send=sent.append, may_write=is_member.is_set)
+    saver = Saver(
+        tier_of(str(tmp_path)),
+        rank=2,
+        send=sent.append,
+        may_write=is_member.is_set,
+        is_called_off=never,
+    )
     saver.save(layers(0, 1), iteration=4, epoch=1)
     is_member.clear()
     disk.may_write.set()
@@ -162,7 +225,9 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
     def broken(message: Message) -> None:
         raise RuntimeError(f"cannot send {type(message).__name__}")
 
-    saver = Saver(tier_of(str(tmp_path)), rank=0, send=broken, may_write=always)
+    saver = Saver(
+        tier_of(str(tmp_path)), rank=0, send=broken, may_write=always, is_called_off=never
+    )
     saver.save(layers(0), iteration=1, epoch=0)
 
     with pytest.raises(RuntimeError, match="cannot send LayersSaved"):
@@ -171,6 +236,8 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
 
 def test_nothing_is_waited_for_where_nothing_was_saved(tmp_path: Path) -> None:
     """The end of a run that another rank saves."""
-    Saver(tier_of(str(tmp_path)), rank=0, send=lambda _: None, may_write=always).wait_written()
+    Saver(
+        tier_of(str(tmp_path)), rank=0, send=lambda _: None, may_write=always, is_called_off=never
+    ).wait_written()
 
     assert not any(tmp_path.iterdir())

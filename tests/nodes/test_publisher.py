@@ -1,17 +1,23 @@
 """The coordinator's hand on the disk: a save is complete, or nothing of it is left."""
 
+import functools
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from planaria.checkpoint.tiers import Tier, tier_of
+from planaria.checkpoint.tiers import Manifest, Tier, tier_of
 from planaria.coordinator.saves import Kept
-from planaria.coordinator.state import Discard, Pruned, Publish, Published
+from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
-from planaria.nodes.publisher import Publisher
+from planaria.nodes.publisher import Publisher, PublisherThread
 
 
 class _Told:
@@ -31,10 +37,11 @@ class _Told:
 
     def publish(self, iteration: int) -> None:
         file = self.tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
-        self.publisher.publish(Publish(iteration, 0, (file,)))
+        if self.publisher.publish(Publish(iteration, 0, (file,))):
+            self.publisher.prune(frozenset())
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise CheckpointError("the disk refuses")
 
 
@@ -71,11 +78,13 @@ def test_a_version_that_another_job_published_is_not_told_as_saved(tmp_path: Pat
     (failed,) = second.events
     assert isinstance(failed, SaveFailed)
     assert f"{tmp_path / '1-0'} is another job's" in failed.reason
-    second.publisher.discard(Discard(1, 0, failed.reason))
+    second.publisher.discard(1, 0)
     newest = first.tier.newest()
     assert newest is not None
     assert first.tier.read_layer(newest, 0)["parameter/w"].tolist() == [0.0] * 3
-    assert second.notices[-1] == Unsaved(iteration=1, epoch=0, reason=failed.reason)
+    (refused,) = second.notices
+    assert isinstance(refused, Warned)
+    assert "it is published" in refused.text
 
 
 def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
@@ -86,11 +95,11 @@ def test_a_manifest_that_cannot_be_written_is_a_save_that_failed(
     monkeypatch.setattr(Tier, "publish", refuse)
     told.publish(1)
     (failed,) = told.events
-    told.publisher.discard(Discard(1, 0, "the disk refuses"))
+    told.publisher.discard(1, 0)
 
     assert isinstance(failed, SaveFailed)
     assert failed.reason == "the disk refuses"
-    assert told.notices == [Unsaved(iteration=1, epoch=0, reason="the disk refuses")]
+    assert not told.notices
     assert not told.tier.versions()
 
 
@@ -168,4 +177,125 @@ def test_all_saves_are_told_but_the_one_that_a_run_began_with(tmp_path: Path) ->
     del told.events[:]
     told.publisher.tell_saves(source="2-0")
 
-    assert told.events == [Published(3, 0), Published(1, 0)]
+    assert told.events == [Published(3, 0), Published(1, 0), SavesListed()]
+
+
+class _Threaded(_Told):
+    """A publisher in a thread, on a disk that does not answer until it is to."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(directory)
+        self.may_answer = threading.Event()
+        self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self.now_s = 100.0
+        publish = Tier.publish
+
+        def late(tier: Tier, manifest: Manifest) -> None:
+            assert self.may_answer.wait(20.0)
+            publish(tier, manifest)
+
+        patch.setattr(Tier, "publish", late)
+        self.thread = PublisherThread(
+            self.publisher,
+            where=str(directory),
+            notify=self.notices.append,
+            failed=self.errors.put,
+            now_s=lambda: self.now_s,
+        )
+
+    def ask(self, iteration: int) -> None:
+        """Has a save published that is whole."""
+        file = self.tier.write_layer(iteration, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
+        self.thread.publish(Publish(iteration, 0, (file,)))
+
+    def wait_done(self) -> None:
+        assert self.thread.finish(timeout_s=20.0, removal_timeout_s=20.0)
+
+
+@pytest.fixture
+def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Threaded]:
+    made = _Threaded(tmp_path, monkeypatch)
+    yield made
+    made.may_answer.set()
+
+
+def test_nobody_waits_for_the_disk_and_what_is_asked_for_happens_in_order(
+    threaded: _Threaded,
+) -> None:
+    """That a save failed is told at once; what is left of it is removed when its turn comes."""
+    threaded.thread.tell_saves(source="")
+    threaded.ask(1)
+    threaded.tier.write_layer(2, 0, 0, {"parameter/w": np.zeros(3, np.float32)})
+    threaded.thread.discard(Discard(2, 0, "the disk refuses"))
+    threaded.ask(3)
+
+    assert threaded.notices == [Unsaved(iteration=2, epoch=0, reason="the disk refuses")]
+    assert [version.name for version in threaded.tier.versions()] == ["3-0", "2-0", "1-0"]
+    threaded.may_answer.set()
+    threaded.wait_done()
+    assert threaded.events == [SavesListed(), Published(1, 0), Published(3, 0), Pruned("1-0")]
+    assert [version.name for version in threaded.tier.versions()] == ["3-0"]
+
+
+def test_a_disk_that_does_not_answer_holds_up_the_end_for_a_while_only(
+    threaded: _Threaded,
+) -> None:
+    """A save under way is worth more than what is only to be removed."""
+    threaded.ask(1)
+    finished = functools.partial(threaded.thread.finish, timeout_s=5.0, removal_timeout_s=0.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(finished)
+        threaded.now_s += 4.9
+        assert not waiting.done()
+        threaded.now_s += 0.2
+        assert waiting.result(20.0) is False
+
+
+def test_that_a_disk_is_slow_is_told_less_and_less_often(threaded: _Threaded) -> None:
+    """Once it takes ten seconds, then each time that it takes twice as long as was told."""
+    threaded.ask(1)
+    told_s = []
+    for _ in range(3600):
+        threaded.now_s += 1.0
+        num_told = len(threaded.notices)
+        threaded.thread.tick()
+        if len(threaded.notices) > num_told:
+            told_s.append(threaded.now_s - 100.0)
+
+    assert told_s == [10.0 * 2**n for n in range(9)]
+    (first, *_) = threaded.notices
+    assert isinstance(first, Warned)
+    assert "is slow: to make the save of iteration 1 complete takes 10 s so far" in first.text
+
+
+def test_saves_that_could_not_be_listed_are_asked_for_again(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may refuse for a while; the older saves are as good as before then."""
+    threaded.may_answer.set()
+    threaded.publish(1)
+    del threaded.events[:], threaded.notices[:]
+    with monkeypatch.context() as patch:
+        patch.setattr(Tier, "each_version", refuse)
+        threaded.thread.tell_saves(source="")
+        threaded.wait_done()
+    threaded.thread.tick()
+    threaded.wait_done()
+    assert threaded.events == [SavesListed()]
+    threaded.now_s += 60.0
+    threaded.thread.tick()
+    threaded.wait_done()
+
+    assert threaded.events == [SavesListed(), Published(1, 0), SavesListed()]
+    assert len(threaded.notices) == 1
+
+
+def test_a_mistake_in_the_thread_reaches_the_coordinator(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no failure of the disk is ours, and must not be lost in a thread."""
+    error = RuntimeError("ours")
+    monkeypatch.setattr(Tier, "set_aside", Mock(side_effect=error))
+    threaded.thread.set_aside("1-0")
+
+    assert threaded.errors.get(timeout=20.0) is error

@@ -1,5 +1,6 @@
 """Jobs that save to an object store, which may be slow, or refuse."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -12,10 +13,10 @@ from object_store import object_store
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
-from planaria.errors import InsufficientError
+from planaria.errors import CheckpointError, InsufficientError
 from planaria.library import Job, Silent
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import fork_server
+from planaria.planning import Planned, fork_server
 
 ITERATIONS = 6
 
@@ -140,12 +141,127 @@ def test_a_save_under_way_is_complete_before_a_flipped_bit_ends_the_job(
     assert "the newest checkpoint is of iteration 2" in str(result.error)
 
 
-@pytest.mark.long
-def test_a_slow_store_costs_time_and_nothing_else(store: Store, tmp_path: Path) -> None:
-    """Half a second for each layer: more than all iterations take together."""
-    store.late_s = lambda method, path: 0.5 if method == "PUT" and "layer-" in path else 0.0
+class _Late(_Notes):
+    """Every request of the store is late from when training begins."""
 
-    result = Job(saving(store.url, tmp_path)).train(server=store.server)
+    def __init__(self, store: Store, late_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._late_s = late_s
 
-    assert [version.name for version in tier_of(store.url).versions()] == ["6-0", "4-0"]
+    def began(self) -> None:
+        self._store.late_s = lambda _method, _path: self._late_s
+
+
+class _Refused(_Notes):
+    """The store refuses everything until training begins."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def planned(self, planned: Planned) -> None:
+        del planned
+        self._store.late_s = lambda _method, _path: inf
+
+    def began(self) -> None:
+        self._store.late_s = _nothing
+
+
+@pytest.mark.parametrize(
+    ("late_s", "keep"),
+    [
+        (0.25, 0),
+        pytest.param(0.5, 2, marks=pytest.mark.long),
+        pytest.param(3.0, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_store_that_is_slow_costs_newer_saves_and_nothing_else(
+    store: Store, tmp_path: Path, late_s: float, keep: int
+) -> None:
+    """Each request takes as long as ten iterations: the coordinator was killed six times for that,
+    and the job ended."""
+    job = saving(store.url, tmp_path)
+    lease_s = 1.0 if late_s < 1.0 else 3.0  # The coordinator may be silent for two thirds of it.
+    job = replace(
+        job,
+        training=replace(job.training, iterations=12),
+        checkpoint=replace(job.checkpoint, keep=keep),
+        cluster=replace(job.cluster, lease_s=lease_s),
+    )
+
+    told = _Late(store, late_s)
+    result = Job(job).train(display=told, server=store.server)
+
+    store.late_s = _nothing
+    newest = tier_of(store.url).newest()
+    assert newest is not None
+    assert newest.iteration == result.report.final.iteration == 12
+    assert result.report.final.parameters_sha256
+    assert {event.kind for event in result.report.events} <= {"save_failed"}
+    skipped = [note for note in told.notes if "was still writing" in note]
+    assert 1 <= len(skipped) <= 3, told.notes  # Of five: the first, the second, and the fourth.
+    if late_s > 1.0:
+        assert any("is slow: to make the save of iteration" in note for note in told.notes)
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["at the end", "all the time"])
+def test_a_store_that_does_not_answer_is_given_up_in_the_end(
+    store: Store, tmp_path: Path, every: int
+) -> None:
+    """All iterations are trained, and what was not saved is told within a bounded time."""
+    job = saving(store.url, tmp_path)
+    job = replace(
+        job,
+        checkpoint=replace(job.checkpoint, timeout_s=1.0, persist_every=every),
+        cluster=replace(job.cluster, lease_s=1.0),
+    )
+
+    result = Job(job).run(display=_Late(store, 60.0), server=store.server)
+
+    store.late_s = _nothing
+    assert isinstance(result.error, CheckpointError)
+    assert "the last save failed: nothing was written to" in str(result.error)
+    assert "did not answer within 1 s" in str(result.error)
     assert [record.iteration for record in result.report.iterations] == list(range(ITERATIONS))
+    assert {event.kind for event in result.report.events} <= {"save_failed", "unsaved"}
+    assert result.report.final.parameters_sha256 == ""
+
+
+def test_a_loss_is_answered_while_a_store_does_not_answer(store: Store, tmp_path: Path) -> None:
+    """What is live is all that is needed; nobody waits for the save that is being made complete."""
+    job = saving(store.url, tmp_path)
+    job = replace(
+        job,
+        training=replace(job.training, iterations=12),
+        resilience=replace(job.resilience, failures_tolerated=1),
+        checkpoint=replace(job.checkpoint, timeout_s=4.0),
+    )
+    is_complete = threading.Event()
+
+    def late_s(method: str, path: str) -> float:
+        if "/manifest.json" in path and method == "PUT":
+            is_complete.set()
+            return 60.0
+        return 0.0
+
+    store.late_s = late_s
+    faults = [parse_injection("kill:1@4.backward")]
+    result = Job(job).run(injections=faults, server=store.server)
+
+    store.late_s = _nothing
+    assert is_complete.is_set()
+    (answered,) = [event for event in result.report.events if event.kind == "kill"]
+    assert answered.downtime_s < 2.0
+    assert result.report.final.iteration == 12
+    assert isinstance(result.error, CheckpointError)
+
+
+def test_a_store_that_refuses_to_list_does_not_end_a_job(store: Store, tmp_path: Path) -> None:
+    """The coordinator looks for older saves when it begins; it ended for that six times over."""
+    told = _Refused(store)
+
+    Job(saving(store.url, tmp_path)).train(display=told, server=store.server)
+
+    assert [note for note in told.notes if "older saves are of no use until" in note]
+    assert [version.name for version in tier_of(store.url).versions()] == ["6-0", "4-0"]

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.storage import is_url
+from planaria.checkpoint.storage import is_url, make_directory
 from planaria.errors import ConfigError
 
 _FILE: Final = ".job.lock"  # No save has such a name: that would begin with a letter or digit.
@@ -93,7 +93,7 @@ def _locked(directory: Path, note: Callable[[str], None]) -> int:
 
 
 def _opened(directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     # Not inherited: a program that this process starts may outlive it.
     return os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 

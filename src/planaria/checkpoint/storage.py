@@ -56,7 +56,10 @@ class Storage(Protocol):
         ...
 
     def create(self, name: str, content: bytes) -> bool:
-        """Puts a content where there is none; False if there is one, which stays."""
+        """Puts a content where there is none; False if there is another one, which stays.
+
+        The same content there is taken for its own: a request whose answer was lost is made again.
+        """
         ...
 
     def remove(self, version: str, names: Sequence[str]) -> None:
@@ -102,9 +105,7 @@ class Directory:
         found = {}
         for directory in directories:
             for path in _files(directory):
-                with suppress(FileNotFoundError):  # It was removed meanwhile.
-                    stat = path.stat()
-                    entry = Entry(stat.st_size, stat.st_mtime)
+                if entry := _entry(path):
                     found[f"{directory.name}/{path.name}"] = entry
         return found
 
@@ -130,7 +131,7 @@ class Directory:
             self._put(name, content, os.link)
             _sync_directory(self.path)
         except FileExistsError:
-            return False
+            return self.read(name) == content
         except OSError as error:
             raise _write_error(self.path / name, error) from error
         return True
@@ -139,7 +140,7 @@ class Directory:
         """Writes a content beside its name, on the disk, and then has it placed there."""
         path = self.path / name
         partial = _partial(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         try:
             _write_synced(partial, content)
             place(partial, path)
@@ -149,9 +150,9 @@ class Directory:
 
     def remove(self, version: str, names: Sequence[str]) -> None:
         directory = self.path / version
-        if not directory.exists():
-            return
         try:
+            if not directory.exists():
+                return
             for number, name in enumerate(names):
                 (self.path / name).unlink(missing_ok=True)
                 if not number:
@@ -213,7 +214,7 @@ class Objects:
         try:
             self._obstore.put(self._store, name, content, mode="create")
         except self._obstore.exceptions.AlreadyExistsError:
-            return False
+            return self.read(name) == content
         except self._errors as error:
             raise self._write_error(name, error) from error
         return True
@@ -258,9 +259,29 @@ def _files(directory: Path) -> list[Path]:
         raise UnreadableError(f"cannot read {directory}: {error.strerror}") from error
 
 
+def _entry(path: Path) -> Entry | None:
+    """What is known of a file; None if it was removed meanwhile."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableError(f"cannot read {path}: {error.strerror}") from error
+    return Entry(stat.st_size, stat.st_mtime)
+
+
 def _partial(path: Path) -> Path:
     """A name beside path that no other writer has; process ids repeat on a shared disk."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, and those above it, such that they stay when the machine is lost."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # One may write to a directory that one may not read.
+            _sync_directory(directory.parent)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

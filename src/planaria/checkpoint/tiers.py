@@ -16,7 +16,7 @@ in return the hash is of what was meant, not of what the disk made of it.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,8 +149,10 @@ class Tier:
     def publish(self, manifest: Manifest) -> None:
         """Makes a version exist, once all its layers are written.
 
+        Once more is as good: whoever asks again may not have heard the answer.
+
         Raises:
-            CheckpointError: it is published already, or a layer is missing.
+            CheckpointError: another manifest is there already, or a layer is missing.
         """
         assert manifest.layers or manifest.iteration == 0
         version = version_name(manifest.iteration, manifest.epoch)
@@ -160,16 +162,28 @@ class Tier:
             raise CheckpointError(f"cannot publish {where}: {reason}; write that layer again")
         content = msgspec.json.format(msgspec.json.encode(manifest))
         if not self.storage.create(name, content):
-            raise CheckpointError(f"{where} exists: this version is published already")
+            raise CheckpointError(
+                f"{self.storage.where(version)} is another job's, and published already: set "
+                "checkpoint.directory of one to another place"
+            )
 
     def versions(self) -> tuple[Version, ...]:
         """Every version that anything is there of, newest first by (iteration, epoch)."""
-        entries = self.storage.entries("")
+        return tuple(self.each_version())
+
+    def each_version(self) -> Iterator[Version]:
+        """As `versions`, each when its manifest is read."""
+        for iteration, epoch, entries in self._there():
+            yield self._version(iteration, epoch, entries)
+
+    def _there(self) -> Iterator[tuple[int, int, Mapping[str, Entry]]]:
+        """Iteration, epoch and contents of all versions, newest first."""
         there: dict[tuple[int, int], dict[str, Entry]] = {}
-        for name, entry in entries.items():
+        for name, entry in self.storage.entries("").items():
             if match := _VERSION_NAME.fullmatch(name.partition("/")[0]):
                 there.setdefault((int(match[1]), int(match[2])), {})[name] = entry
-        return tuple(self._version(*n, there[n]) for n in sorted(there, reverse=True))
+        for numbers in sorted(there, reverse=True):
+            yield (*numbers, there[numbers])
 
     def manifest(self, version: str) -> Manifest:
         """That of a complete version.
@@ -187,7 +201,7 @@ class Tier:
 
     def newest(self) -> Manifest | None:
         """The newest complete version; its hashes are checked when its layers are read."""
-        return next((v.manifest for v in self.versions() if v.manifest is not None), None)
+        return next((v.manifest for v in self.each_version() if v.manifest is not None), None)
 
     def read_layer(self, manifest: Manifest, layer: int) -> dict[str, np.ndarray]:
         """One layer's tensors by name, in memory of their own.
@@ -211,25 +225,31 @@ class Tier:
             raise CheckpointError(f"{where} is not what was written to it; use an older version")
         return _deserialized(where, content)
 
-    def prune(self, keep: int) -> tuple[str, ...]:
+    def prune(self, keep: int, *, unused: Collection[str] = ()) -> tuple[str, ...]:
         """Removes what is no longer needed and returns the names of those versions, oldest first.
 
         That is the complete versions beyond the `keep` newest (0: none of them), and those without
         a manifest that are older than the newest complete version: nobody finishes them any more.
-        One that was set aside, or whose manifest cannot be read, stays for a person to look at.
+        One that was set aside, or that cannot be read now, is none of the `keep` newest, and stays
+        for a person to look at. Reads `keep` manifests, and one more of each version that goes.
+
+        Args:
+            unused: names of versions that could not be read, though their manifests can.
         """
         assert keep >= 0
-        versions = self.versions()
-        complete = [index for index, version in enumerate(versions) if version.manifest]
-        if not complete:
-            return ()
-        surplus = set(complete[keep:]) if keep else set()
-        abandoned = {
-            index
-            for index, version in enumerate(versions)
-            if index > complete[0] and version.reason == UNPUBLISHED
-        }
-        doomed = [versions[index].name for index in sorted(surplus | abandoned, reverse=True)]
+        doomed, num_complete = [], 0
+        for iteration, epoch, entries in self._there():
+            name = version_name(iteration, epoch)
+            is_published = f"{name}/{_MANIFEST}" in entries
+            if not is_published and num_complete and f"{name}/{_DAMAGED}" not in entries:
+                doomed.append(name)
+            if not is_published or name in unused or (num_complete and not keep):
+                continue
+            if self._version(iteration, epoch, entries).manifest is not None:
+                num_complete += 1
+                if 0 < keep < num_complete:
+                    doomed.append(name)
+        doomed.reverse()
         for name in doomed:
             self._remove(name)
         return tuple(doomed)
@@ -359,7 +379,10 @@ def _deserialized(where: str, content: bytes) -> dict[str, np.ndarray]:
 
 def standing(tier: Tier) -> str:
     """What a job that ended early has left, in words."""
-    newest = tier.newest()
+    try:
+        newest = tier.newest()
+    except CheckpointError as error:
+        return f"which checkpoint is the newest is not known: {error}"
     if newest is None:
         return "there is no checkpoint"
     return f"the newest checkpoint is of iteration {newest.iteration}, go on from it with --resume"

@@ -80,6 +80,8 @@ def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
     """The state after a worker, or the agent of one, has said something."""
     iteration = 0
     match message:
+        case SaveFailed(is_skipped=True):  # What came before it is of more use to a coordinator.
+            return state
         case IterationDone() | LayersSaved() | SaveFailed():
             iteration = message.iteration
         case WorkerReady() | Stopped() | EpochReady() | WorkerExited() | WorkerFailed():

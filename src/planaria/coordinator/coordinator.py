@@ -35,7 +35,14 @@ from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.overhead import with_order, with_start
 from planaria.coordinator.recovery import decided, lost, refuted
-from planaria.coordinator.saves import Kept, kept, layers_saved, save_failed
+from planaria.coordinator.saves import (
+    Kept,
+    kept,
+    last_save_awaited,
+    layers_saved,
+    publish_next,
+    save_failed,
+)
 from planaria.coordinator.slowness import observed
 from planaria.coordinator.state import (
     AnswersFound,
@@ -50,6 +57,7 @@ from planaria.coordinator.state import (
     Pruned,
     Published,
     Rules,
+    SavesListed,
     Step,
     Tell,
     Tick,
@@ -126,9 +134,9 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case CopiesFailed() if event.epoch in state.epochs:
             return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
         case LayersSaved():
-            return layers_saved(state, event)
-        case Published() | Pruned():
-            return kept(rules, state, event), ()
+            return layers_saved(replace(state, wrote_s=now_s), event)
+        case Published() | Pruned() | SavesListed():
+            return publish_next(kept(rules, replace(state, wrote_s=now_s), event))
         case SaveFailed():
             return save_failed(state, event)
         case StopRequested() if state.stop_reason or not state.stop_requested:
@@ -193,7 +201,7 @@ def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
     """One phase further, if nothing is missing."""
     match state.phase:
-        case Phase.STOPPING if state.is_told_by_all(state.answers) and not state.num_publishing:
+        case Phase.STOPPING if state.is_told_by_all(state.answers):
             return decided(rules, state, now_s)
         case Phase.JOINING:
             return _joined(rules, state, now_s)
@@ -203,11 +211,11 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
             state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):
-            return (state, ()) if state.num_publishing else refuted(rules, state, now_s)
+            return refuted(rules, state, now_s)
         case Phase.TRAINING:
             return _trained(rules, state, now_s)
         case Phase.SAVING:
-            return _saved(rules, state)
+            return _saved(rules, state, now_s)
     return state, ()
 
 
@@ -225,7 +233,7 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
         return state, ()
     state, settled = _settled(rules, state, now_s)
     if isinstance(order, SaveLayers):
-        return replace(state, phase=Phase.SAVING), (*settled, Tell(order))
+        return _awaiting_save(state, now_s), (*settled, Tell(order))
     addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
     order = _with_addresses(order, addresses)
     # Ranks forget a stop where they begin anew.
@@ -337,7 +345,7 @@ def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
             commands += more
             state, more = _entered(rules, state, now_s)
             commands += more
-    return replace(state, phase=Phase.SAVING), tuple(commands)
+    return _awaiting_save(state, now_s), tuple(commands)
 
 
 def _commit_notice(
@@ -377,7 +385,11 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
 # -- losses and ends ------------------------------------------------------------------------------
 
 
-def _saved(rules: Rules, state: JobState) -> Step:
+def _awaiting_save(state: JobState, now_s: float) -> JobState:
+    return replace(state, phase=Phase.SAVING, wrote_s=now_s, is_slow_told=False)
+
+
+def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     """Ends the job if the last save is complete, or cannot be."""
     assert state.decision is not None
     number = state.next_iteration
@@ -390,7 +402,7 @@ def _saved(rules: Rules, state: JobState) -> Step:
         return ended(state, End(Ending.UNSAVED, failure))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
     if state.published < number and not has_nothing_to_save:
-        return state, ()
+        return last_save_awaited(rules, state, now_s)
     if decision.ending:
         return ended(state, End(Ending(decision.ending), decision.reason))
     if state.stop_reason:

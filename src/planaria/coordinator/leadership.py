@@ -11,6 +11,7 @@ Source: DESIGN 4.5 and 6 (Coordination).
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from planaria.coordinator.coordinator import Event, step
@@ -108,7 +109,10 @@ class Leadership(Generic[Agent]):
     # -- records ----------------------------------------------------------------------------------
 
     async def restore(self, plan: Plan, *, predicted_s: float, now_s: float) -> None:
-        """Goes on from the records, or begins the job with this plan if there are none."""
+        """Goes on from the records, or begins the job with this plan if there are none.
+
+        Events then say which saves there are.
+        """
         found = await self._logbook.read()
         if found is None:
             self.state, commands = first_step(
@@ -129,6 +133,7 @@ class Leadership(Generic[Agent]):
             # Members have a whole lease to find this coordinator.
             for node in self.state.nodes:
                 await self._logbook.grant(node)
+        self.state = replace(self.state, is_listing=True)
         await self._carry_out(commands)
 
     @property

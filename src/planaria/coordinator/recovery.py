@@ -34,6 +34,7 @@ from planaria.coordinator.outcomes import (
 )
 from planaria.coordinator.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
+from planaria.coordinator.saves import has_late_answer
 from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
 from planaria.coordinator.slowness import of_members
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
@@ -186,6 +187,8 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     answered, missing = state, cluster.lost_layers(rules.num_layers)
+    if (missing or ends) and has_late_answer(rules, state, now_s):
+        return state, ()
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
     is_saved = ends and state.published >= outcome.iteration
     if missing and not is_saved and (point := back_point(rules, state, outcome)):
@@ -237,6 +240,8 @@ def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
 
 def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -> Step:
     """The next epoch, or the end of the job where nobody can tell whose parameters are right."""
+    if judged.undecided and has_late_answer(rules, state, now_s):
+        return state, ()  # That save may be all that is left.
     if judged.undecided:
         nodes = " and ".join(map(str, judged.undecided))
         return _end(
@@ -277,6 +282,8 @@ def _resume(
     assert loss is not None
     best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
     assert best is not None
+    if best.goes_back and has_late_answer(rules, state, now_s):
+        return state, ()
     if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
         state, outcome = gone_back(state, event.saved)
     degraded = degraded_text(rules, state, best.after)

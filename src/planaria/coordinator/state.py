@@ -128,16 +128,21 @@ class Notify:
 @dataclass(frozen=True, slots=True)
 class Publish:
     """Every layer of (iteration, epoch) is on disk: create its manifest, then say `Published`, or
-    `SaveFailed`."""
+    `SaveFailed`.
+
+    Attributes:
+        unused: versions that could not be read, and so are none of the newest that are kept.
+    """
 
     iteration: int
     epoch: int
     files: tuple[LayerFile, ...]
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """A save failed: remove what there is of it, and say so."""
+    """A save failed: remove what there is of it, and say so if there is a reason."""
 
     iteration: int
     epoch: int
@@ -206,6 +211,11 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
+class SavesListed:
+    """Every save that was there when this coordinator began was said to be `Published`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -248,7 +258,11 @@ class JobState:
         versions: (iteration, epoch) of published saves beside the one that this run began with, the
             newest first.
         spoilt: versions of the disk tier that turned out not to be what was saved.
-        num_publishing: saves that are being published.
+        publishing: saves that are being published, by (iteration, epoch).
+        is_listing: it is not known yet which saves there were when this coordinator began.
+        num_skipped: saves that were not made, for others before were under way.
+        wrote_s: when a part of the last save was written last; since when that is waited for.
+        is_slow_told: it was said that the last save is slow.
         origin: on which the iterations that count are built.
         unsaved: why saves of this run failed, by (iteration, epoch).
         ends: the last committed iteration was the job's last.
@@ -291,7 +305,11 @@ class JobState:
     saves: Mapping[tuple[int, int], Mapping[int, LayerFile]] = field(default_factory=dict)
     versions: tuple[tuple[int, int], ...] = ()
     spoilt: frozenset[str] = frozenset()
-    num_publishing: int = 0
+    publishing: frozenset[tuple[int, int]] = frozenset()
+    is_listing: bool = False
+    num_skipped: int = 0
+    wrote_s: float = 0.0
+    is_slow_told: bool = False
     origin: Origin = field(default_factory=Origin)
     unsaved: Mapping[tuple[int, int], str] = field(default_factory=dict)
     ends: bool = False

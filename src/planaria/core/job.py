@@ -139,6 +139,11 @@ class CheckpointConfig:
     )
     persist_every: int = _key(0, "iterations between saves; 0: at the end and on Ctrl-C")
     keep: int = _key(2, "newest saves kept; 0: all")
+    timeout_s: float = _key(
+        600.0,
+        "where nothing is written for so long, nobody waits for a save any more: the job ends "
+        "without its last one, or goes back to an older one",
+    )
     copies: int = _key(
         0,
         "copies of each layer in the memory of nodes, its holder's own included, or as many as "

@@ -168,7 +168,8 @@ class Corrupted(Message, frozen=True, kw_only=True):
 
 
 class LayersSaved(Message, frozen=True, kw_only=True):
-    """A rank has written the layers that it owns; iteration counts the committed ones."""
+    """A rank has written these of the layers that it owns, more each time that it says so;
+    iteration counts the committed ones."""
 
     rank: int
     epoch: int
@@ -177,12 +178,17 @@ class LayersSaved(Message, frozen=True, kw_only=True):
 
 
 class SaveFailed(Message, frozen=True, kw_only=True):
-    """A rank could not write its layers; nothing of it is left on disk."""
+    """A rank could not write its layers, or has not tried to.
+
+    Attributes:
+        is_skipped: a save before was still under way.
+    """
 
     rank: int
     epoch: int
     iteration: int
     reason: str
+    is_skipped: bool = False
 
 
 class CopySpoilt(Message, frozen=True, kw_only=True):

@@ -66,6 +66,10 @@ class Control:
         with self._lock:
             self._socket.sendall(frame(message))
 
+    def has_order(self) -> bool:
+        """Whether an order waits to be carried out."""
+        return not self._orders.empty()
+
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
         return self._orders.get()

@@ -9,9 +9,10 @@ what it holds, and goes on in the next epoch with the layers that it has.
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import psutil
@@ -55,7 +56,7 @@ from planaria.engine.peak import peak_bytes, reset_peak
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
-from planaria.engine.stage import Stage
+from planaria.engine.stage import HeldLayer, Stage
 from planaria.engine.tensor_peak import TensorPeak
 from planaria.errors import (
     AbortedError,
@@ -71,6 +72,8 @@ from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
+
+_LEAVE_S: Final = 1.0  # For a save that is being written when the job has ended.
 
 
 def _unwatched(_: Iterable[Tensor]) -> None:
@@ -89,7 +92,11 @@ class Worker:
         self._tier = tier_of(self._job.checkpoint.directory)
         self._storage = storage_of(spec)
         self._saver = Saver(
-            self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
+            self._tier,
+            rank=spec.rank,
+            send=control.send,
+            may_write=pulse.wait_member,
+            is_called_off=control.has_order,
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=RECEIVE_TIMEOUT_S)
         self._slowness = Slowness(links.timekeeper)
@@ -133,7 +140,7 @@ class Worker:
         )
         while not isinstance(order := self._control.wait_order(), Shutdown):
             self._obey(order)
-        self._saver.wait_written()
+        self._saver.wait_written(timeout_s=_LEAVE_S)
         self._links.close()
 
     def _obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
@@ -158,7 +165,7 @@ class Worker:
                     logger.info("rank %s: %s", rank, error)
                     if isinstance(error, CorruptedError):
                         # It may be all that is left: nobody may know who of two is right.
-                        self._saver.wait_written()
+                        self._saver.wait_written(timeout_s=self._job.checkpoint.timeout_s)
                     if said := complaint(error, rank=rank, epoch=epoch):
                         self._control.send(said)
 
@@ -184,7 +191,8 @@ class Worker:
             self._control.send(failed)
             return
         self._stage.hold(states, states=states, age=age)
-        self._write(layers, age, order.epoch)
+        held = self._stage.layers
+        self._saver.save_last({n: held[n] for n in layers}, iteration=age, epoch=order.epoch)
 
     # -- between epochs ---------------------------------------------------------------------------
 
@@ -311,6 +319,7 @@ class Worker:
             stall_s = self._copying.take_stall_s()
             if ends or self._persists(iteration + 1):
                 executor.compare(iteration + 1)
+            if not ends and self._persists(iteration + 1):
                 stall_s += self._save(start, iteration + 1)
             before_s, end_s = end_s, self._links.timekeeper.now_s()
             self._control.send(
@@ -335,6 +344,9 @@ class Worker:
                 )
             )
             iteration += 1
+            if ends:
+                owned = self._owned(start.plan)
+                self._saver.save_last(owned, iteration=iteration, epoch=start.epoch)
             if switches:
                 self._switches_at = iteration
                 return
@@ -386,10 +398,9 @@ class Worker:
 
     def _save(self, start: StartEpoch, age: int) -> float:
         """Saves what this rank owns; the seconds that training waited for it."""
-        rank = self._spec.rank
-        owned = [n for n in self._stage.layers if start.plan.holders(n)[0] == rank]
-        return self._write(owned, age, start.epoch)
+        return self._saver.save(self._owned(start.plan), iteration=age, epoch=start.epoch)
 
-    def _write(self, layers: Sequence[int], age: int, epoch: int) -> float:
-        held = self._stage.layers
-        return self._saver.save({n: held[n] for n in layers}, iteration=age, epoch=epoch)
+    def _owned(self, plan: Plan) -> dict[int, HeldLayer]:
+        """The layers that this rank saves."""
+        layers, rank = self._stage.layers, self._spec.rank
+        return {n: held for n, held in layers.items() if plan.holders(n)[0] == rank}

@@ -28,6 +28,7 @@ from itertools import count
 
 import msgspec
 
+from planaria.checkpoint.patience import LOOK_TIMEOUT_S, looked_at
 from planaria.checkpoint.tiers import standing, tier_of
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
@@ -118,7 +119,8 @@ class Launcher:
         self._stop_requested = False
         self._interruption = ""
         self._is_server_lost = False
-        self._tier = tier_of(spec.job.checkpoint.directory)
+        checkpoint = spec.job.checkpoint
+        self._tier = looked_at(tier_of(checkpoint.directory), checkpoint)
         self._unsaved: set[tuple[int, int]] = set()
         self._unfired: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
@@ -135,12 +137,19 @@ class Launcher:
             ended = asyncio.run(self._run())
         self._discard_unsaved()
         if self._interruption:
-            raise KeyboardInterrupt(self._interruption)
+            left = f"; {standing(self._tier)}" if self._stop_requested else ""
+            raise KeyboardInterrupt(f"{self._interruption}{left}")
         return ended
 
     def _discard_unsaved(self) -> None:
         """What a rank wrote after another had failed to is no checkpoint."""
+        end_s = time.monotonic() + LOOK_TIMEOUT_S
         for iteration, epoch in sorted(self._unsaved):
+            if time.monotonic() > end_s:
+                where = self._tier.storage.where("")
+                text = f"{where} is slow, so parts of failed saves stay: planaria checkpoint prune"
+                self._observer.noticed(Warned(text=text))
+                return
             try:
                 self._tier.discard(iteration, epoch)
             except CheckpointError as error:
@@ -384,8 +393,7 @@ class Launcher:
         if not self._is_training:
             self._interruption = "interrupted before training began"
         elif self._stop_requested:
-            left = standing(self._tier)
-            self._interruption = f"interrupted again, so nothing was saved; {left}"
+            self._interruption = "interrupted again, so nothing was saved"
         else:
             self._stop_requested = True
             self._observer.stopping()

@@ -18,8 +18,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -39,11 +40,19 @@ from planaria.coordinator.state import (
     Tick,
 )
 from planaria.core.messages import NodeLost, Shutdown, ToNode
-from planaria.core.records import AgentEnded, Beat, Ended, FromLauncher, Leading, ToLauncher
+from planaria.core.records import (
+    AgentEnded,
+    Beat,
+    Ended,
+    FromLauncher,
+    Leading,
+    ToLauncher,
+    Warned,
+)
 from planaria.errors import AuthenticationError, StoreError
 from planaria.nodes.journal import open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of
-from planaria.nodes.publisher import Publisher
+from planaria.nodes.publisher import Publisher, PublisherThread
 from planaria.nodes.searcher import Searcher
 from planaria.policies.ahead import Known
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
@@ -53,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S: Final = 1.0
+_REMOVAL_TIMEOUT_S: Final = 10.0  # Of saves that failed, when the job has ended.
 _launcher_decoder: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
 
 
@@ -76,13 +86,6 @@ class _Leader:
             NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
         )
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._publisher = Publisher(
-            tier_of(spec.job.checkpoint.directory),
-            fingerprint=spec.fingerprint,
-            keep=spec.job.checkpoint.keep,
-            say=self.queue,
-            notify=self.notify,
-        )
         self._agents: set[_Agent] = set()
         self._frames = _Frames()
         self._has_progressed = asyncio.Event()
@@ -90,6 +93,7 @@ class _Leader:
     async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
         """Coordinates until the job ends, or its launcher does."""
         self._serving: set[asyncio.Task[None]] = set()
+        self._publishing = self._publisher_thread()
         asyncio.get_running_loop().add_reader(lifeline_fd, os._exit, 1)
         reader, self._launcher = await asyncio.open_connection(
             sock=socket.socket(fileno=launcher_fd)
@@ -117,7 +121,7 @@ class _Leader:
         await self._leadership.restore(
             self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
         )
-        self._publisher.tell_saves(source=self._spec.source)
+        self._publishing.tell_saves(source=self._spec.source)
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
@@ -135,21 +139,23 @@ class _Leader:
             await self._searcher.open()
             tasks.append(asyncio.create_task(self._searcher.hear()))
         try:
-            await self._serve(tasks)
+            await self._serve((*tasks, self._publisher_error))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             server.close()
 
-    async def _serve(self, tasks: list[asyncio.Task[None]]) -> None:
+    async def _serve(self, tasks: Sequence[asyncio.Future[None]]) -> None:
         """Handles events until the job ends; what a task raises ends it here."""
         while self._leadership.ended is None:
             event = asyncio.create_task(self._events.get())
-            done, _ = await asyncio.wait({event, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {event}:
-                task.result()
-            if event in done:
+            waits: tuple[asyncio.Future[Any], ...] = (event, *tasks)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if event.done():
                 await self._leadership.handle(event.result(), time.monotonic())
                 self._look_ahead()
                 if self._leadership.has_progressed:
@@ -158,8 +164,25 @@ class _Leader:
                 event.cancel()
         ended = self._leadership.ended
         if was_lost(ended):
-            self._publisher.publish_start(ended.epoch)
+            self._publishing.publish_start(ended.epoch)
+        await self._finish_saves()
         await self._tell_end(ended)
+
+    async def _finish_saves(self) -> None:
+        """Lets the disk do what it was asked for, unless that takes too long; agents are answered
+        meanwhile."""
+        checkpoint = self._rules.job.checkpoint
+        is_done = await asyncio.to_thread(
+            self._publishing.finish,
+            timeout_s=checkpoint.timeout_s,
+            removal_timeout_s=min(_REMOVAL_TIMEOUT_S, checkpoint.timeout_s),
+        )
+        if not is_done:
+            text = (
+                f"{checkpoint.directory} does not answer, and the job does not wait for it: "
+                "planaria checkpoint ls tells what is complete there"
+            )
+            self.notify(Warned(text=text))
 
     async def _close_agents(self) -> None:
         """Closes the connections once what was written is sent; one that hangs is left behind."""
@@ -247,7 +270,28 @@ class _Leader:
             if may_expire(now_s, last_s, period_s=period_s):
                 await self._store.expire()
             last_s = now_s
+            self._publishing.tick()
             self.queue(Tick())
+
+    # -- saves ------------------------------------------------------------------------------------
+
+    def _publisher_thread(self) -> PublisherThread:
+        """Who acts on the disk; what it says is handled on this loop."""
+        loop, checkpoint = asyncio.get_running_loop(), self._spec.job.checkpoint
+        self._publisher_error: asyncio.Future[None] = loop.create_future()
+        publisher = Publisher(
+            tier_of(checkpoint.directory),
+            fingerprint=self._spec.fingerprint,
+            keep=checkpoint.keep,
+            say=lambda event: _call(loop, lambda: self.queue(event)),
+            notify=lambda message: _call(loop, lambda: self.notify(message)),
+        )
+        return PublisherThread(
+            publisher,
+            where=checkpoint.directory,
+            notify=self.notify,
+            failed=lambda error: _call(loop, lambda: self._publisher_error.set_exception(error)),
+        )
 
     # -- hands ------------------------------------------------------------------------------------
 
@@ -263,11 +307,11 @@ class _Leader:
         """See Hands."""
         match command:
             case Publish():
-                self._publisher.publish(command)
+                self._publishing.publish(command)
             case Discard():
-                self._publisher.discard(command)
+                self._publishing.discard(command)
             case SetAside(source):
-                self._publisher.set_aside(source)
+                self._publishing.set_aside(source)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""
@@ -280,6 +324,12 @@ class _Leader:
         shutdown = Shutdown()
         for agent in self._agents:
             agent.tell(shutdown)
+
+
+def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Has a loop call something, from another thread; not once the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback)
 
 
 class _Frames:

@@ -1,14 +1,30 @@
-"""Makes saves complete, and removes those that cannot be: the coordinator's hand on the disk."""
+"""Makes saves complete, and removes those that cannot be: the coordinator's hand on the disk.
 
+The disk or store may take long, or never answer, while the coordinator has to beat and to answer
+heartbeats. So `PublisherThread` carries out in a thread of its own, one after the other, what its
+`Publisher` is asked for; nothing else of the coordinator touches the disk.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from planaria.checkpoint.tiers import UNPUBLISHED, Manifest, Tier
-from planaria.coordinator.saves import Kept
-from planaria.coordinator.state import Discard, Pruned, Publish, Published
+from planaria.coordinator.saves import SLOW_S, Kept
+from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_REMOVALS_MAX: Final = 64  # That wait; of what is not removed, pruning removes the rest.
+_LIST_AGAIN_S: Final = 5.0
+_LOOK_S: Final = 0.02
 
 
 class Publisher:
@@ -36,18 +52,28 @@ class Publisher:
         self._say = say
         self._notify = notify
 
-    def tell_saves(self, *, source: str) -> None:
-        """Says which saves there are, of this run and of those before it.
+    def tell_saves(self, *, source: str) -> bool:
+        """Says which saves there are, of this run and of those before it, the newest first; False
+        if the disk refuses to list them.
 
         Args:
             source: the one from which this run started, of which the coordinator knows.
         """
-        for version in self._tier.versions():
-            if version.manifest and version.manifest.layers and version.name != source:
-                self._say(Published(version.iteration, version.epoch))
+        try:
+            for version in self._tier.each_version():
+                if version.manifest and version.manifest.layers and version.name != source:
+                    self._say(Published(version.iteration, version.epoch))
+        except CheckpointError as error:
+            text = f"older saves are of no use until they can be listed: {error}"
+            self._notify(Warned(text=text))
+            return False
+        finally:
+            self._say(SavesListed())
+        return True
 
-    def publish(self, command: Publish) -> None:
-        """Creates the manifest of a save, and removes what is too old."""
+    def publish(self, command: Publish) -> bool:
+        """Creates the manifest of a save, as the coordinator before may have, just before its end;
+        False if it cannot be."""
         manifest = Manifest(
             iteration=command.iteration,
             epoch=command.epoch,
@@ -55,8 +81,7 @@ class Publisher:
             layers=command.files,
         )
         try:
-            if not self._is_published(manifest):
-                self._tier.publish(manifest)
+            self._tier.publish(manifest)
         except CheckpointError as error:
             failed = SaveFailed(
                 rank=BY_PUBLISHER,
@@ -65,39 +90,29 @@ class Publisher:
                 reason=str(error),
             )
             self._say(failed)
-            return
+            return False
         self._say(Published(command.iteration, command.epoch))
         self._notify(Saved(iteration=command.iteration, epoch=command.epoch))
+        return True
+
+    def prune(self, unused: frozenset[str]) -> None:
+        """Removes what is too old, and what nobody completed, even if all saves stay.
+
+        Args:
+            unused: versions that do not count.
+        """
         try:
-            for source in self._tier.prune(self._keep):  # What nobody completed, even if all stay.
+            for source in self._tier.prune(self._keep, unused=unused):
                 self._say(Pruned(source))
         except CheckpointError as error:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
-    def _is_published(self, manifest: Manifest) -> bool:
-        """Whether the coordinator before this one published it, just before its end.
-
-        Raises:
-            CheckpointError: what is published by these numbers is another job's.
-        """
-        numbers = (manifest.iteration, manifest.epoch)
-        there = (v.manifest for v in self._tier.versions() if (v.iteration, v.epoch) == numbers)
-        published = next(there, None)
-        if published is not None and set(published.layers) != set(manifest.layers):
-            where = self._tier.where(*numbers)
-            raise CheckpointError(
-                f"{where} is another job's: set checkpoint.directory of one to another place"
-            )
-        return published is not None
-
-    def discard(self, command: Discard) -> None:
+    def discard(self, iteration: int, epoch: int) -> None:
         """Removes what there is of a failed save."""
         try:
-            self._tier.discard(command.iteration, command.epoch)
+            self._tier.discard(iteration, epoch)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
-        unsaved = Unsaved(iteration=command.iteration, epoch=command.epoch, reason=command.reason)
-        self._notify(unsaved)
 
     def set_aside(self, source: str) -> None:
         """Takes a damaged version out of use; it stays on disk, for a person to look at."""
@@ -113,7 +128,149 @@ class Publisher:
         manifest = Manifest(iteration=0, epoch=epoch, job=self._fingerprint, layers=())
         try:
             # What was saved and cannot be read now is no reason to begin anew without a word.
-            if all(version.reason == UNPUBLISHED for version in self._tier.versions()):
+            if all(version.reason == UNPUBLISHED for version in self._tier.each_version()):
                 self._tier.publish(manifest)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the disk is asked for.
+
+    Attributes:
+        what: in words, after "to".
+        is_save: a save is lost without it.
+    """
+
+    act: Callable[[], None]
+    what: str
+    is_save: bool = False
+
+
+class PublisherThread:
+    """Has a publisher act in the order in which it is asked, and never waits for it.
+
+    Args:
+        where: the place of the saves, for people.
+        failed: is given what the publisher raises, in its thread.
+        now_s: the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        *,
+        where: str,
+        notify: Callable[[ToLauncher], None],
+        failed: Callable[[Exception], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publisher = publisher
+        self._where = where
+        self._notify = notify
+        self._failed = failed
+        self._now_s = now_s
+        self._requests: deque[_Request] = deque()  # The first one is under way.
+        self._changed = threading.Condition()  # Of a lock that its owner may take again.
+        self._since_s = 0.0
+        self._told_s = SLOW_S / 2.0
+        self._unlisted: str | None = None
+        self._list_s, self._list_again_s = 0.0, _LIST_AGAIN_S / 2.0
+        # A request that is never answered must not hold up the end of the process.
+        threading.Thread(target=self._run, name="publisher", daemon=True).start()
+
+    def tell_saves(self, *, source: str) -> None:
+        """See Publisher."""
+        self._ask(lambda: self._list(source), "list older saves")
+
+    def publish(self, command: Publish) -> None:
+        """See Publisher; what is too old is removed afterwards."""
+        what = f"make the save of iteration {command.iteration} complete"
+        self._ask(lambda: self._publish(command), what, is_save=True)
+
+    def discard(self, command: Discard) -> None:
+        """Tells of a failed save, and removes what there is of it when its turn comes."""
+        iteration, epoch = command.iteration, command.epoch
+        if command.reason:
+            self._notify(Unsaved(iteration=iteration, epoch=epoch, reason=command.reason))
+        if len(self._requests) < _REMOVALS_MAX:
+            what = f"remove the failed save of iteration {iteration}"
+            self._ask(lambda: self._publisher.discard(iteration, epoch), what)
+
+    def set_aside(self, source: str) -> None:
+        """See Publisher."""
+        self._ask(lambda: self._publisher.set_aside(source), f"set the damaged {source} aside")
+
+    def publish_start(self, epoch: int) -> None:
+        """See Publisher."""
+        what = "note that the job begins anew"
+        self._ask(lambda: self._publisher.publish_start(epoch), what, is_save=True)
+
+    def tick(self) -> None:
+        """Tells the user if a request takes long: once, and again when it takes twice as long. Asks
+        again for what could not be listed, later each time."""
+        with self._changed:
+            if not self._requests:
+                if self._unlisted is not None and self._now_s() >= self._list_s:
+                    self.tell_saves(source=self._unlisted)
+                return
+            what, slow_s = self._requests[0].what, self._now_s() - self._since_s
+        if slow_s >= 2.0 * self._told_s:
+            self._told_s = slow_s
+            text = (
+                f"{self._where} is slow: to {what} takes {slow_s:.0f} s so far; training goes on, "
+                "and newer saves wait. See to the disk or store, or save less often"
+            )
+            self._notify(Warned(text=text))
+
+    def finish(self, *, timeout_s: float, removal_timeout_s: float) -> bool:
+        """Blocks until all is done; False if that takes too long.
+
+        Args:
+            timeout_s: for each save, from when it is under way.
+            removal_timeout_s: for what else there is.
+        """
+        end_s = self._now_s() + removal_timeout_s
+        with self._changed:
+            while self._requests:
+                is_save = any(request.is_save for request in self._requests)
+                deadline_s = self._since_s + timeout_s if is_save else end_s
+                if self._now_s() >= deadline_s:
+                    return False
+                self._changed.wait(_LOOK_S)
+        return True
+
+    def _list(self, source: str) -> None:
+        is_listed = self._publisher.tell_saves(source=source)
+        with self._changed:
+            self._unlisted = None if is_listed else source
+            self._list_again_s *= 2.0
+            self._list_s = self._now_s() + self._list_again_s
+
+    def _publish(self, command: Publish) -> None:
+        if self._publisher.publish(command):
+            self._ask(lambda: self._publisher.prune(command.unused), "remove old saves")
+
+    def _ask(self, act: Callable[[], None], what: str, *, is_save: bool = False) -> None:
+        with self._changed:
+            self._requests.append(_Request(act, what, is_save))
+            if len(self._requests) == 1:
+                self._since_s = self._now_s()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._requests:
+                    self._changed.wait()
+                request = self._requests[0]
+            try:
+                request.act()
+            except Exception as error:
+                self._failed(error)
+                return
+            with self._changed:
+                self._requests.popleft()
+                self._since_s = self._now_s()
+                self._changed.notify_all()

@@ -12,8 +12,17 @@ from planaria.simulator.scenario import LEASE_S
 
 def newest_saved(cluster: SimulatedCluster) -> int:
     """Iterations in the newest save of which nobody knows that it is damaged; 0 without any."""
-    known = (one.iteration for one in cluster.published if one.source not in cluster.set_aside)
-    return max(known, default=0)
+    spoilt = cluster.set_aside | cluster.leader.spoilt
+    return max((one.iteration for one in cluster.published if one.source not in spoilt), default=0)
+
+
+def newest_told(cluster: SimulatedCluster) -> int:
+    """As `newest_saved`, of those of which the coordinator can know."""
+    leader = cluster.leader
+    if not leader.is_in_the_dark:
+        return newest_saved(cluster)
+    known = leader.told - cluster.set_aside - leader.spoilt
+    return max((one.iteration for one in cluster.published if one.source in known), default=0)
 
 
 def newest_copied(cluster: SimulatedCluster, members: Iterable[int], origin: Origin) -> int:

@@ -45,7 +45,12 @@ from planaria.core.records import (
 )
 from planaria.core.samples import sample_digest
 from planaria.simulator.agent import machine_of
-from planaria.simulator.back_checker import newest_copied, newest_saved, unused_grants
+from planaria.simulator.back_checker import (
+    newest_copied,
+    newest_saved,
+    newest_told,
+    unused_grants,
+)
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
@@ -213,7 +218,7 @@ class Checkers:
     def _check_origin(self, origin: Origin) -> None:
         """All go back to the newest state that there is of all layers, unless the policy wants it
         to be saved; what came after does not count any more."""
-        saved = newest_saved(self._cluster)
+        saved = newest_told(self._cluster)
         copied = newest_copied(self._cluster, self._members, self._origin)
         self._cluster.happened("goes back", origin.iteration)
         if origin.iteration != (
@@ -315,8 +320,8 @@ class Checkers:
                 self._check_lost(ended)
             case "failed":
                 self._check_failed(ended)
-            case "unsaved" if self._struck_nodes(*_END_A_LEASE):
-                pass  # Whoever's lease has run out writes nothing.
+            case "unsaved" if self._struck_nodes(*_END_A_LEASE) or self._cluster.saves.num_bad:
+                pass  # Whoever's lease has run out writes nothing, and a store may refuse.
             case _:
                 self._fail(f"ended: {ended.ending}, {ended.reason}")
 
@@ -356,7 +361,7 @@ class Checkers:
             is_complete = held.gradients_of == held.age == age - 1
             if held.age == age or is_complete:
                 self._fail(f"rank {worker.rank} has layer {layer}, and the job ends without it")
-        if saved := newest_saved(self._cluster):
+        if saved := newest_told(self._cluster):
             self._fail(f"a save of iteration {saved} is there, and the job ends")
         if copied := newest_copied(self._cluster, ended.nodes, self._origin):
             self._fail(f"copies of iteration {copied} are there, and the job ends")

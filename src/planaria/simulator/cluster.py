@@ -11,7 +11,7 @@ from typing import Protocol
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.standby import nodes_to_replace
 from planaria.coordinator.standstill import stands_still
-from planaria.coordinator.state import Publish, Published
+from planaria.coordinator.state import Discard, Publish, Published
 from planaria.coordinator.store import Event
 from planaria.core.messages import DrainRequested, StopRequested
 from planaria.core.records import Beat, Committed, Ended, ToLauncher
@@ -22,7 +22,8 @@ from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.network import End, Network
 from planaria.simulator.recording import Recording
-from planaria.simulator.scenario import LEASE_S, PlannedJob, first_content
+from planaria.simulator.saver import SimulatedSaves
+from planaria.simulator.scenario import LEASE_S, Conduct, PlannedJob, first_content
 from planaria.simulator.store import SimulatedDisk
 from planaria.simulator.worker import SimulatedWorker
 
@@ -55,6 +56,7 @@ class SimulatedCluster:
     """All that runs in a simulated job.
 
     Attributes:
+        saves: the disk or store on which they are.
         log: what happened, with the moment, in order.
         agents: by node; those that are gone stay.
         leader: the newest process of the coordinator.
@@ -67,12 +69,15 @@ class SimulatedCluster:
         granted_s: when nodes came on machines that were asked for.
     """
 
-    def __init__(self, job: PlannedJob, rng: Random) -> None:
+    def __init__(
+        self, job: PlannedJob, rng: Random, *, conduct: Conduct, store_rng: Random
+    ) -> None:
         self.job = job
         self.rng = rng
         self.loop = Loop()
         self.network = Network(self.loop, rng)
         self.recording = Recording(predicted_s=job.predicted_s)
+        self.saves = SimulatedSaves(self.loop, conduct, store_rng)
         self.log: list[tuple[float, str, tuple[object, ...]]] = []
         self.watcher: Watcher
         self.strikes: list[Callable[[str, int], None]] = []
@@ -318,6 +323,13 @@ class SimulatedCluster:
         files = self.files.get((command.iteration, command.epoch), {})
         if {file.layer for file in command.files} - files.keys():
             return False
-        self.published.append(Published(command.iteration, command.epoch))
-        self.watcher.published(command.iteration, dict(files))
+        published = Published(command.iteration, command.epoch)
+        if published not in self.published:
+            self.published.append(published)
+            self.watcher.published(command.iteration, dict(files))
         return True
+
+    def discard(self, command: Discard) -> None:
+        """See Launcher."""
+        if Published(command.iteration, command.epoch) not in self.published:
+            self.files.pop((command.iteration, command.epoch), None)

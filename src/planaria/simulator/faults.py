@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from planaria.coordinator.arrivals import arrival_s
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
-from planaria.simulator.scenario import LEASE_S
+from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, Conduct
 
 
 class FaultKind(Enum):
@@ -140,6 +140,20 @@ def more_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
         return ()
     kinds = (*_OF_COPIES, *_OF_COPIES, FaultKind.KILL, FaultKind.CRASH)
     return tuple(_drawn(rng, rng.choice(kinds), num_nodes) for _ in range(rng.randint(1, 3)))
+
+
+def drawn_conduct(rng: Random) -> Conduct:
+    """How the disk or store of saves behaves: well in two of three runs."""
+    if rng.random() < 2.0 / 3.0:
+        return Conduct()
+    refuses, hangs = rng.choice(((0.0, 0.0), (0.3, 0.0), (1.0, 0.0), (0.0, 0.2), (0.2, 0.1)))
+    return Conduct(
+        at_s=rng.choice((0.0, 0.0, rng.random(), rng.random() * FAULTS_S_MAX)),
+        lasts_s=rng.choice((0.5, 3.0, 10.0, math.inf)),
+        late_s=rng.choice((0.02, 0.2, 1.0, 2.0 * TIMEOUT_S)),
+        refuses=refuses,
+        hangs=hangs,
+    )
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
@@ -277,6 +291,10 @@ class Faults:
     def over_s(self) -> float:
         """When the last of them that has struck is over."""
         return self._over_s
+
+    def last_until(self, moment_s: float) -> None:
+        """Something else than these goes on until then."""
+        self._over_s = max(self._over_s, moment_s)
 
     def _arm(self, fault: Fault) -> None:
         cluster = self._cluster

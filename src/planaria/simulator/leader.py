@@ -3,8 +3,9 @@
 Source: nodes/leader.py, whose order of things it keeps.
 """
 
+import math
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
@@ -12,15 +13,27 @@ from planaria.coordinator.coordinator import Event
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.logbook import opened_logbook
-from planaria.coordinator.state import Discard, Ending, Publish, Published, Saving, SetAside, Tick
-from planaria.core.messages import NodeLost, Shutdown, ToNode
+from planaria.coordinator.state import (
+    Discard,
+    Ending,
+    Publish,
+    Published,
+    SavesListed,
+    Saving,
+    SetAside,
+    Tick,
+)
+from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
 from planaria.core.records import Beat, Ended, Leading, Saved, ToLauncher, Unsaved
-from planaria.errors import StoreError
+from planaria.errors import CheckpointError, StoreError
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.network import End
-from planaria.simulator.scenario import LEASE_S, PlannedJob
+from planaria.simulator.saver import SimulatedSaves
+from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
 
 Item = TypeVar("Item")
+
+_LOOK_S = 0.02
 
 
 class Launcher(Protocol):
@@ -30,6 +43,7 @@ class Launcher(Protocol):
     published: list[Published]
     damaged: set[str]
     set_aside: set[str]
+    saves: SimulatedSaves
 
     def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
         """The coordinator tells something."""
@@ -39,6 +53,9 @@ class Launcher(Protocol):
 
     def publish(self, command: Publish) -> bool:
         """Creates the manifest of a save; False if a file of it is missing."""
+
+    def discard(self, command: Discard) -> None:
+        """Removes what there is of a save, unless it is complete."""
 
     def reached_by_leader(self, place: str, iteration: int) -> None:
         """The coordinator is at a place at which a fault may strike."""
@@ -65,12 +82,20 @@ class SimulatedLeader:
     Attributes:
         leadership: what it decides with, once it has read its records.
         is_serving: it takes connections.
+        told: saves of which it has heard.
+        spoilt: those of which it has heard that they are damaged.
     """
 
     def __init__(self, process: Process, store: EmbeddedStore, launcher: Launcher) -> None:
         self.process = process
         self.leadership: Leadership[_Line]
         self.is_serving = False
+        self.told: set[str] = set()
+        self.spoilt: set[str] = set()
+        self._requests: _Inbox[Saving] = _Inbox()
+        self._num_requests = 0
+        self._since_s = math.inf
+        self._is_refused = self._is_unlisted = False
         self._store = store
         self._launcher = launcher
         self._lines: list[_Line] = []
@@ -99,9 +124,7 @@ class SimulatedLeader:
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
-        for published in self._launcher.published:
-            if published.source not in self._launcher.set_aside:
-                self.queue(published)
+        self.process.spawn(self._serve_saves())
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
         self.process.spawn(self._beat())
@@ -112,6 +135,9 @@ class SimulatedLeader:
             await self.leadership.handle(await self._events.get(), self.process.now_s)
             if self.leadership.has_progressed:
                 self._progress.put(None)
+        end_s = self.process.now_s + TIMEOUT_S
+        while self._num_requests and self.process.now_s < end_s:
+            await self.process.sleep(_LOOK_S)
         self._end(self.leadership.ended)
 
     def _end(self, ended: Ended) -> None:
@@ -178,16 +204,78 @@ class SimulatedLeader:
 
     def keep(self, command: Saving) -> None:
         """See Hands."""
+        if isinstance(command, Discard) and command.reason:
+            iteration, epoch, reason = command.iteration, command.epoch, command.reason
+            self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
+        if isinstance(command, SetAside):
+            assert command.source in self._launcher.damaged, command
+            self.spoilt.add(command.source)
+        self._num_requests += 1
+        self._requests.put(command)
+
+    # -- saves, as nodes/publisher.py has it ------------------------------------------------------
+
+    @property
+    def is_in_the_dark(self) -> bool:
+        """Whether saves may be there of which it cannot know: the store has refused something, or
+        answers nothing."""
+        return self._is_refused or self.process.now_s - self._since_s >= TIMEOUT_S
+
+    async def _serve_saves(self) -> None:
+        """Asks the store for one thing after the other."""
+        await self._list_saves()
+        self.queue(SavesListed())
+        while True:
+            command = await self._requests.get()
+            if self._is_unlisted:
+                await self._list_saves()
+            await self._carry_out(command)
+            self._num_requests -= 1
+
+    async def _list_saves(self) -> None:
+        there: list[Published] = []
+        self._is_unlisted = not await self._ask(lambda: there.extend(self._launcher.published))
+        for published in there if not self._is_unlisted else ():
+            if published.source not in self._launcher.set_aside:
+                self._tell(published)
+
+    async def _carry_out(self, command: Saving) -> None:
         match command:
             case Publish(iteration, epoch):
-                assert self._launcher.publish(command), command
-                self.queue(Published(iteration, epoch))
-                self.notify(Saved(iteration=iteration, epoch=epoch))
-            case Discard(iteration, epoch, reason):
-                self.notify(Unsaved(iteration=iteration, epoch=epoch, reason=reason))
+
+                def publish() -> None:
+                    assert self._launcher.publish(command), command
+
+                if await self._ask(publish):
+                    self._tell(Published(iteration, epoch))
+                    self.notify(Saved(iteration=iteration, epoch=epoch))
+                else:
+                    reason = "the store refuses"
+                    self.queue(
+                        SaveFailed(
+                            rank=BY_PUBLISHER, iteration=iteration, epoch=epoch, reason=reason
+                        )
+                    )
+            case Discard():
+                await self._ask(lambda: self._launcher.discard(command))
             case SetAside(source):
-                assert source in self._launcher.damaged, source
-                self._launcher.set_aside.add(source)
+                await self._ask(lambda: self._launcher.set_aside.add(source))
+
+    async def _ask(self, act: Callable[[], None]) -> bool:
+        """Whether the store has done what it was asked for."""
+        self._since_s = self.process.now_s
+        try:
+            await self._launcher.saves.request(self.process, act)
+        except CheckpointError:
+            self._is_refused = True
+            return False
+        finally:
+            self._since_s = math.inf
+        return True
+
+    def _tell(self, published: Published) -> None:
+        self.told.add(published.source)
+        self.queue(published)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""

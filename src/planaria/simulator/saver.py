@@ -1,15 +1,70 @@
-"""How a modelled rank writes its layers to disk: beside training, one save at a time.
+"""How a modelled rank writes its layers to disk, and the disk or store that takes its time.
+
+A rank writes beside training, one save at a time. A store that behaves badly for a while is slow,
+refuses some requests, or leaves some unanswered until it is well again, if ever; what was asked for
+may have been done all the same.
 
 Source: engine/saver.py, whose order of things it keeps.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from random import Random
 from typing import Final
 
 from planaria.core.messages import Fact, LayerFile, LayersSaved, SaveFailed
-from planaria.simulator.loop import Process, Waiting
+from planaria.errors import CheckpointError
+from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.scenario import TIMEOUT_S, Conduct
 
 _WRITE_S: Final = 0.02  # A layer to disk.
+_ANSWER_S: Final = 0.001  # Of a store that is well.
+_WAIT_S: Final = 1.0
+_LOOK_S: Final = 0.02
+
+
+class SimulatedSaves:
+    """Where saves are kept.
+
+    Attributes:
+        num_bad: requests that were refused, or not answered for as long as anybody waits.
+    """
+
+    def __init__(self, loop: Loop, conduct: Conduct, rng: Random) -> None:
+        self.num_bad = 0
+        self._loop = loop
+        self._conduct = conduct
+        self._rng = rng
+
+    async def request(self, process: Process, act: Callable[[], None]) -> None:
+        """Has something done for a process.
+
+        Raises:
+            CheckpointError: the store refuses, and may have done it.
+        """
+        conduct, rng = self._conduct, self._rng
+        left_s = conduct.end_s - self._loop.now_s if self._loop.now_s >= conduct.at_s else 0.0
+        kind, answer_s, share = rng.random(), rng.random(), rng.random()
+        is_done = share < 0.5
+        if left_s <= 0.0:
+            await process.sleep(_ANSWER_S * answer_s)
+            act()
+            return
+        answer_s *= conduct.late_s
+        self.num_bad += answer_s >= TIMEOUT_S
+        await process.sleep(answer_s * share)
+        if kind < conduct.refuses + conduct.hangs:
+            self.num_bad += 1
+            if is_done:
+                act()
+            if kind < conduct.refuses:
+                raise CheckpointError("the store refuses")
+            await (process.sleep(left_s) if math.isfinite(left_s) else Waiting())
+            if is_done:
+                return
+        act()
+        await process.sleep(answer_s * (1.0 - share))
 
 
 class SimulatedSaver:
@@ -19,6 +74,7 @@ class SimulatedSaver:
         write: what a layer's files are, by iteration and epoch.
         say: takes what the coordinator is to hear.
         may_write: whether its node is a member, as far as it knows.
+        is_called_off: whether an order waits.
     """
 
     def __init__(
@@ -26,41 +82,70 @@ class SimulatedSaver:
         process: Process,
         rank: int,
         *,
+        saves: SimulatedSaves,
         write: Callable[[int, int, dict[int, int]], None],
         say: Callable[[Fact], None],
         may_write: Callable[[], bool],
+        is_called_off: Callable[[], bool],
     ) -> None:
         self._process = process
         self._rank = rank
+        self._saves = saves
         self._write = write
         self._say = say
         self._may_write = may_write
-        self._writing: Waiting[None] | None = None
+        self._is_called_off = is_called_off
+        self._is_writing = False
+        self._begin_s = 0.0
 
     async def save(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
-        """Begins a save, once the one before is written."""
-        await self.wait_written()
-        self._writing = Waiting()
-        self._process.spawn(self._write_out(dict(contents), age, epoch, self._writing))
-
-    async def wait_written(self) -> None:
-        """Waits for what is being written."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await writing
-
-    def failed(self, age: int, epoch: int, reason: str) -> None:
-        """A save cannot be made."""
-        self._say(SaveFailed(rank=self._rank, epoch=epoch, iteration=age, reason=reason))
-
-    async def _write_out(
-        self, contents: dict[int, int], age: int, epoch: int, written: Waiting[None]
-    ) -> None:
-        await self._process.sleep(_WRITE_S * len(contents))
-        if self._may_write():
-            self._write(age, epoch, contents)
-            files = tuple(LayerFile(n, f"{n}", 1, f"{content}") for n, content in contents.items())
-            self._say(LayersSaved(rank=self._rank, epoch=epoch, iteration=age, files=files))
+        """Begins a save, unless the one before is in its way."""
+        if await self.wait_written(timeout_s=self._begin_s + _WAIT_S - self._process.now_s):
+            self._begin(contents, age, epoch)
         else:
-            self.failed(age, epoch, "its node's lease has run out")
-        written.resolve(None)
+            self.failed(age, epoch, "the one before is not written", is_skipped=True)
+
+    async def save_last(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
+        """Saves once the one before is written; waits for it, unless that is called off."""
+        if await self.wait_written():
+            self._begin(contents, age, epoch)
+            await self.wait_written()
+
+    async def wait_written(self, *, timeout_s: float = math.inf) -> bool:
+        """Waits for what is being written; False if it is called off, or takes too long."""
+        deadline_s = self._process.now_s + timeout_s
+        while self._is_writing:
+            if self._is_called_off() or self._process.now_s >= deadline_s:
+                return False
+            await self._process.sleep(_LOOK_S)
+        return True
+
+    def failed(self, age: int, epoch: int, reason: str, *, is_skipped: bool = False) -> None:
+        """A save cannot be made."""
+        self._say(
+            SaveFailed(
+                rank=self._rank, epoch=epoch, iteration=age, reason=reason, is_skipped=is_skipped
+            )
+        )
+
+    def _begin(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
+        self._is_writing, self._begin_s = True, self._process.now_s
+        self._process.spawn(self._write_out(dict(contents), age, epoch))
+
+    async def _write_out(self, contents: dict[int, int], age: int, epoch: int) -> None:
+        try:
+            await self._write_layers(contents, age, epoch)
+        except CheckpointError as error:
+            self.failed(age, epoch, str(error))
+        self._is_writing = False
+
+    async def _write_layers(self, contents: dict[int, int], age: int, epoch: int) -> None:
+        files: tuple[LayerFile, ...] = ()
+        for layer, content in contents.items():
+            await self._process.sleep(_WRITE_S)
+            if not self._may_write():
+                raise CheckpointError("its node's lease has run out")
+            write = partial(self._write, age, epoch, {layer: content})
+            await self._saves.request(self._process, write)
+            files = (*files, LayerFile(layer, f"{layer}", 1, f"{content}"))
+            self._say(LayersSaved(rank=self._rank, epoch=epoch, iteration=age, files=files))

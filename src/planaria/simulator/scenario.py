@@ -1,5 +1,6 @@
 """The jobs that are simulated: small models on a few nodes, planned once for all runs."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -31,6 +32,27 @@ PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on wh
 LEASE_S = 3.0
 NUM_SAMPLES = 1000
 REGROUP_S = 0.05
+TIMEOUT_S = 4.0  # checkpoint.timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """How badly the disk or store of saves behaves, for a while.
+
+    Attributes:
+        late_s: that a request takes, at most.
+        refuses, hangs: shares of requests that are refused, or not answered meanwhile.
+    """
+
+    at_s: float = math.inf
+    lasts_s: float = 0.0
+    late_s: float = 0.0
+    refuses: float = 0.0
+    hangs: float = 0.0
+
+    @property
+    def end_s(self) -> float:
+        return self.at_s + self.lasts_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +222,7 @@ def _config(scenario: Scenario) -> JobConfig:
         ),
         checkpoint=CheckpointConfig(
             persist_every=scenario.persist_every,
+            timeout_s=TIMEOUT_S,
             copies=scenario.copies,
             every=scenario.copies_every or "auto",
             mode="naive",

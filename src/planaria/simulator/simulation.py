@@ -1,5 +1,6 @@
 """One run, or many: a seed gives the job, its faults and every delay, so it replays exactly."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -12,10 +13,11 @@ from planaria.simulator.faults import (
     Fault,
     FaultKind,
     Faults,
+    drawn_conduct,
     drawn_faults,
     more_faults,
 )
-from planaria.simulator.scenario import PLAINEST, SCENARIOS, Scenario, planned_job
+from planaria.simulator.scenario import PLAINEST, SCENARIOS, Conduct, Scenario, planned_job
 
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
@@ -43,6 +45,7 @@ class Run:
     seed: int
     scenario: Scenario
     faults: tuple[Fault, ...]
+    conduct: Conduct
     num_struck: int
     ending: str
     violations: tuple[str, ...]
@@ -71,11 +74,14 @@ def run(
     scenario = _with_copies(scenario, more)
     if scenario.copies or scenario.persist_every or scenario.num_standby:
         faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
-    cluster = SimulatedCluster(planned_job(scenario), rng)
+    store_rng = Random(f"store {seed}")
+    conduct = drawn_conduct(store_rng)
+    cluster = SimulatedCluster(planned_job(scenario), rng, conduct=conduct, store_rng=store_rng)
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5
     checkers = cluster.watcher = Checkers(cluster)
     checkers.faults = struck = Faults(cluster, faults)
+    struck.last_until(conduct.end_s if math.isfinite(conduct.end_s) else 0.0)
     cluster.begin(_clock_rates(rng, faults))
     _let_run(cluster, checkers, struck)
     ended = cluster.ended
@@ -83,6 +89,7 @@ def run(
         seed=seed,
         scenario=scenario,
         faults=faults,
+        conduct=conduct,
         num_struck=len(struck.struck),
         ending=ended.ending if ended else "none",
         violations=tuple(checkers.violations),
@@ -149,6 +156,7 @@ def told(run: Run) -> str:
     """A run in words: its seed, its job, its faults, and what happened last."""
     lines = [f"seed {run.seed}: {run.ending}, {run.scenario}"]
     lines += [f"  fault: {fault}" for fault in run.faults]
+    lines += [f"  the store of saves: {run.conduct}"] if run.conduct.lasts_s else []
     for moment_s, what, facts in run.log[-_LOG_TAIL:]:
         lines.append(f"  {moment_s:9.4f} {what} {' '.join(map(str, facts))}")
     lines += [f"  VIOLATED at {text}" for text in run.violations]

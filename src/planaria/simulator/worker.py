@@ -42,16 +42,18 @@ from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.network import End
-from planaria.simulator.saver import SimulatedSaver
+from planaria.simulator.saver import SimulatedSaver, SimulatedSaves
 from planaria.simulator.scenario import PlannedJob, content_after
 
 _STEP_S = 0.002  # The optimizer, a layer.
+_LEAVE_S = 1.0  # For a save that is being written when the job has ended.
 
 
 class Surroundings(Protocol):
     """What a worker finds around it, and what watches it."""
 
     job: PlannedJob
+    saves: SimulatedSaves
 
     def write(self, iteration: int, epoch: int, layers: dict[int, int]) -> None:
         """Writes layers to disk."""
@@ -101,7 +103,13 @@ class SimulatedWorker:
         self.held: dict[int, HeldLayer] = {}
         self.line: End
         self._saver = SimulatedSaver(
-            process, rank, write=around.write, say=self._say, may_write=may_write
+            process,
+            rank,
+            saves=around.saves,
+            write=around.write,
+            say=self._say,
+            may_write=may_write,
+            is_called_off=lambda: bool(self._orders),
         )
         self._node = node
         self._around = around
@@ -155,7 +163,7 @@ class SimulatedWorker:
         )
         while not isinstance(order := await self._next_order(), Shutdown):
             await self.obey(order)
-        await self._saver.wait_written()
+        await self._saver.wait_written(timeout_s=_LEAVE_S)
 
     async def _next_order(self) -> Order:
         while not self._orders:
@@ -350,7 +358,7 @@ class SimulatedWorker:
                 goes_on=not ends and not switches,
             )
             every = self._rules.job.checkpoint.persist_every
-            if ends or (every and (iteration + 1) % every == 0):
+            if not ends and every and (iteration + 1) % every == 0:
                 await self._save(start, layout, iteration + 1)
             before_s, end_s = end_s, self.process.now_s
             self._say(
@@ -369,6 +377,8 @@ class SimulatedWorker:
                 )
             )
             iteration += 1
+            if ends:
+                await self._save_last(self._owned(layout), iteration, start.epoch)
             if switches:
                 self._switches_at = iteration
                 return
@@ -390,13 +400,18 @@ class SimulatedWorker:
             self._saver.failed(age, order.epoch, str(error))
             return
         self.held |= {n: HeldLayer(age=age, content=content) for n, content in states.items()}
-        await self._write(layers, age, order.epoch)
+        await self._save_last(layers, age, order.epoch)
+
+    def _owned(self, layout: Layout) -> list[int]:
+        return [n for n in sorted(self.held) if layout.owner[n] == self.rank]
 
     async def _save(self, start: StartEpoch, layout: Layout, age: int) -> None:
-        owned = [n for n in sorted(self.held) if layout.owner[n] == self.rank]
-        await self._write(owned, age, start.epoch)
+        if layers := self._owned(layout):
+            self._around.reached("save", self, age)
+            contents = {n: self.held[n].content for n in layers}
+            await self._saver.save(contents, age, start.epoch)
 
-    async def _write(self, layers: Sequence[int], age: int, epoch: int) -> None:
+    async def _save_last(self, layers: Sequence[int], age: int, epoch: int) -> None:
         if layers:
             self._around.reached("save", self, age)
-            await self._saver.save({n: self.held[n].content for n in layers}, age, epoch)
+            await self._saver.save_last({n: self.held[n].content for n in layers}, age, epoch)

@@ -1,0 +1,64 @@
+"""A storage that does not answer holds nobody up for longer than is said."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planaria.checkpoint.patience import patient
+from planaria.checkpoint.storage import Directory, Entry
+from planaria.checkpoint.tiers import Tier, standing, tier_of
+from planaria.errors import CheckpointError, UnreadableError
+
+
+@pytest.fixture
+def is_answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No directory is listed until it is set."""
+    answered = threading.Event()
+    entries = Directory.entries
+
+    def late(storage: Directory, version: str) -> dict[str, Entry]:
+        assert answered.wait(20.0)
+        return entries(storage, version)
+
+    monkeypatch.setattr(Directory, "entries", late)
+    yield answered
+    answered.set()
+
+
+def test_what_is_not_answered_in_time_is_an_error(
+    tmp_path: Path, is_answered: threading.Event
+) -> None:
+    """And what is left on disk is told as not known, not as nothing."""
+    tier = patient(tier_of(str(tmp_path)), timeout_s=0.05)
+
+    with pytest.raises(UnreadableError, match=r"did not answer within 0\.05 s"):
+        tier.versions()
+    assert "is not known" in standing(tier)
+    assert not is_answered.is_set()
+
+
+def test_while_a_request_is_late_the_next_ones_fail_at_once(
+    tmp_path: Path, is_answered: threading.Event
+) -> None:
+    """Many would be as late, one after the other; they are made again once it is answered."""
+    tier = patient(tier_of(str(tmp_path)), timeout_s=0.2)
+    with pytest.raises(UnreadableError):
+        tier.versions()
+    (late,) = [thread for thread in threading.enumerate() if thread.name == "patience"]
+
+    with pytest.raises(UnreadableError):
+        tier.storage.read("1-0/manifest.json")
+    assert [thread for thread in threading.enumerate() if thread.name == "patience"] == [late]
+    is_answered.set()
+    late.join(20.0)
+    assert tier.versions() == ()
+
+
+def test_what_a_storage_refuses_is_refused(tmp_path: Path) -> None:
+    """By the same error as without any patience."""
+    tier: Tier = patient(tier_of(str(tmp_path)), timeout_s=20.0)
+
+    with pytest.raises(CheckpointError, match="cannot read"):
+        tier.storage.read("1-0/manifest.json")

@@ -1,0 +1,194 @@
+"""What is asked of a disk may be answered late, or never: who waits for it, and for how long."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from coordinated import (
+    FIRST,
+    HALVES,
+    LOWER,
+    NEXT,
+    NOW_S,
+    SOURCE,
+    UPPER,
+    after,
+    done,
+    gone,
+    of_type,
+    saved,
+    small_rules,
+    stopped,
+    training_halves,
+)
+from planaria.coordinator.agent_state import AgentState, said
+from planaria.coordinator.coordinator import Event, step
+from planaria.coordinator.saves import SLOW_S
+from planaria.coordinator.state import (
+    Command,
+    Discard,
+    End,
+    Ending,
+    JobState,
+    MembersRecorded,
+    Phase,
+    Publish,
+    Published,
+    RecordDecision,
+    SavesListed,
+    Tick,
+)
+from planaria.core.messages import BY_PUBLISHER, SaveFailed
+from planaria.core.records import Origin, Unsaved, Warned
+
+RULES = small_rules()
+TIMEOUT_S = RULES.job.checkpoint.timeout_s
+
+
+def whole(iteration: int) -> list[Event]:
+    """Every layer of a save is on disk."""
+    return [saved(0, iteration, epoch=0, layers=LOWER), saved(1, iteration, epoch=0, layers=UPPER)]
+
+
+def skipped(rank: int, iteration: int) -> SaveFailed:
+    return SaveFailed(rank=rank, epoch=0, iteration=iteration, reason="busy", is_skipped=True)
+
+
+def publishing() -> JobState:
+    """The disk has not answered yet whether the newest save is complete."""
+    state, commands = after(training_halves(RULES), whole(NEXT), RULES)
+    assert [c.iteration for c in of_type(commands, Publish)] == [NEXT]
+    return state
+
+
+def lost(nodes: Iterable[int]) -> list[Event]:
+    """Of four nodes these are lost; the others answer what they hold."""
+    epoch = len(list(nodes))
+    left = [rank for rank in HALVES.ranks if rank not in nodes]
+    held = {0: LOWER, 1: UPPER, 2: LOWER, 3: UPPER}
+    answers = [stopped(r, epoch, layers=held[r], age=NEXT, last=NEXT - 1) for r in left]
+    return [*map(gone, nodes), MembersRecorded(epoch), *answers]
+
+
+def test_a_loss_is_answered_while_the_disk_does_not_answer() -> None:
+    """What is live is all that it takes."""
+    state, commands = after(publishing(), lost((3,)), RULES)
+
+    (record,) = of_type(commands, RecordDecision)
+    assert record.outcome.iteration == NEXT
+    assert state.phase is Phase.DECIDING
+
+
+@pytest.mark.parametrize("is_listing", [True, False])
+def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool) -> None:
+    """The save that is being made complete, or listed, may be the one to go back to."""
+    state = publishing()
+    if is_listing:
+        state = replace(state, is_listing=True, publishing=frozenset())
+    state, commands = after(state, lost((0, 2)), RULES)
+    assert state.phase is Phase.STOPPING
+    assert not of_type(commands, RecordDecision)
+    answered, _ = after(state, [Published(NEXT, 0), SavesListed()], RULES)
+    unanswered, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S - 1.0)
+    assert unanswered == state
+    unanswered, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S)
+
+    assert answered.origin == Origin(iteration=NEXT, source=f"{NEXT}-0", epoch=2)
+    assert unanswered.origin == Origin(iteration=FIRST, source=SOURCE, epoch=2)
+
+
+def test_the_last_save_is_waited_for_as_long_as_it_gets_on() -> None:
+    """It may take hours; but a disk that does not answer must not keep a job for ever."""
+    state = training_halves(RULES)
+    state, _ = after(state, [done(r, NEXT, epoch=0, ends=True) for r in HALVES.ranks], RULES)
+    assert state.phase is Phase.SAVING
+    told: list[Command] = []
+    moments: list[tuple[float, Event]] = [
+        (SLOW_S, Tick()),
+        (SLOW_S + 1.0, Tick()),
+        (TIMEOUT_S - 1.0, saved(0, NEXT + 1, epoch=0, layers=LOWER[:1])),
+        (2.0 * TIMEOUT_S - 2.0, Tick()),
+    ]
+    for moment_s, event in moments:
+        state, commands = step(RULES, state, event, NOW_S + moment_s)
+        told += commands
+    assert state.phase is Phase.SAVING
+    (slow,) = of_type(told, Warned)
+    assert "nothing was written to checkpoints for 10 s; after 600 s" in slow.text
+    late_s = NOW_S + 2.0 * TIMEOUT_S
+    state, discards = step(RULES, state, Tick(), late_s)
+    state, ends = step(RULES, state, Tick(), late_s)
+
+    (discard,) = of_type(discards, Discard)
+    assert discard.iteration == NEXT + 1
+    assert ends == (End(Ending.UNSAVED, discard.reason),)
+    assert "nothing was written to checkpoints for 601 s" in discard.reason
+    assert state.phase is Phase.ENDED
+
+
+def test_saves_are_made_complete_one_after_the_other_and_few_wait() -> None:
+    """Ranks may write faster than one disk answers the coordinator: then newer saves count."""
+    state = publishing()
+    state, commands = after(state, [e for n in range(NEXT + 1, NEXT + 7) for e in whole(n)], RULES)
+    assert not of_type(commands, Publish)
+    assert of_type(commands, Discard) == [Discard(NEXT + 1, 0, ""), Discard(NEXT + 2, 0, "")]
+    published = []
+    last = NEXT
+    while last < NEXT + 6:
+        state, commands = after(state, [Published(last, 0)], RULES)
+        (publish,) = of_type(commands, Publish)
+        last = publish.iteration
+        published.append(last)
+
+    assert published == [NEXT + 3, NEXT + 4, NEXT + 5, NEXT + 6]
+
+
+def test_that_saves_are_skipped_is_told_less_and_less_often() -> None:
+    """The first, the second, the fourth: a disk may be slow for days."""
+    state, told = training_halves(RULES), []
+    for number in range(1, 101):
+        events: list[Event] = [skipped(0, NEXT + number), skipped(1, NEXT + number)]
+        state, commands = after(state, events, RULES)
+        assert not of_type(commands, Discard)
+        told += of_type(commands, Unsaved)
+
+    assert [one.iteration - NEXT for one in told] == [1, 2, 4, 8, 16, 32, 64]
+    assert "64 saves were skipped so far; the next word of it is at 128" in told[-1].reason
+    assert len(state.unsaved) < 100
+
+
+def test_what_others_wrote_of_a_skipped_save_is_removed() -> None:
+    """Nobody will complete it."""
+    events: list[Event] = [saved(0, NEXT, epoch=0, layers=LOWER), skipped(1, NEXT)]
+    state, commands = after(training_halves(RULES), events, RULES)
+
+    assert of_type(commands, Discard) == [Discard(NEXT, 0, "")]
+    assert not state.saves
+
+
+def test_a_save_that_cannot_be_complete_lets_the_next_one_have_its_turn() -> None:
+    """The disk has answered, if only with no."""
+    state, _ = after(publishing(), whole(NEXT + 1), RULES)
+    failed = SaveFailed(rank=BY_PUBLISHER, epoch=0, iteration=NEXT, reason="no")
+    _, commands = after(state, [failed], RULES)
+
+    assert of_type(commands, Discard) == [Discard(NEXT, 0, "no")]
+    assert [publish.iteration for publish in of_type(commands, Publish)] == [NEXT + 1]
+
+
+def test_versions_that_could_not_be_read_are_none_of_those_that_are_kept() -> None:
+    """Whoever removes old ones is told."""
+    state = replace(training_halves(RULES), spoilt=frozenset({"9-0"}))
+    _, commands = after(state, whole(NEXT), RULES)
+
+    (publish,) = of_type(commands, Publish)
+    assert publish.unused == {"9-0"}
+
+
+def test_an_agent_forgets_no_save_for_those_that_were_skipped() -> None:
+    """A new coordinator needs what was written before, and can do without these."""
+    state = said(AgentState(node=0), saved(0, NEXT, epoch=0, layers=LOWER), NOW_S)
+    again = said(state, skipped(0, NEXT + 1), NOW_S)
+
+    assert again == state

@@ -1,0 +1,46 @@
+"""A disk that takes long over a manifest: the coordinator beats meanwhile."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs import tiny_job
+from planaria.checkpoint.tiers import tier_of
+from planaria.library import Job
+from planaria.nodes.forkserver import ForkServer
+from slow_leader import LINK_S
+
+LEASE_S = 1.0
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_manifest_that_takes_longer_than_a_lease_costs_nothing_else(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """The coordinator was killed for it, again and again, and at the final save, too."""
+    assert LINK_S > LEASE_S
+    real_spawn, num_leaders = ForkServer.spawn, 0
+
+    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+        nonlocal num_leaders
+        num_leaders += "leader" in target
+        return real_spawn(
+            self, target.replace("planaria.nodes.leader", "slow_leader"), payload, fds
+        )
+
+    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    job = tiny_job("sequential", tmp_path, iterations=6)
+    job = replace(
+        job,
+        checkpoint=replace(job.checkpoint, persist_every=3, keep=keep),
+        cluster=replace(job.cluster, nodes=2, lease_s=LEASE_S),
+    )
+
+    result = Job(job).train(server=server)
+
+    assert num_leaders == 1
+    assert not result.report.events
+    names = [version.name for version in tier_of(job.checkpoint.directory).versions()]
+    assert names == ["6-0", "3-0"][: 1 if keep else 2]
