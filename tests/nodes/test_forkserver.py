@@ -112,8 +112,8 @@ def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> No
 def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
     small: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes when the server has forked it and nobody has heard of it yet: it leaves before it
-    has run anything."""
+    """Ctrl-C comes when the server has forked it and nobody has heard of it yet: it has run nothing
+    then, and leaves."""
     first, second = tmp_path / "first", tmp_path / "second"
     children: list[psutil.Process] = []
 

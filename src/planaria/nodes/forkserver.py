@@ -71,6 +71,7 @@ class ForkServer:
         self._preload = list(preload)
         self._path = [*path, *sys.path]
         self._output = output
+        self._environment = os.environ | _ONE_THREAD
         self._exits: list[tuple[int, int]] = []
         self._numbers = count()  # Of requests.
         self._children: dict[int, int] = {}  # Their pidfds.
@@ -89,7 +90,7 @@ class ForkServer:
             stdout=None if self._output is None else subprocess.PIPE,
             stderr=None if self._output is None else subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | _ONE_THREAD,
+            env=self._environment,
         )
         theirs.close()
         os.close(lifeline_fd)
