@@ -42,6 +42,7 @@ COMMANDS = {
         "--timeline",
         "--resume",
         "--inject",
+        "--state",
         "--set",
     },
     "chaos": {"job", "--minutes", "--seed", "--report", "--set"},

@@ -111,7 +111,7 @@ class Chaos:
                 with tempfile.TemporaryDirectory(dir=directory) as saves:
                     struck = _configured(config, draw, Path(saves) / "checkpoints")
                     outcome = _outcome(struck, draw, number=number, calm=calm, stand=stand)
-                server.exits()  # If it is gone this run is not to blame, and there is no other.
+                _renew_if_struck(server, outcome)
                 yield outcome
                 number += 1
 
@@ -334,6 +334,15 @@ def _settings(config: JobConfig) -> tuple[str, ...]:
         f"checkpoint.persist_every={config.checkpoint.persist_every}",
         f"cluster.max_nodes={config.cluster.max_nodes}",
     )
+
+
+def _renew_if_struck(server: ForkServer, outcome: Outcome) -> None:
+    """A fork server that is gone for no fault of the run's: the run is not to blame, and there is
+    no other."""
+    server.exits()
+    if server.loss and outcome.fired.get("forkserver"):
+        server.renew()
+    server.wait_ready()
 
 
 @contextmanager

@@ -104,6 +104,14 @@ def train(
         list[str] | None,
         typer.Option(metavar="SPEC", help="A fault: KIND[=VALUE]:NODES@ITERATION[.STEP]."),
     ] = None,
+    state: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR",
+            help="Where the coordinator keeps its journal. Default: beside the checkpoints, or in "
+            "the user's state directory if these are in an object store.",
+        ),
+    ] = "",
     settings: Settings = None,
 ) -> None:
     """Trains a job on emulated nodes of this machine."""
@@ -126,6 +134,7 @@ def train(
     try:
         result = trained.run(
             resume=resume,
+            state=state,
             injections=injections,
             trace=timeline is not None,
             display=shown,

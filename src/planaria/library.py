@@ -40,6 +40,7 @@ from planaria.errors import (
 from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.journal_place import journal_place
 from planaria.nodes.launcher import Launcher
 from planaria.nodes.leader_spec import LeaderSpec
 from planaria.observe.metrics import IterationRecord, Report
@@ -187,6 +188,7 @@ class Job:
         injections: Sequence[Injection] = (),
         display: Display | None = None,
         server: ForkServer | None = None,
+        state: str = "",
     ) -> TrainingResult:
         """Trains the job on emulated nodes of this machine, and saves it at the end.
 
@@ -196,7 +198,10 @@ class Job:
             plan: instead of the planner's first; it gives way to a better one as that would.
             every: instead of the planner's for what may be left of the nodes.
             injections: faults that are to happen.
-            server: a fork server to share between jobs; one is started otherwise.
+            server: a fork server to share between jobs; one is started otherwise. If it is lost
+                while the job trains it is renewed.
+            state: the directory for the coordinator's journal, "" for beside the saves, or the
+                user's state directory if these are in an object store.
 
         Raises:
             ConfigError: the job is wrong, or does not fit the checkpoint or the cluster; or its
@@ -214,6 +219,7 @@ class Job:
             injections=injections,
             display=display,
             server=server,
+            state=state,
         )
         if result.error is not None:
             raise result.error
@@ -229,6 +235,7 @@ class Job:
         injections: Sequence[Injection] = (),
         display: Display | None = None,
         server: ForkServer | None = None,
+        state: str = "",
         output: Callable[[str], None] | None = None,
     ) -> TrainingResult:
         """As `train`, but what goes wrong once training runs is the result's `error`.
@@ -248,6 +255,7 @@ class Job:
         with ExitStack() as held:
             held.enter_context(claimed(directory, config.name, note=display.note))
             manifest = _starting_point(config, tier, display, resume=resume)
+            journal = held.enter_context(journal_place(config, state, note=display.note))
             given = given_profile(config)
             if given is not None:  # What it can tell, it tells before torch is imported.
                 plan_job(config, Prepared(profile=given), plan=plan)
@@ -266,7 +274,9 @@ class Job:
                 display,
                 predicted_peak_bytes=partial(predicted_peak_bytes, planned.problem),
             )
-            launcher = _launcher(planned, running, watcher, injections, trace=trace)
+            launcher = _launcher(
+                planned, running, watcher, injections, directory=journal, trace=trace
+            )
             ended = launcher.run()
         watcher.ended(launcher.unfired)
         error = _failure(ended, looked_at(tier, config.checkpoint))
@@ -325,6 +335,7 @@ def _launcher(
     watcher: Watcher,
     injections: Sequence[Injection],
     *,
+    directory: str,
     trace: bool,
 ) -> Launcher:
     config, manifest, every = planned.config, planned.resumed, planned.every
@@ -349,7 +360,7 @@ def _launcher(
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},
-        directory="",
+        directory=directory,
         token=b"",
     )
     return Launcher(spec, leader, server=server, observer=watcher, injections=injections)

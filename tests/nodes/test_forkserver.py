@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from command import wait_for
 from planaria.errors import InsufficientError
-from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.forkserver import UNKNOWN, ForkServer
 
 # Functions that children of the server run: the server finds this module through its path.
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -111,11 +112,17 @@ def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> No
 def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
     small: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes when the server has forked it and nobody has heard of it yet."""
+    """Ctrl-C comes when the server has forked it and nobody has heard of it yet: it has run nothing
+    then, and leaves."""
     first, second = tmp_path / "first", tmp_path / "second"
+    children: list[psutil.Process] = []
 
-    def interrupted(_server: ForkServer) -> dict[str, int]:
-        wait_for(first.exists, what="the child runs")
+    def interrupted(server: ForkServer, **_: object) -> dict[str, int]:
+        def is_forked() -> bool:
+            children[:] = psutil.Process(server.pid).children()
+            return bool(children)
+
+        wait_for(is_forked, what="the child is there")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -123,14 +130,10 @@ def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
         with pytest.raises(KeyboardInterrupt):
             small.spawn(f"{THIS}:wait_for_end", bytes(first))
     pid = small.spawn(f"{THIS}:wait_for_end", bytes(second))
-    told: list[tuple[int, int]] = []
 
-    def is_told() -> bool:
-        told.extend(small.exits())
-        return bool(told)
-
-    wait_for(is_told, what="its exit is told")
-    assert told == [(int(first.read_text()), -signal.SIGKILL)]
+    wait_for(lambda: not children[0].is_running(), what="it has left")
+    assert not first.exists()
+    assert small.exits() == []
     wait_for(second.exists, what="the other child runs")
     assert pid == int(second.read_text())
     os.kill(pid, signal.SIGTERM)
@@ -152,7 +155,6 @@ def test_a_missing_module_is_skipped_and_a_broken_one_ends_the_server(tmp_path: 
 ASK: dict[str, Callable[[ForkServer], object]] = {
     "spawn": lambda server: server.spawn(f"{THIS}:wait_for_end", b""),
     "call": lambda server: server.call(f"{THIS}:echo", b""),
-    "exits": lambda server: server.exits(),
 }
 
 
@@ -168,6 +170,47 @@ def test_a_killed_server_is_told_by_whatever_is_asked_of_it_next(question: str) 
     with pytest.raises(InsufficientError, match="the fork server was killed by signal 9"):
         ASK[question](server)
 
+    server.close()
+
+
+def test_a_server_that_was_killed_can_be_renewed_and_still_tells_of_its_children(
+    tmp_path: Path,
+) -> None:
+    """They live on; nobody is there to wait for them, so it is not known how they end."""
+    server = ForkServer([THIS], path=PATH)
+    pids = []
+    for name in ("first", "second"):
+        pids.append(server.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / name)))
+        wait_for((tmp_path / name).exists, what="the child runs")
+    told: list[tuple[int, int]] = []
+
+    def is_told(number: int) -> bool:
+        told.extend(server.exits())
+        return len(told) == number
+
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for(lambda: is_told(0) and bool(server.loss), what="its loss is seen")
+    os.kill(pids[0], signal.SIGTERM)
+    wait_for(lambda: is_told(1), what="the end of a child is told without a server")
+    server.renew()
+    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert server.is_ready
+    os.kill(pids[1], signal.SIGTERM)
+    wait_for(lambda: is_told(2), what="the end of a child is told by the next server")
+    pids.append(server.spawn(f"{THIS}:die", b"", (0,)))
+    wait_for(lambda: is_told(3), what="the end of its own child is told")
+    server.close()
+
+    assert told == [(pids[0], UNKNOWN), (pids[1], UNKNOWN), (pids[2], -signal.SIGKILL)]
+
+
+def test_nothing_is_written_to_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be full, or gone, while a job trains."""
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    server = ForkServer([THIS], path=PATH)
+
+    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
     server.close()
 
 

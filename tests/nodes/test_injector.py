@@ -28,6 +28,7 @@ async def _flipped(
         token=TOKEN,
         agents={0: 0, 1: 0, 2: 0},
         leader=lambda: 0,
+        server=lambda: 0,
         join=lambda _: None,
         fired=fired.append,
     )
@@ -95,6 +96,7 @@ async def _joined(*, ends: bool) -> tuple[list[int], list[str]]:
         token=TOKEN,
         agents={},
         leader=lambda: 0,
+        server=lambda: 0,
         join=join,
         fired=lambda _: None,
     )
@@ -116,6 +118,7 @@ async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[
         token=TOKEN,
         agents={0: 0, 1: 0, 2: 0},
         leader=lambda: 0,
+        server=lambda: 0,
         join=lambda _: None,
         fired=lambda _: None,
     )

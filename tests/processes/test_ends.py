@@ -150,17 +150,19 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_killed_fork_server_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    """It is the first child of the launcher; without it nobody would see an agent end."""
+def test_a_killed_fork_server_ends_nothing_and_is_named(tmp_path: Path) -> None:
+    """It is the first child of the launcher; Ctrl-C saves as if nothing had happened."""
     with running(train_arguments(PACED, *ENDLESS), directory=tmp_path) as command:
         command.wait_output(TRAINING)
         (fork_server,) = psutil.Process(command.process.pid).children()
         fork_server.kill()
+        command.wait_output("the fork server was killed by signal 9: another one is started")
+        command.process.send_signal(signal.SIGINT)
 
-        assert command.wait() == 3
+        assert command.wait() == 130
         assert_nothing_is_left(command, set())
-    assert "the fork server was killed by signal 9" in command.errors
-    assert command.errors.count("\n") == 1
+    assert "go on with --resume" in command.output
+    assert not command.errors
 
 
 SCRIPT = """

@@ -97,7 +97,7 @@ class Directory:
 
     def entries(self, version: str) -> dict[str, Entry]:
         try:
-            directories = [self.path / version] if version else list(self.path.iterdir())
+            directories = [self.path / version] if version else _visible(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
@@ -247,6 +247,11 @@ def _told(error: Exception) -> str:
     first = next(iter(text.splitlines()), type(error).__name__).rstrip(" .:")
     said = "".join(f", {found}" for found in _SAID.findall(text))
     return f"{first}{said}"
+
+
+def _visible(directory: Path) -> list[Path]:
+    """What is in it but for what a job has there beside versions: its lock, its journal."""
+    return [path for path in directory.iterdir() if not path.name.startswith(".")]
 
 
 def _files(directory: Path) -> list[Path]:

@@ -52,6 +52,7 @@ from planaria.coordinator.state import (
     Ending,
     JobState,
     MembersRecorded,
+    MustEnd,
     Notify,
     Phase,
     Pruned,
@@ -96,7 +97,8 @@ from planaria.core.records import (
 )
 
 Request = StopRequested | DrainRequested
-Event = Fact | NodeLost | Request | MembersRecorded | DecisionRecorded | AnswersFound | Kept | Tick
+Recorded = MembersRecorded | DecisionRecorded
+Event = Fact | NodeLost | Request | Recorded | AnswersFound | Kept | MustEnd | Tick
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
@@ -141,6 +143,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return save_failed(state, event)
         case StopRequested() if state.stop_reason or not state.stop_requested:
             return replace(state, stop_requested=True, stop_reason=""), (Tell(event),)
+        case MustEnd(reason) if not state.must_end:
+            return replace(state, must_end=reason, stop_requested=True), (Tell(StopRequested()),)
         case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
             return candidate_lost(state, event)
         case WorkerFailed():
@@ -398,6 +402,9 @@ def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     if decision.ending and failure is not None:
         reason = f"{decision.reason}; what is live was not saved: {failure}"
         return ended(state, End(Ending(decision.ending), reason))
+    if failure is not None and state.must_end:
+        reason = f"{state.must_end}; what is live was not saved: {failure}"
+        return ended(state, End(Ending.LOST, reason))
     if failure is not None:
         return ended(state, End(Ending.UNSAVED, failure))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
@@ -405,9 +412,11 @@ def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
         return last_save_awaited(rules, state, now_s)
     if decision.ending:
         return ended(state, End(Ending(decision.ending), decision.reason))
+    is_cut_short = state.stop_requested and number < rules.job.training.iterations
+    if state.must_end and is_cut_short:
+        return ended(state, End(Ending.LOST, state.must_end))
     if state.stop_reason:
         return ended(state, End(Ending.LOST, state.stop_reason))
-    is_cut_short = state.stop_requested and number < rules.job.training.iterations
     return ended(state, End(Ending.STOPPED if is_cut_short else Ending.FINISHED))
 
 

@@ -51,7 +51,7 @@ from planaria.core.messages import (
     Welcome,
 )
 from planaria.core.plan import Plan
-from planaria.core.records import Committed, Ended, Progress, ToLauncher
+from planaria.core.records import Committed, Ended, Progress, Recorded, ToLauncher
 
 
 class Line(Protocol):
@@ -213,12 +213,14 @@ class Leadership(Generic[Agent]):
                         self._lost_at = self.state.next_iteration
                         self._reached("detect")
                     await self._logbook.record_members(members)
+                    self._hands.notify(Recorded(members=members))
                     self._hands.queue(MembersRecorded(members.epoch))
                 case RecordDecision(outcome, decision):
                     if self.state.phase is Phase.DECIDING:
                         self._lost_at = max(self._lost_at, outcome.iteration)
                         self._reached("decide")
                     await self._logbook.record_decision(outcome, decision)
+                    self._hands.notify(Recorded(outcome=outcome))
                     self._hands.queue(DecisionRecorded(outcome.epoch))
                 case Notify(message):
                     self._hands.notify(message)

@@ -39,15 +39,20 @@ class Found:
     plan: Plan | None
 
 
-async def opened_logbook(store: Store, job: str, *, lease_s: float) -> "Logbook":
+async def opened_logbook(
+    store: Store, job: str, *, lease_s: float, first_term: int = 0
+) -> "Logbook":
     """The records of a job, for a new leader; the one before can write no more.
 
     Of two that open them at the same time the second to write is the leader.
+
+    Args:
+        first_term: of a leader who finds no other's.
     """
     keys = Keys(job)
     while True:
         entry = await store.get(keys.leader)
-        term = int(entry.value) + 1 if entry else 0
+        term = int(entry.value) + 1 if entry else first_term
         guard = Guard(keys.leader, entry.revision if entry else ABSENT)
         try:
             revision = await store.put(keys.leader, str(term).encode(), guards=(guard,))
@@ -87,6 +92,16 @@ class Logbook:
             progress=decode_record(progress.value, Progress) if progress else None,
             plan=starts[-1].plan if starts else None,
         )
+
+    async def adopt(
+        self, members: Members, outcome: Outcome | None, progress: Progress | None
+    ) -> None:
+        """Writes what is known of another store's records, for a coordinator to go on from."""
+        await self.record_members(members)
+        if outcome is not None:
+            await self._put(self._keys.outcome(outcome.epoch), outcome, is_new=True)
+        if progress is not None:
+            await self.record_progress(progress)
 
     async def record_members(self, members: Members) -> None:
         """Writes who belongs to an epoch."""

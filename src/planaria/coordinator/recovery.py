@@ -199,10 +199,10 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(state, reports=reports)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
-    if state.stop_reason:  # Nodes may have come since.
+    if state.stop_reason and not state.must_end:  # Nodes may have come since.
         state = replace(state, stop_requested=False, stop_reason="")
         answered = replace(answered, stop_requested=False, stop_reason="")
-    reason = shortage_text(rules, num_nodes)
+    reason = state.must_end or shortage_text(rules, num_nodes)
     if not reason:
         event = _event(rules, state, outcome, redone)
         proposed = policy_of(rules, state).propose(
@@ -218,7 +218,8 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         return waiting(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
-        return _end(state, f"{text}{_after_crash(state)}")
+        why = f"{state.must_end}; nothing more is saved, for " if state.must_end else ""
+        return _end(state, f"{why}{text}{_after_crash(state)}")
     return _save(state, outcome, held, ending=Ending.LOST.value, reason=reason)
 
 

@@ -216,6 +216,13 @@ class SavesListed:
 
 
 @dataclass(frozen=True, slots=True)
+class MustEnd:
+    """The job cannot go on, whatever its nodes do; what is live is to be saved before it ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -283,6 +290,8 @@ class JobState:
         learning: how far seconds are from predicted ones, and which nodes are slow.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
+        must_end: why the job ends at its next commit, or after its next loss, saved; "" if it need
+            not.
         crashes: rank and exit status of workers since an iteration was committed last.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
         unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
@@ -332,6 +341,7 @@ class JobState:
     is_entered: bool = False
     saves_since: int = 0
     stop_reason: str = ""
+    must_end: str = ""
     crashes: tuple[tuple[int, int], ...] = ()
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()

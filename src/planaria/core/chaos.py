@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from planaria.core.inject import ITERATION_STEPS, KINDS, RECOVERY_STEPS, parse_injection
+from planaria.core.inject import AROUND, ITERATION_STEPS, KINDS, RECOVERY_STEPS, parse_injection
 
 FAULTS_MAX: Final = 6
 _TOGETHER: Final = 0.3  # Of the faults strike where the one before them does.
@@ -118,7 +118,7 @@ def _value(kind: str, world: World, rng: Random) -> str:
 
 
 def _nodes(kind: str, num_nodes: int, rng: Random) -> str:
-    if kind == "leader":
+    if kind in AROUND:
         return ""
     count = 1 if kind == "flip" else rng.choice((1, 1, 1, 1, 2, 2, 3))
     return ",".join(map(str, sorted(rng.sample(range(num_nodes), min(count, num_nodes)))))

@@ -4,6 +4,7 @@
     kill:2,4@5.reduce    nodes 2 and 4 at once, when the first of them reduces in iteration 5
     hang=8:1@3           stop node 1 for 8 seconds
     leader:@4.commit     kill the coordinator; it is no node
+    forkserver:@4        kill the fork server, from which all others are forked; nor is it one
     kill:0@5.transfer    in the next recovery that begins at or after iteration 5
     kill:0@~2.5          2.5 seconds after training starts
     flip:2@5             flip a bit of a parameter on node 2 right after the commit of iteration 5
@@ -24,7 +25,12 @@ from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
-KINDS = ("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut")
+# What stands around the nodes: a fault of one of these names none.
+AROUND = ("leader", "forkserver")
+KINDS = (
+    *("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut"),
+    "forkserver",
+)
 # Of which a VALUE says for how long, and what it is if there is none; 0: for ever.
 SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
@@ -61,7 +67,7 @@ class Injection:
     """A fault that is to happen.
 
     Attributes:
-        nodes: that it strikes; none if the coordinator is struck, or nodes join.
+        nodes: that it strikes; none if what stands around them is struck, or nodes join.
         value: seconds until a node that hangs goes on, the network is whole again, or a node that
             was told to leave is killed; how many times as long one that is slow takes.
         num_nodes: that join.
@@ -117,8 +123,8 @@ def parse_injection(text: str) -> Injection:
         raise ConfigError("--inject", text, _FORM)
     if kind == "join":
         return _join(text, nodes, Place(iteration, step, at_s))
-    if (kind == "leader") == bool(nodes):
-        remedy = "leader names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
+    if (kind in AROUND) == bool(nodes):
+        remedy = f"{kind} names no nodes" if nodes else f"say which nodes, as in {kind}:2@5"
         raise ConfigError("--inject", text, remedy)
     if kind == "flip" and (match["step"] or match["at_s"]):
         remedy = "flip is right after the commit of an iteration: name that alone, as in flip:2@5"

@@ -356,6 +356,39 @@ class Leading(Message, frozen=True, kw_only=True):
     now_s: float
 
 
+class Recorded(Message, frozen=True, kw_only=True):
+    """What has just gone on record, of which nobody else was told yet; see `Rescue`."""
+
+    members: Members | None = None
+    outcome: Outcome | None = None
+
+
+class Unrecorded(Message, frozen=True, kw_only=True):
+    """What a coordinator decides from now on is not on record any more, or it has ended for that:
+    no coordinator may go on from the records."""
+
+    reason: str
+
+
+class Rescue(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher knows of a job whose coordinator cannot go on from its records: one that
+    only has saved what is live does, and ends the job.
+
+    Attributes:
+        reason: of the end.
+        term: of that coordinator.
+        members: that are left, with an epoch of their own.
+        outcome: the newest that was on record.
+        progress: as far as the launcher was told; None: nothing is committed.
+    """
+
+    reason: str
+    term: int
+    members: Members
+    outcome: Outcome | None
+    progress: Progress | None
+
+
 class Beat(Message, frozen=True, kw_only=True):
     """The coordinator runs; it says so TICKS_PER_LEASE times a lease."""
 
@@ -383,6 +416,8 @@ ToLauncher = (
     | Saved
     | Unsaved
     | Warned
+    | Recorded
+    | Unrecorded
     | Ended
 )
 FromLauncher = AgentEnded | StopRequested | DrainRequested

@@ -8,6 +8,10 @@ when the process that started it ends, by whatever signal, also while it imports
 A request is a JSON packet over a Unix socket pair, with file descriptors attached: which function
 ("module:function") to call with which payload in the child. The payload travels in memory,
 never in argv, for it holds the job's token. Exits of children are reported on the same socket.
+
+A server that was killed can be renewed. Its children live on; the kernel tells when they end
+(pidfds), but not how. A child runs nothing before its caller has heard of it, so a server that is
+killed in the middle of a request leaves nobody behind whom nobody knows.
 """
 
 import contextlib
@@ -24,19 +28,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any, Final
 
 from planaria.errors import InsufficientError
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN: Final = 256  # The exit status of a process that nobody was there to wait for.
+
 _PACKET_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 10.0
+_FORK_TIMEOUT_S = 30.0  # A fork takes milliseconds; a server that does not answer is killed.
 
 # A pool of threads would exist in the server alone: its forks inherit the pool's locks, held by
 # nobody, and hang now and then. numpy's BLAS starts one on import.
@@ -61,6 +68,18 @@ class ForkServer:
         path: Sequence[str] = (),
         output: Callable[[str], None] | None = None,
     ) -> None:
+        self._preload = list(preload)
+        self._path = [*path, *sys.path]
+        self._output = output
+        self._environment = os.environ | _ONE_THREAD
+        self._exits: list[tuple[int, int]] = []
+        self._numbers = count()  # Of requests.
+        self._children: dict[int, int] = {}  # Their pidfds.
+        self._printers: list[threading.Thread] = []
+        self._news = select.epoll()
+        self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline_fd, self._lifeline_fd = os.pipe()
         descriptors = (theirs.fileno(), lifeline_fd)
@@ -68,30 +87,50 @@ class ForkServer:
             [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            stdout=None if output is None else subprocess.PIPE,
-            stderr=None if output is None else subprocess.STDOUT,
+            stdout=None if self._output is None else subprocess.PIPE,
+            stderr=None if self._output is None else subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | _ONE_THREAD,
+            env=self._environment,
         )
         theirs.close()
         os.close(lifeline_fd)
+        self._loss, self._is_ready = "", False
         self._socket = ours
-        self._exits: list[tuple[int, int]] = []
-        self._numbers = count()  # Of requests.
-        self._is_ready = False
-        self._printer: threading.Thread | None = None
-        if output is not None:
-            self._printer = threading.Thread(target=self._pass_on, args=(output,), daemon=True)
-            self._printer.start()
-        self._send({"preload": list(preload), "path": [*path, *sys.path]}, ())
+        self._news.register(ours, select.EPOLLIN)
+        if self._output is not None:
+            lines, output = self._process.stdout, self._output
+            printer = threading.Thread(target=_pass_on, args=(lines, output), daemon=True)
+            printer.start()
+            self._printers.append(printer)
+        with contextlib.suppress(InsufficientError):  # Told by whatever is asked of it next.
+            self._send({"preload": self._preload, "path": self._path}, ())
+
+    def renew(self) -> None:
+        """Starts a server in place of one that is gone; it imports everything anew. `loss` says if
+        that cannot be."""
+        assert self._loss
+        try:
+            self._start()
+        except OSError as error:
+            self._loss = f"the fork server cannot be started again ({error.strerror})"
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything is imported, as far as `exits` has heard."""
+        return self._is_ready and not self._loss
+
+    @property
+    def loss(self) -> str:
+        """How the server has ended, as far as `exits` has heard; empty while it runs."""
+        return self._loss
+
     def fileno(self) -> int:
-        """Readable when `exits` has news."""
-        return self._socket.fileno()
+        """Readable when `exits` has news, of this server and of those after it."""
+        return self._news.fileno()
 
     def wait_ready(self) -> None:
         """Blocks until everything is imported.
@@ -99,7 +138,7 @@ class ForkServer:
         Raises:
             InsufficientError: the server is gone.
         """
-        while not self._is_ready:
+        while not self.is_ready:
             self._note(self._reply())
 
     def spawn(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
@@ -113,17 +152,25 @@ class ForkServer:
         return self._spawn({"target": target}, payload, fds)
 
     def _spawn(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
-        with tempfile.TemporaryFile() as carrier:  # A payload may exceed a socket's buffer.
-            carrier.write(payload)
-            carrier.flush()
-            carrier.seek(0)
+        carrier_fd = os.memfd_create("payload")  # A payload may exceed a socket's buffer.
+        known_fd, tell_fd = os.pipe()
+        try:
+            with os.fdopen(carrier_fd, "wb", closefd=False) as carrier:
+                carrier.write(payload)
+            os.lseek(carrier_fd, 0, os.SEEK_SET)
             number = next(self._numbers)
-            self._send({**request, "number": number}, (carrier.fileno(), *fds))
-        while True:
-            reply = self._reply()
-            if reply.get("number") == number:
-                return reply["pid"]
-            self._note(reply)
+            self._send({**request, "number": number}, (carrier_fd, known_fd, *fds))
+            while True:
+                reply = self._reply(timeout_s=_FORK_TIMEOUT_S if self._is_ready else None)
+                if reply.get("number") == number:
+                    break
+                self._note(reply)
+            os.write(tell_fd, b"!")
+        finally:
+            for fd in (carrier_fd, known_fd, tell_fd):
+                os.close(fd)
+        self._children[reply["pid"]] = reply["pidfd"]
+        return reply["pid"]
 
     def call(self, target: str, payload: bytes) -> bytes:
         """What `target(payload, fd)` writes to fd, run in a child that is waited for.
@@ -148,11 +195,15 @@ class ForkServer:
     def exits(self) -> list[tuple[int, int]]:
         """Children that ended since the last call: (pid, exit status, negative for a signal).
 
-        Raises:
-            InsufficientError: the server is gone.
+        Those of a server that is gone are told, too, with the status `UNKNOWN`.
         """
-        while select.select([self._socket], [], [], 0)[0]:
-            self._note(self._reply())
+        while found := self._news.poll(0):
+            ended = {fd for fd, _ in found}
+            for pid in [pid for pid, pidfd in self._children.items() if pidfd in ended]:
+                self._note({"exited": pid, "status": UNKNOWN})
+            if self._socket.fileno() in ended:
+                with contextlib.suppress(InsufficientError):
+                    self._note(self._reply(timeout_s=_FORK_TIMEOUT_S))
         exits, self._exits = self._exits, []
         return exits
 
@@ -160,11 +211,15 @@ class ForkServer:
         """Ends the server, whatever it does; children that were spawned go on."""
         self._process.kill()
         self._process.wait(timeout=_END_TIMEOUT_S)
-        self._socket.close()
-        os.close(self._lifeline_fd)
-        if self._printer is not None:
+        if not self._loss:
+            self._socket.close()
+            os.close(self._lifeline_fd)
+        self._news.close()
+        for pidfd in self._children.values():
+            os.close(pidfd)
+        for printer in self._printers:
             # Its end of the pipe closes with the last child.
-            self._printer.join(timeout=1.0)
+            printer.join(timeout=1.0)
 
     def _wait_exit(self, pid: int) -> int:
         """The exit status of a child that has ended or is about to."""
@@ -178,42 +233,63 @@ class ForkServer:
     def _note(self, reply: dict[str, int]) -> None:
         if "ready" in reply:
             self._is_ready = True
-        elif "pid" in reply:  # Ctrl-C came while somebody waited for it, who will not end it.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(reply["pid"], signal.SIGKILL)
-        else:
+        elif "pid" in reply:  # Ctrl-C came while somebody waited for it; it has run nothing.
+            os.close(reply["pidfd"])
+        elif reply["exited"] in self._children:
+            os.close(self._children.pop(reply["exited"]))
             self._exits.append((reply["exited"], reply["status"]))
 
     def _send(self, request: dict[str, object], fds: Sequence[int]) -> None:
+        if self._loss:
+            raise self._lost()
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._lost() from error
 
-    def _reply(self) -> dict[str, int]:
-        """The server's next packet; blocks until it comes."""
+    def _reply(self, *, timeout_s: float | None = None) -> dict[str, int]:
+        """The server's next packet; one that does not come in time never does."""
+        if self._loss:
+            raise self._lost()
+        self._socket.settimeout(timeout_s)
         try:
-            data = self._socket.recv(_PACKET_BYTES_MAX)
+            data, fds, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
+        except TimeoutError:  # It stands still.
+            self._process.kill()
+            data, fds = b"", []
         except ConnectionResetError:
-            data = b""
+            data, fds = b"", []
+        finally:
+            self._socket.settimeout(None)
         if not data:
             raise self._lost()
         reply: dict[str, int] = json.loads(data)
-        return reply
+        return reply | {"pidfd": fds[0]} if fds else reply
 
     def _lost(self) -> InsufficientError:
-        status = self._process.wait(timeout=_END_TIMEOUT_S)
-        return InsufficientError(f"the fork server {told(status)}; no node can be started any more")
+        """Whoever asks something of a server that is gone gets this; its children are watched."""
+        if not self._loss:
+            status = self._process.wait(timeout=_END_TIMEOUT_S)
+            self._loss = f"the fork server {told(status)}"
+            self._news.unregister(self._socket)
+            self._socket.close()
+            os.close(self._lifeline_fd)
+            for pidfd in self._children.values():
+                with contextlib.suppress(FileExistsError):  # Of the server before this one.
+                    self._news.register(pidfd, select.EPOLLIN)
+        return InsufficientError(f"{self._loss}; no node can be started any more")
 
-    def _pass_on(self, output: Callable[[str], None]) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                output(line.decode(errors="replace").rstrip("\n"))
+
+def _pass_on(lines: Any, output: Callable[[str], None]) -> None:
+    with lines:
+        for line in lines:
+            output(line.decode(errors="replace").rstrip("\n"))
 
 
 def told(status: int) -> str:
     """An exit status in words; it is negative for a signal."""
+    if status == UNKNOWN:
+        return "has ended"
     return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
 
 
@@ -293,10 +369,16 @@ def _serve_request(sock: socket.socket) -> bool:
         sock.close()
         if request.get("dies_with_server"):
             die_with_parent(server_pid)
-        _become(request["target"], fds)
+        if not os.read(fds[1], 1):  # Whoever asked for it does not know of it.
+            os._exit(0)
+        os.close(fds[1])
+        _become(request["target"], [fds[0], *fds[2:]])
     for descriptor in fds:
         os.close(descriptor)
-    sock.sendall(json.dumps({"pid": pid, "number": request["number"]}).encode())
+    pidfd = os.pidfd_open(pid)  # It is not waited for before, so it is that process for sure.
+    reply = {"pid": pid, "number": request["number"]}
+    socket.send_fds(sock, [json.dumps(reply).encode()], [pidfd])
+    os.close(pidfd)
     return True
 
 

@@ -48,6 +48,7 @@ class Injector:
     Args:
         agents: the process of each node that is there.
         leader: the coordinator's process now.
+        server: the fork server's process now.
         join: starts so many nodes more.
         fired: is told what has happened, in the order of the signals.
 
@@ -62,6 +63,7 @@ class Injector:
         token: bytes,
         agents: Mapping[int, int],
         leader: Callable[[], int],
+        server: Callable[[], int],
         join: Callable[[int], None],
         fired: Callable[[Injection], None],
     ) -> None:
@@ -71,7 +73,8 @@ class Injector:
         self._slow: list[Injection] = []
         self._token = token
         self._agents = agents
-        self._leader = leader
+        # Whom a fault kills that names no nodes.
+        self._around = {"leader": leader, "forkserver": server}
         self._join = join
         self._fired = fired
         self._relay = Relay()
@@ -161,8 +164,8 @@ class Injector:
             self._fired(injection)
             if injection.kind == "slow":
                 self._slow.append(injection)
-            if injection.kind == "leader":
-                _kill(self._leader(), signal.SIGKILL)
+            if injection.kind in self._around:
+                _kill(self._around[injection.kind](), signal.SIGKILL)
             self._join(injection.num_nodes)
             for node in injection.nodes:
                 self._strike(injection, node)

@@ -50,6 +50,15 @@ async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
     """What makes a store that ends with its process."""
 
 
+# Is told that the disk refuses. When it returns the store goes on in memory only.
+Refused = Callable[[StoreError], Awaitable[None]]
+
+
+async def _give_up(error: StoreError) -> None:
+    """What makes a store that keeps nothing any more once the disk refuses."""
+    raise error
+
+
 class Flusher:
     """A Keeper in this process's memory; `make_durable` may keep changes longer.
 
@@ -60,10 +69,15 @@ class Flusher:
     """
 
     def __init__(
-        self, *, state: StoreState = EMPTY, make_durable: MakeDurable = _keep_nothing
+        self,
+        *,
+        state: StoreState = EMPTY,
+        make_durable: MakeDurable = _keep_nothing,
+        refused: Refused = _give_up,
     ) -> None:
         self._durable = state
         self._make_durable = make_durable
+        self._refused = refused
         self._undurable: list[Change] = []
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
@@ -108,7 +122,11 @@ class Flusher:
             while self._undurable:
                 changes, self._undurable = self._undurable, []
                 state = applied(self._durable, changes, now_s=0.0)
-                await self._make_durable(changes, state)
+                try:
+                    await self._make_durable(changes, state)
+                except StoreError as error:
+                    await self._refused(error)
+                    self._make_durable = _keep_nothing
                 self._durable = state
                 async with self._changed:
                     self._changed.notify_all()
@@ -125,19 +143,25 @@ class Flusher:
 
 @contextlib.asynccontextmanager
 async def open_store(
-    directory: Path, *, now_s: Callable[[], float], rewrite_bytes: int = REWRITE_BYTES
+    directory: Path,
+    *,
+    now_s: Callable[[], float],
+    rewrite_bytes: int = REWRITE_BYTES,
+    refused: Refused = _give_up,
 ) -> AsyncIterator[EmbeddedStore]:
     """The store that is journaled in `directory`, as its last process left it; made if missing.
 
     Args:
         now_s: the clock of leases; each lease of an earlier process is due a whole TTL from now.
         rewrite_bytes: a smaller journal is never replaced by a snapshot.
+        refused: is told when the disk refuses later; then the store goes on in memory. Without it
+            nothing is kept any more then.
 
     Raises:
-        StoreError: another process has it open, it is damaged, or the disk refused.
+        StoreError: another process has it open, it is damaged, or the disk refused at once.
     """
     with contextlib.closing(_FileJournal(directory, rewrite_bytes)) as journal:
-        flusher = Flusher(state=journal.recover(), make_durable=journal.append)
+        flusher = Flusher(state=journal.recover(), make_durable=journal.append, refused=refused)
         try:
             yield EmbeddedStore(flusher, now_s=now_s)
         finally:
@@ -314,6 +338,6 @@ def _sync_directory(directory: Path) -> None:
 
 def _disk_error(path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"cannot use {path}: {error.strerror}; free the disk or mend it, then start again: "
-        "nothing that was acknowledged is lost"
+        f"cannot use {path}: {error.strerror}; free the disk or mend it, or name another place "
+        "with --state"
     )

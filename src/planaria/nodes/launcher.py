@@ -6,6 +6,11 @@ coordinator tells to an observer. A coordinator that ends before the job does is
 the same listening socket and the same journal; one that stands still is killed first. Faults are
 injected from here.
 
+Nothing that stands around the training ends it unsaved while a node lives. A fork server that is
+gone is renewed, and what is to be forked waits for it. Where the coordinator cannot go on (its
+records are lost, it ends again and again, or this process fails to listen to it) the next one only
+saves what is live (leader.py). What cannot be saved so either is said to be lost.
+
 It holds the only write end of the lifeline pipe: when it dies, by whatever signal, every process
 of the job sees the pipe close and leaves. They hold all its read ends, too: the launcher sees its
 own end break when the last process of the job is gone, and waits for that.
@@ -20,7 +25,6 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,8 +42,14 @@ from planaria.core.records import (
     Committed,
     Ended,
     Leading,
+    Members,
+    Outcome,
+    Progress,
+    Recorded,
+    Rescue,
     Running,
     ToLauncher,
+    Unrecorded,
     Unsaved,
     Warned,
 )
@@ -47,7 +57,7 @@ from planaria.core.specs import NodeSpec
 from planaria.errors import CheckpointError, InsufficientError
 from planaria.nodes.cloud import LocalOperator
 from planaria.nodes.desk import Drains, answering, open_desk
-from planaria.nodes.forkserver import ForkServer, told
+from planaria.nodes.forkserver import UNKNOWN, ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.nodes.leader_spec import LeaderSpec
 from planaria.nodes.observer import Observer
@@ -64,7 +74,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 10.0  # For agents to leave by themselves before their groups are killed.
 KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
-RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
+RESTARTS_MAX = 5  # Of the coordinator, or of the fork server, without a commit in between.
+RESCUES_MAX = 3  # Coordinators that only save.
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 
@@ -101,8 +112,10 @@ class Launcher:
             agents=self._there,
             join=self._join,
             leader=lambda: self._leader_pid,
+            server=lambda: self._server.pid,
             fired=self._fire,
         )
+        self._unforked: list[tuple[int, bytes]] = []  # Nodes that wait for a fork server.
         self._drains = Drains(self._say, self._there.keys())
         self._operator = LocalOperator(
             spec.job.cluster.grant_s, give_back=self._give_back, granted=self._grant
@@ -113,12 +126,18 @@ class Launcher:
         self._leader_pids: set[int] = set()
         self._to_leader: asyncio.StreamWriter | None = None
         self._lost_leader_s = 0.0  # Since when there is no coordinator; 0 while there is one.
-        self._restarts = 0
+        self._restarts = self._renewals = self._rescues = 0
+        self._must_end = ""  # Why no coordinator can go on; the next one only saves.
+        self._error: BaseException | None = None  # Of this process, which makes the job end.
+        self._members = Members(
+            epoch=leader.plan.epoch, term=leader.led_term, nodes=leader.plan.nodes
+        )
+        self._outcome: Outcome | None = None
+        self._progress: Progress | None = None
         self._committed = (-1, 0)
         self._is_training = False
         self._stop_requested = False
         self._interruption = ""
-        self._is_server_lost = False
         checkpoint = spec.job.checkpoint
         self._tier = looked_at(tier_of(checkpoint.directory), checkpoint)
         self._unsaved: set[tuple[int, int]] = set()
@@ -130,11 +149,9 @@ class Launcher:
 
         Raises:
             KeyboardInterrupt: the user ended the job at once; it says what that cost.
-            InsufficientError: the fork server is gone before the nodes were started.
+            Exception: what is told to the observer made it raise; what was live is saved.
         """
-        with tempfile.TemporaryDirectory(prefix="planaria-") as directory:
-            self._leader_spec = msgspec.structs.replace(self._leader_spec, directory=directory)
-            ended = asyncio.run(self._run())
+        ended = asyncio.run(self._run())
         self._discard_unsaved()
         if self._interruption:
             left = f"; {standing(self._tier)}" if self._stop_requested else ""
@@ -171,7 +188,8 @@ class Launcher:
         ):
             self._listener = listener
             self._lifeline_fd = lifeline_read_fd
-            leading: asyncio.Task[None] | None = None
+            self._can_fork = asyncio.Event()
+            self._leading: asyncio.Task[None] | None = None
             try:
                 self._injector_address = injector
                 for node in self._leader_spec.plan.nodes:
@@ -182,10 +200,9 @@ class Launcher:
                     places=coordinator_places(self._injections),
                     injector=injector,
                 )
-                leading = asyncio.create_task(self._lead())
                 loop.add_reader(self._server.fileno(), self._watch_processes)
                 self._watch_processes()
-                leading.add_done_callback(self._pass_on)
+                self._start_leading()
                 answer = answering(self._drains, self._observer.events_json)
                 async with open_desk(self._spec.job.name, answer):
                     ended = await self._ended
@@ -198,8 +215,8 @@ class Launcher:
                     await self._wait_left(lifeline_write_fd)
             finally:
                 self._operator.close()
-                if leading is not None:
-                    leading.cancel()
+                if self._leading is not None:
+                    self._leading.cancel()
                 if self._lifeline_fd >= 0:
                     os.close(self._lifeline_fd)
                 self._kill_all()
@@ -209,14 +226,19 @@ class Launcher:
                 loop.remove_reader(self._server.fileno())
                 os.close(lifeline_write_fd)
                 self._unfired = self._injector.close() if self._injections else ()
+        if self._error is not None:
+            logger.warning("the job has ended, %s; %s", ended.reason, standing(self._tier))
+            raise self._error
         agents = set(self._agents.values()) & set(self._exits)
-        return explained(ended, {self._exits[pid] for pid in agents - self._fenced})
+        statuses = {self._exits[pid] for pid in agents - self._fenced}
+        return explained(ended, statuses - {UNKNOWN})
 
     # -- processes --------------------------------------------------------------------------------
 
     def _start_agent(self, node: int, *, is_granted: bool = False) -> None:
         """Starts a node, on the machine of one that has ended unless another one was granted."""
-        taken = {self._machines[other] for other in (self._agents if is_granted else self._there)}
+        there = {*self._there, *(other for other, _ in self._unforked)}
+        taken = {self._machines[other] for other in (self._machines if is_granted else there)}
         self._machines[node] = next(n for n in map("machine-{}".format, count()) if n not in taken)
         spec = msgspec.structs.replace(
             self._spec,
@@ -227,52 +249,154 @@ class Launcher:
             injector=self._injector_address,
             heeds=self._injector.has_cuts,
         )
-        pid = self._server.spawn(
-            "planaria.nodes.agent:main", msgspec.json.encode(spec), (self._lifeline_fd,)
-        )
-        self._agents[node] = self._there[node] = pid
+        self._unforked.append((node, msgspec.json.encode(spec)))
+        self._fork_agents()
+
+    def _fork_agents(self) -> None:
+        """Forks the nodes that wait, if there is a fork server."""
+        while self._unforked and self._server.is_ready:
+            node, payload = self._unforked[0]
+            # The fork server may tell of exits meanwhile, or end.
+            asyncio.get_running_loop().call_soon(self._watch_processes)
+            with contextlib.suppress(InsufficientError):
+                fds = (self._lifeline_fd,)
+                pid = self._server.spawn("planaria.nodes.agent:main", payload, fds)
+                del self._unforked[0]
+                self._agents[node] = self._there[node] = pid
 
     def _join(self, num_nodes: int) -> None:
         """More nodes come; their numbers were never used before."""
         for _ in range(num_nodes):
-            self._start_agent(max(self._agents) + 1)
+            self._start_agent(max(self._machines) + 1)
 
     def _grant(self, stead: int) -> None:
         """Another machine is there in the stead of a lost node's."""
-        if not (self._stop_requested or self._is_server_lost):
-            node = max(self._agents) + 1
+        if not (self._stop_requested or self._must_end):
+            node = max(self._machines) + 1
             self._start_agent(node, is_granted=True)
             self._observer.granted(node, stead=stead)
 
     def _give_back(self, node: int) -> None:
         """The machine of a lost node runs nothing any more, whatever that node thinks."""
-        self._fence(self._agents[node])
+        self._unforked = [one for one in self._unforked if one[0] != node]
+        if node in self._agents:
+            self._fence(self._agents[node])
+
+    # -- the coordinator --------------------------------------------------------------------------
+
+    def _start_leading(self) -> None:
+        self._leading = asyncio.create_task(self._lead())
+        self._leading.add_done_callback(self._lead_on)
 
     async def _lead(self) -> None:
-        """Runs the coordinator, again whenever it ends before the job does."""
-        payload = msgspec.json.encode(self._leader_spec)
+        """Runs the coordinator, again whenever it ends before the job does; where it cannot go on,
+        one that only saves."""
         while not self._ended.done():
-            ours, theirs = socket.socketpair()
+            spec = self._leader_spec
+            if self._must_end:
+                self._rescues += 1
+                if self._rescues > RESCUES_MAX:
+                    self._end(
+                        f"{self._must_end}; {RESCUES_MAX} more ended before they had it saved"
+                    )
+                    return
+                if not any(node in self._there for node in self._members.nodes):
+                    self._end(f"{self._must_end}; no node is left to save")
+                    return
+                spec = msgspec.structs.replace(spec, rescue=self._rescue())
+            if not await self._is_forking():
+                if self._must_end:
+                    self._end(f"{self._must_end}; no process could be started to save")
+                    return
+                self._must_end = f"{self._server.loss}, as those before it, and the coordinator"
+                self._renewals = 0
+                continue
+            with contextlib.suppress(InsufficientError):  # The fork server ends meanwhile.
+                await self._run_leader(spec)
+                self._restarts += 1
+            if self._restarts > RESTARTS_MAX and not self._must_end:
+                times = f"{self._restarts} times without a commit"
+                self._must_end = f"the coordinator ended {times}"
+
+    async def _run_leader(self, spec: LeaderSpec) -> None:
+        """Runs one coordinator, and hears it until it is gone."""
+        ours, theirs = socket.socketpair()
+        try:
             with theirs:
+                payload = msgspec.json.encode(spec)
                 fds = (self._listener.fileno(), theirs.fileno(), self._lifeline_fd)
                 self._leader_pid = self._server.spawn("planaria.nodes.leader:main", payload, fds)
             self._leader_pids.add(self._leader_pid)
             self._watch_processes()  # The fork server may have told of exits in between.
             reader, self._to_leader = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        try:
             self._brief()
             with contextlib.suppress(ConnectionError):
                 await self._hear(reader)
+        finally:
             self._lost_leader_s = self._lost_leader_s or time.monotonic()
             self._to_leader.close()
             self._to_leader = None
-            self._restarts += 1
-            if self._restarts > RESTARTS_MAX:
-                self._end(f"the coordinator ended {self._restarts} times without a commit")
 
-    def _pass_on(self, leading: asyncio.Task[None]) -> None:
-        """What ended the task that runs the coordinator ends the job."""
-        if not leading.cancelled() and (error := leading.exception()) and not self._ended.done():
+    def _rescue(self) -> Rescue:
+        """What a coordinator that only saves is to go on from; its epoch is one that no node knows
+        yet, for all epochs were on record before any node knew of them."""
+        left = tuple(node for node in self._members.nodes if node in self._there)
+        gone = {*self._members.gone, *self._members.nodes}.difference(left)
+        epoch = self._members.epoch + 1
+        self._members = Members(
+            epoch=epoch, term=self._members.term + 1, nodes=left, gone=tuple(sorted(gone))
+        )
+        return Rescue(
+            reason=self._must_end,
+            term=self._leader_spec.led_term + 1,
+            members=self._members,
+            outcome=self._outcome,
+            progress=self._progress,
+        )
+
+    def _lead_on(self, leading: asyncio.Task[None]) -> None:
+        """What this process cannot cope with ends the job, but what is live is saved first."""
+        if leading.cancelled() or self._ended.done() or not (error := leading.exception()):
+            return
+        if self._error is not None or not isinstance(error, Exception):
             self._ended.set_exception(error)
+            return
+        self._error, self._must_end = error, f"the launcher raised {error!r}"
+        self._start_leading()
+
+    async def _is_forking(self) -> bool:
+        """Waits for a fork server; False if none stays."""
+        while not self._server.is_ready:
+            if self._server.loss and self._renewals > RESTARTS_MAX:
+                return False
+            if self._server.loss:
+                self._renew_server()
+            self._can_fork.clear()
+            await self._can_fork.wait()
+        return True
+
+    def _renew_server(self) -> None:
+        """Starts another fork server, unless none has stayed since the last commit."""
+        self._renewals += 1
+        if self._renewals > RESTARTS_MAX:
+            text = f"{self._server.loss}, as those before it: no node can be started any more"
+        else:
+            text = f"{self._server.loss}: another one is started, and training goes on meanwhile"
+            self._server.renew()
+        self._notice(Warned(text=text))
+
+    def _notice(self, message: ToLauncher) -> None:
+        """Tells the observer; one that has raised before may do so again."""
+        try:
+            self._observer.noticed(message)
+        except Exception as error:
+            if self._error is None:
+                raise
+            logger.warning("the observer raised %r", error)
 
     def _brief(self) -> None:
         """Tells a new coordinator what it may not have heard."""
@@ -299,14 +423,26 @@ class Launcher:
                         continue  # The coordinator before this one has told it.
                     case Committed():
                         self._committed = (message.since, message.iteration + 1)
-                        self._restarts = 0
+                        self._progress = Progress(
+                            num_committed=message.iteration + 1,
+                            ends=message.ends,
+                            since=message.since,
+                        )
+                        self._restarts = self._renewals = 0
+                    case Recorded():
+                        self._members = message.members or self._members
+                        self._outcome = message.outcome or self._outcome
+                        continue
+                    case Unrecorded():
+                        self._must_end = self._must_end or message.reason
+                        self._notice(Warned(text=f"{message.reason}; the job saves and ends"))
+                        continue
+                    case Leading():
+                        self._led(message)
                     case Running() if not self._is_training:
                         self._is_training = True
                         if self._injections:
                             self._injector.began()
-                    case Leading() if self._lost_leader_s:
-                        self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
-                        self._lost_leader_s = 0.0
                     case Warned():
                         self._drains.refused(message.undrained, message.text)
                     case Unsaved():
@@ -315,7 +451,14 @@ class Launcher:
                         self._ended.set_result(message)
                         return
                 self._operator.heard(message)
-                self._observer.noticed(message)
+                self._notice(message)
+
+    def _led(self, message: Leading) -> None:
+        """A coordinator runs; the next one is to find its records."""
+        self._leader_spec = msgspec.structs.replace(self._leader_spec, led_term=message.term)
+        if self._lost_leader_s and self._error is None:
+            self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
+        self._lost_leader_s = 0.0
 
     def _kill_leader(self, since_s: float) -> None:
         """The coordinator stands still; if it can be killed at all its connection closes."""
@@ -330,20 +473,17 @@ class Launcher:
             self._to_leader.write(frame(message))
 
     def _watch_processes(self) -> None:
-        try:
-            exits = self._server.exits()
-        except InsufficientError as error:
-            asyncio.get_running_loop().remove_reader(self._server.fileno())
-            self._is_server_lost = True
-            self._end(str(error))
-            return
-        for pid, status in exits:
+        for pid, status in self._server.exits():
             self._exits[pid] = status
             for node, agent in self._agents.items():
                 if agent == pid:
                     self._there.pop(node, None)
                     self._drains.left(node)
                     self._say(AgentEnded(node=node, reason=f"its agent {told(status)}"))
+        if self._server.loss and self._renewals <= RESTARTS_MAX and not self._ended.done():
+            self._renew_server()
+        self._fork_agents()
+        self._can_fork.set()  # Or nobody ever can; who waits looks again.
 
     async def _wait_left(self, lifeline_fd: int) -> None:
         """Lets the job's processes leave by themselves, for a while."""
@@ -356,6 +496,7 @@ class Launcher:
 
     def _kill_evicted(self, ended: Ended) -> None:
         """A node that was evicted may hang, and would never leave."""
+        self._unforked = []
         for node in self._agents.keys() - set(ended.nodes):
             self._fence(self._agents[node])
 
@@ -374,7 +515,7 @@ class Launcher:
         """Waits until the fork server has told how all ended, who are gone by now."""
         deadline_s = time.monotonic() + KILL_TIMEOUT_S
         expected = {*self._agents.values(), *self._leader_pids}
-        while not (self._is_server_lost or expected <= set(self._exits)):
+        while not expected <= set(self._exits):
             if time.monotonic() > deadline_s:
                 return
             await asyncio.sleep(0.002)
@@ -382,7 +523,7 @@ class Launcher:
     # -- the user, and faults ---------------------------------------------------------------------
 
     def _fire(self, injection: Injection) -> None:
-        first = max(self._agents) + 1
+        first = max(self._machines) + 1
         nodes = injection.nodes or tuple(range(first, first + injection.num_nodes))
         self._observer.fired(replace(injection, nodes=nodes), now_s=time.monotonic())
 

@@ -8,6 +8,12 @@ newest records, and the agents tell it again what may have been lost.
 What it does with them, and whom it admits, is in coordinator/leadership.py. Events are handled one
 at a time, in the order in which they came.
 
+Where the disk refuses a record the coordinator says so, goes on in memory, and has the job stop at
+its next commit, saved. One that cannot go on from the records, or whose predecessors could not, is
+no end of what is live either: the launcher starts one that only saves (`Rescue`). It has no plans
+and no policy, goes on from what the launcher was told of the newest records, and asks the agents
+what they hold, as after any loss.
+
 Source: DESIGN 4.5 and 6 (Coordination).
 """
 
@@ -18,7 +24,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,13 +33,14 @@ import msgspec
 from planaria.checkpoint.tiers import tier_of
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire, was_lost
-from planaria.coordinator.logbook import opened_logbook
+from planaria.coordinator.logbook import Logbook, opened_logbook
 from planaria.coordinator.overhead import prices_of
 from planaria.coordinator.state import (
     AnswersFound,
     Discard,
-    Ending,
+    MustEnd,
     Publish,
     Saving,
     SetAside,
@@ -47,11 +54,12 @@ from planaria.core.records import (
     FromLauncher,
     Leading,
     ToLauncher,
+    Unrecorded,
     Warned,
 )
 from planaria.errors import AuthenticationError, StoreError
-from planaria.nodes.journal import open_store
-from planaria.nodes.leader_spec import LeaderSpec, rules_of
+from planaria.nodes.journal import Flusher, open_store
+from planaria.nodes.leader_spec import LeaderSpec, rules_of, saving_rules_of
 from planaria.nodes.publisher import Publisher, PublisherThread
 from planaria.nodes.searcher import Searcher
 from planaria.policies.ahead import Known
@@ -78,7 +86,7 @@ class _Leader:
     def __init__(self, spec: LeaderSpec) -> None:
         self._spec = spec
         known = Known()
-        self._rules = rules_of(spec, known)
+        self._rules = saving_rules_of(spec) if spec.rescue else rules_of(spec, known)
         self._searcher: Searcher | None = None
         if self._rules.looks_ahead:
             self._searcher = Searcher(spec, known, found=self._found)
@@ -100,23 +108,64 @@ class _Leader:
         )
         self._launcher.transport.set_write_buffer_limits(high=0)  # Drained is sent.
         try:
-            async with open_store(Path(self._spec.directory), now_s=time.monotonic) as store:
+            async with self._opened_store() as store:
                 self._store = store
                 await self._lead(reader, listener_fd)
         except StoreError as error:  # To start again would end the same way.
-            reason = f"the coordinator cannot keep its records: {error}"
-            ended = Ended(ending=Ending.LOST.value, reason=reason, failure=None, nodes=(), epoch=0)
-            await self._tell_end(ended)
+            await self._unrecorded(error)
+            return
         await self._close_agents()
         # Whatever the launcher still says must find a reader, or what it has not read yet is lost.
         with contextlib.suppress(ConnectionError):
             while await reader.read(_READ_BYTES):
                 continue
 
+    @contextlib.asynccontextmanager
+    async def _opened_store(self) -> AsyncIterator[EmbeddedStore]:
+        """The journaled store, or one in memory for a coordinator that only saves."""
+        if self._spec.rescue is not None:
+            yield EmbeddedStore(Flusher(), now_s=time.monotonic)
+            return
+        directory = Path(self._spec.directory)
+        opened = open_store(directory, now_s=time.monotonic, refused=self._refused)
+        async with opened as store:
+            yield store
+
+    async def _refused(self, error: StoreError) -> None:
+        """The disk keeps no records any more: the launcher knows before anything follows."""
+        await self._unrecorded(error)
+        self.queue(MustEnd(_reason(error)))
+
+    async def _unrecorded(self, error: StoreError) -> None:
+        self.notify(Unrecorded(reason=_reason(error)))
+        with contextlib.suppress(ConnectionError):
+            await self._launcher.drain()
+
+    async def _opened_logbook(self) -> Logbook:
+        """The records that this coordinator goes on from.
+
+        Raises:
+            StoreError: those of the coordinator before it are not there.
+        """
+        job, lease_s, rescue = self._spec.job, self._rules.job.cluster.lease_s, self._spec.rescue
+        if rescue is None:
+            logbook = await opened_logbook(self._store, job.name, lease_s=lease_s)
+            if logbook.term <= self._spec.led_term:
+                raise StoreError(
+                    f"what was recorded is not in {self._spec.directory} any more: somebody has "
+                    "removed the journal; name a place with --state that nobody cleans"
+                )
+            return logbook
+        logbook = await opened_logbook(
+            self._store, job.name, lease_s=lease_s, first_term=rescue.term
+        )
+        await logbook.adopt(rescue.members, rescue.outcome, rescue.progress)
+        self.queue(MustEnd(rescue.reason))
+        return logbook
+
     async def _lead(self, reader: asyncio.StreamReader, listener_fd: int) -> None:
         """Goes on from the records, and serves agents until the job ends."""
-        lease_s = self._rules.job.cluster.lease_s
-        logbook = await opened_logbook(self._store, self._spec.job.name, lease_s=lease_s)
+        logbook = await self._opened_logbook()
         self._leadership = Leadership[_Agent](self._rules, logbook, self)
         await self._leadership.restore(
             self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
@@ -330,6 +379,10 @@ def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None
     """Has a loop call something, from another thread; not once the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
+
+
+def _reason(error: StoreError) -> str:
+    return f"the coordinator cannot keep its records: {error}"
 
 
 class _Frames:

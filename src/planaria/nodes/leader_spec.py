@@ -12,7 +12,8 @@ from planaria.coordinator.state import Rules
 from planaria.core.commit import vector_layout
 from planaria.core.inject import Place
 from planaria.core.job import JobConfig
-from planaria.core.plan import PipelineTemplate, Plan
+from planaria.core.plan import PipelineTemplate, Plan, Transition
+from planaria.core.records import Rescue
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.policies.ahead import Known
@@ -31,6 +32,8 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
         templates, plans: what a job can be re-formed to, see `EveryPlan`.
         fingerprint: what a checkpoint says of the job that wrote it.
         directory: of the journal.
+        led_term: of the coordinator before this one, -1 if none has led.
+        rescue: what to go on from instead of the journal, only to save what is live.
     """
 
     job: JobConfig
@@ -46,11 +49,37 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     token: bytes
     places: tuple[Place, ...] = ()
     injector: tuple[str, int] = ("", 0)
+    led_term: int = -1
+    rescue: Rescue | None = None
 
 
 def every_of(spec: LeaderSpec) -> EveryPlan:
     """What the job can be re-formed to."""
     return every_plan_of(spec.problem, spec.templates, spec.plans)
+
+
+class _NoAnswer:
+    """The policy of a coordinator that only saves."""
+
+    def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
+        """See Policy."""
+        return ()
+
+
+def saving_rules_of(spec: LeaderSpec) -> Rules:
+    """What a coordinator needs that only saves: no plans, which may be why others have ended."""
+    num_layers = len(spec.problem.profile.layers)
+    return Rules(
+        job=spec.job,
+        policy=_NoAnswer(),
+        prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
+        n0=min(spec.templates),
+        max_nodes=spec.job.cluster.nodes,
+        num_layers=num_layers,
+        layout=vector_layout(spec.job, num_layers),
+        first_iteration=spec.first_iteration,
+        source=spec.source,
+    )
 
 
 def rules_of(spec: LeaderSpec, known: Known) -> Rules:

@@ -27,6 +27,7 @@ _HAPPENED = {
 _NOBODYS = {
     "join": "nodes came to join",
     "leader": "the coordinator was lost",
+    "forkserver": "the fork server was killed",
 }
 
 

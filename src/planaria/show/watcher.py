@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from statistics import fmean
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -28,6 +28,8 @@ from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.choice import back_text, choice_text
 from planaria.show.words import counted
+
+_AROUND: Final = {"leader": "the coordinator", "forkserver": "the fork server"}
 
 
 class Progress(Protocol):
@@ -110,7 +112,7 @@ class Watcher:
         """See `Observer`."""
         self._recorder.fired(injection, now_s=now_s)
         nodes = ", ".join(str(node) for node in injection.nodes)
-        target = f"node {nodes}" if nodes else "the coordinator"
+        target = f"node {nodes}" if nodes else _AROUND.get(injection.kind, "")
         if injection.num_nodes:
             target = counted(injection.num_nodes, "node")
         self._display.note(f"injecting {injection.kind}: {target}")

@@ -1,0 +1,96 @@
+"""A run's journal is its own: in the right place, empty at first, and gone in the end."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs import tiny_job
+from planaria.checkpoint.tiers import tier_of
+from planaria.core.job import JobConfig
+from planaria.errors import ConfigError
+from planaria.nodes.journal_place import journal_place
+
+
+def saving_to(place: str) -> JobConfig:
+    job = tiny_job("sequential", Path())
+    return replace(job, checkpoint=replace(job.checkpoint, directory=place))
+
+
+def leave_journal(directory: Path) -> None:
+    """As a launcher does that is killed."""
+    directory.mkdir(parents=True)
+    for name in ("journal", "journal.partial", "lock"):
+        (directory / name).write_text("of another run")
+
+
+def test_a_journal_is_beside_the_saves_and_is_none_of_them(tmp_path: Path) -> None:
+    """What a run has left that was killed is not taken for this one's."""
+    saves, notes = tmp_path / "saves", list[str]()
+    leave_journal(saves / ".journal")
+
+    with journal_place(saving_to(str(saves)), "", note=notes.append) as found:
+        assert found == str(saves / ".journal")
+        assert not list(Path(found).iterdir())
+        (Path(found) / "journal").touch()
+        assert tier_of(str(saves)).storage.entries("") == {}
+
+    assert not list(saves.iterdir())
+    assert not notes
+
+
+def test_the_journal_of_saves_in_a_store_is_in_the_users_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of one name have two; one that a killed launcher has left goes."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    left = tmp_path / "planaria" / "sequential-0123abcd"
+    leave_journal(left)
+    job = saving_to("s3://bucket/saves")
+
+    with journal_place(job, "", note=pytest.fail) as first:
+        (Path(first) / "journal").touch()
+        with journal_place(job, "", note=pytest.fail) as second:
+            assert first != second
+            assert Path(first).is_dir()
+            assert {Path(first).parent, Path(second).parent} == {tmp_path / "planaria"}
+            assert not left.exists()
+
+    assert not list((tmp_path / "planaria").iterdir())
+
+
+def test_the_user_says_where_the_journal_is(tmp_path: Path) -> None:
+    """What else is there stays."""
+    (tmp_path / "mine").touch()
+
+    with journal_place(
+        saving_to(str(tmp_path / "saves")), str(tmp_path), note=pytest.fail
+    ) as found:
+        assert Path(found).parent == tmp_path
+
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_place_that_cannot_be_written_to_is_the_users_mistake(tmp_path: Path) -> None:
+    """Before anything is trained."""
+    (tmp_path / "file").touch()
+
+    with (
+        pytest.raises(ConfigError, match=r"--state.*cannot be written to"),
+        journal_place(saving_to(str(tmp_path)), str(tmp_path / "file"), note=pytest.fail),
+    ):
+        pytest.fail("it was written to")
+
+
+def test_saves_beside_which_nothing_can_be_kept_leave_the_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system without locks; it is said."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / ".journal").touch()
+    notes: list[str] = []
+
+    with journal_place(saving_to(str(tmp_path)), "", note=notes.append) as found:
+        assert Path(found).parent == tmp_path / "state" / "planaria"
+
+    assert len(notes) == 1

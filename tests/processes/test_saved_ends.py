@@ -1,0 +1,311 @@
+"""What stands around the training ends no job unsaved: the fork server, the journal's disk, the
+temporary directory, the coordinator. What is saved resumes to the bits of a run in peace."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+import crashing_leader
+from chaos import ITERATIONS, calm_digests, chaos_job, check_survived, recoveries, struck
+from jobs import digests
+from planaria.errors import InsufficientError
+from planaria.library import Job, Silent, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import IterationRecord
+from planaria.planning import PRELOAD
+
+MANY = 60  # Iterations of a job that is to be stopped before its end.
+
+
+@pytest.fixture(scope="module")
+def crashing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While there is such a file coordinators end at once."""
+    return tmp_path_factory.mktemp("crashing") / "crashing"
+
+
+@pytest.fixture(scope="module")
+def own_server(crashing: Path) -> Iterator[ForkServer]:
+    """Killed by these tests, so it is not that of all others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CRASHING", str(crashing))
+        running = ForkServer(PRELOAD, path=[str(Path(crashing_leader.__file__).parent)])
+    running.wait_ready()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("mounting is not allowed here")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=False)
+
+
+def fill(directory: Path) -> None:
+    """No byte more can be written there."""
+    with suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    with suppress(OSError), (directory / "filler-2").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"!")
+
+
+class At(Silent):
+    """Does things when iterations are committed.
+
+    Attributes:
+        notes: what was said.
+    """
+
+    def __init__(self, acts: dict[int, Callable[[], object]]) -> None:
+        self._acts = acts
+        self.notes: list[str] = []
+
+    def committed(self, record: IterationRecord) -> None:
+        act = self._acts.pop(record.iteration, None)
+        if act is not None:
+            act()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def assert_resumes_to_the_same_bits(
+    result: TrainingResult, server: ForkServer, directory: Path
+) -> None:
+    """It was saved at the commit at which it stopped, and lost nothing."""
+    config = result.planned.config
+    done = len(result.report.iterations)
+    assert result.report.final.checkpoint, result.error
+    assert result.report.final.parameters_sha256, result.error
+    assert 0 < done < MANY
+    resumed = Job(config).train(resume=True, server=server)
+    assert [record.iteration for record in resumed.report.iterations] == list(range(done, MANY))
+    assert digests(resumed) == calm_digests(server, MANY)
+    assert not (directory / "checkpoints" / ".journal").exists()
+
+
+# -- the fork server ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        ("forkserver:@3",),
+        ("forkserver:@2", "kill:1@4.reduce"),
+        ("forkserver:@3", "leader:@3"),
+        ("forkserver:@2", "kill:1@4", "leader:@5", "forkserver:@6"),
+        ("forkserver:@2", "join:1@3"),
+    ],
+    ids=" ".join,
+)
+def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
+    specs: tuple[str, ...], own_server: ForkServer, tmp_path: Path
+) -> None:
+    """The nodes live on, and a new one forks what comes next."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server)
+    config = replace(config, cluster=replace(config.cluster, max_nodes=7))
+    before = own_server.pid
+
+    result = struck(config, own_server, *specs)
+
+    own_server.exits()
+    assert own_server.pid != before
+    check_survived(result, specs, calm_digests(own_server, ITERATIONS))
+    assert ("kill" in {event.kind for event in recoveries(result)}) == any(
+        spec.startswith("kill") for spec in specs
+    )
+    if own_server.loss:  # As the last of a run may be: nobody needed another one.
+        own_server.renew()
+    own_server.wait_ready()
+
+
+# -- the journal ----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_of_the_journal_ends_the_job_saved(
+    own_server: ForkServer, tmp_path: Path, disk: Path
+) -> None:
+    """The saves are on another one. No later run takes this one's journal for its own."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    display = At({4: lambda: fill(disk)})
+
+    result = Job(config).run(server=own_server, state=str(disk), display=display)
+
+    assert isinstance(result.error, InsufficientError)
+    assert f"cannot use {disk}" in str(result.error)
+    assert "No space left on device" in str(result.error)
+    assert "go on from it with --resume" in str(result.error)
+    assert any("the job saves and ends" in note for note in display.notes)
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
+    own_server: ForkServer, tmp_path: Path, disk: Path
+) -> None:
+    """One disk for both, as is usual."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    saves = str(disk / "checkpoints")
+    config = replace(config, checkpoint=replace(config.checkpoint, directory=saves))
+
+    result = Job(config).run(server=own_server, display=At({4: lambda: fill(disk)}))
+
+    assert isinstance(result.error, InsufficientError)
+    assert f"cannot use {saves}/.journal/journal: No space left on device" in str(result.error)
+    assert "what is live was not saved: cannot write" in str(result.error)
+    assert "there is no checkpoint" in str(result.error)
+
+
+# -- the coordinator ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leaders(monkeypatch: pytest.MonkeyPatch, crashing: Path) -> Iterator[list[int]]:
+    """The pids of coordinators, of crashing_leader.py, in the order in which they are started."""
+    started: list[int] = []
+    real_spawn = ForkServer.spawn
+
+    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+        is_leader = "leader" in target
+        pid = real_spawn(self, "crashing_leader:main" if is_leader else target, payload, fds)
+        if is_leader:
+            started.append(pid)
+        return pid
+
+    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    yield started
+    for path in (crashing, rescues(crashing)):
+        path.unlink(missing_ok=True)
+
+
+def rescues(crashing: Path) -> Path:
+    """While there is such a file those coordinators end at once, too, that only save."""
+    return crashing.with_name("crashing-rescues")
+
+
+def end_for_ever(leaders: list[int], crashing: Path) -> Callable[[], None]:
+    """Kills the coordinator, and all after it."""
+
+    def act() -> None:
+        crashing.touch()
+        os.kill(leaders[-1], signal.SIGKILL)
+
+    return act
+
+
+def test_a_coordinator_that_always_ends_ends_the_job_saved(
+    own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
+) -> None:
+    """One that needs no plans asks the nodes what they hold, and has them save it."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    display = At({4: end_for_ever(leaders, crashing)})
+
+    result = Job(config).run(server=own_server, display=display)
+
+    assert isinstance(result.error, InsufficientError)
+    assert "ended 6 times without a commit" in str(result.error)
+    assert "go on from it with --resume" in str(result.error)
+    crashing.unlink()
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_a_node_that_is_killed_meanwhile_costs_no_save(
+    own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
+) -> None:
+    """As after any loss, others hold what it held."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    end = end_for_ever(leaders, crashing)
+
+    def act() -> None:
+        agents = set(psutil.Process(own_server.pid).children())
+        agents -= {psutil.Process(leaders[-1])}
+        end()
+        os.killpg(min(agent.pid for agent in agents), signal.SIGKILL)
+
+    result = Job(config).run(server=own_server, display=At({4: act}))
+
+    assert isinstance(result.error, InsufficientError)
+    crashing.unlink()
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_where_no_coordinator_lives_the_job_says_that_nothing_was_saved(
+    own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
+) -> None:
+    """Not even one that only saves."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    children = set(psutil.Process(own_server.pid).children())
+    rescues(crashing).touch()
+
+    result = Job(config).run(server=own_server, display=At({4: end_for_ever(leaders, crashing)}))
+
+    assert isinstance(result.error, InsufficientError)
+    assert "3 more ended before they had it saved; there is no checkpoint" in str(result.error)
+    assert set(psutil.Process(own_server.pid).children()) <= children
+
+
+def test_a_coordinator_that_dies_without_records_is_followed_by_one_that_saves(
+    own_server: ForkServer, tmp_path: Path, disk: Path, leaders: list[int]
+) -> None:
+    """What was decided since the disk was full is nowhere but with the nodes."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+
+    class Killing(At):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "the job saves and ends" in text:
+                os.kill(leaders[-1], signal.SIGKILL)
+
+    result = Job(config).run(
+        server=own_server, state=str(disk), display=Killing({4: lambda: fill(disk)})
+    )
+
+    assert len(leaders) >= 2
+    assert isinstance(result.error, InsufficientError)
+    assert "No space left on device" in str(result.error)
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_a_journal_that_somebody_removes_ends_the_job_saved(
+    own_server: ForkServer, tmp_path: Path, leaders: list[int]
+) -> None:
+    """The next coordinator would begin the job anew, and the nodes would take it for an old one."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+
+    def act() -> None:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / ".journal")
+        os.kill(leaders[-1], signal.SIGKILL)
+
+    result = Job(config).run(server=own_server, display=At({4: act}))
+
+    assert isinstance(result.error, InsufficientError)
+    assert "somebody has removed the journal" in str(result.error)
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_path: Path) -> None:
+    """It is the caller's mistake, and no reason to lose what was trained."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+
+    def act() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Job(config).run(server=own_server, display=At({4: act}))
+
+    resumed = Job(config).train(resume=True, server=own_server)
+    assert digests(resumed) == calm_digests(own_server, MANY)
