@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from typer.testing import CliRunner, Result
 
 from planaria import cli
+from planaria.nodes import desk
 
 MARK = "PLANARIA_TEST_MARK"
 TIMEOUT_S = 60.0  # A bound for a machine that does other things too; nothing should take as long.
@@ -40,6 +42,11 @@ def assert_mistake(result: Result, *parts: str, code: int = 2) -> None:
     for part in parts:
         assert part in result.stderr
     assert not Path(CHECKPOINTS).exists()
+
+
+def keep_desks_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of this process are asked there alone, whatever other jobs of the user run here."""
+    monkeypatch.setattr(desk, "desk_directories", lambda: (directory,))
 
 
 def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -144,7 +144,7 @@ class Launcher:
             try:
                 self._tier.discard(iteration, epoch)
             except CheckpointError as error:
-                self._observer.noticed(Warned(text=str(error)))
+                self._warn(str(error))
 
     @property
     def unfired(self) -> tuple[Injection, ...]:
@@ -178,7 +178,7 @@ class Launcher:
                 self._watch_processes()
                 leading.add_done_callback(self._pass_on)
                 answer = answering(self._drains, self._observer.events_json)
-                async with open_desk(self._spec.job.name, answer):
+                async with open_desk(self._spec.job.name, answer, note=self._warn):
                     ended = await self._ended
                 self._operator.close()
                 self._injector.ended()
@@ -371,6 +371,9 @@ class Launcher:
             await asyncio.sleep(0.002)
 
     # -- the user, and faults ---------------------------------------------------------------------
+
+    def _warn(self, text: str) -> None:
+        self._observer.noticed(Warned(text=text))
 
     def _fire(self, injection: Injection) -> None:
         first = max(self._agents) + 1
