@@ -25,18 +25,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import count
 
 from planaria.errors import InsufficientError
+from planaria.nodes.output import PassedOn, flush_own
 
 logger = logging.getLogger(__name__)
 
 _PACKET_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 10.0
+_OUTPUT_TIMEOUT_S = 1.0
 
 # A pool of threads would exist in the server alone: its forks inherit the pool's locks, held by
 # nobody, and hang now and then. numpy's BLAS starts one on import.
@@ -51,7 +52,7 @@ class ForkServer:
             fails where it is used.
         path: directories to put in front of sys.path (where the user's modules lie).
         output: takes each line that the server or its children print, in a thread of its own;
-            without it they print to this process's own output.
+            without it they print to this process's own output. They never wait for either.
     """
 
     def __init__(
@@ -64,25 +65,23 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline_fd, self._lifeline_fd = os.pipe()
         descriptors = (theirs.fileno(), lifeline_fd)
+        self._output = PassedOn(output)
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            stdout=None if output is None else subprocess.PIPE,
-            stderr=None if output is None else subprocess.STDOUT,
+            stdout=self._output.stdout_fd,
+            stderr=self._output.stderr_fd,
             start_new_session=True,
             env=os.environ | _ONE_THREAD,
         )
         theirs.close()
         os.close(lifeline_fd)
+        self._output.begin()
         self._socket = ours
         self._exits: list[tuple[int, int]] = []
         self._numbers = count()  # Of requests.
         self._is_ready = False
-        self._printer: threading.Thread | None = None
-        if output is not None:
-            self._printer = threading.Thread(target=self._pass_on, args=(output,), daemon=True)
-            self._printer.start()
         self._send({"preload": list(preload), "path": [*path, *sys.path]}, ())
 
     @property
@@ -162,9 +161,7 @@ class ForkServer:
         self._process.wait(timeout=_END_TIMEOUT_S)
         self._socket.close()
         os.close(self._lifeline_fd)
-        if self._printer is not None:
-            # Its end of the pipe closes with the last child.
-            self._printer.join(timeout=1.0)
+        self._output.close(timeout_s=_OUTPUT_TIMEOUT_S)
 
     def _wait_exit(self, pid: int) -> int:
         """The exit status of a child that has ended or is about to."""
@@ -204,12 +201,6 @@ class ForkServer:
     def _lost(self) -> InsufficientError:
         status = self._process.wait(timeout=_END_TIMEOUT_S)
         return InsufficientError(f"the fork server {told(status)}; no node can be started any more")
-
-    def _pass_on(self, output: Callable[[str], None]) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                output(line.decode(errors="replace").rstrip("\n"))
 
 
 def told(status: int) -> str:
@@ -341,6 +332,5 @@ def _become(target: str, fds: list[int]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_own()
         os._exit(status)
