@@ -1,9 +1,11 @@
 """The command line inside the test's process, and as a process of its own that leaves traces."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from typer.testing import CliRunner, Result
 
 from planaria import cli
+from planaria.nodes import desk
 
 MARK = "PLANARIA_TEST_MARK"
 TIMEOUT_S = 60.0  # A bound for a machine that does other things too; nothing should take as long.
@@ -42,6 +46,11 @@ def assert_mistake(result: Result, *parts: str, code: int = 2) -> None:
     assert not Path(CHECKPOINTS).exists()
 
 
+def keep_desks_in(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of this process are asked there alone, whatever other jobs of the user run here."""
+    monkeypatch.setattr(desk, "desk_directories", lambda: (directory,))
+
+
 def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Blocks until the condition holds; AssertionError if it does not in time."""
     deadline_s = time.monotonic() + timeout_s
@@ -52,23 +61,33 @@ def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float = TIM
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """What is started in between heeds Ctrl-C, also where the tests run in the background: a shell
-    has its background jobs ignore it, and they hand that on."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """What is started in between heeds Ctrl-C and a closed terminal, also where the tests run in
+    the background: a shell has its background jobs ignore the one, nohup the other, and they hand
+    that on."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Command:
     """A running `planaria` command, in a process group of its own as a shell makes it.
 
+    Args:
+        output_fd: where it prints, instead of a file; a terminal is its only one, errors included.
+
     Attributes:
         mark: in the environment of every process of the job, and of no other.
     """
 
-    def __init__(self, arguments: Sequence[str], *, directory: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, directory: Path, output_fd: int | None = None
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self._output = directory / f"{self.mark}.out"
         self._errors = directory / f"{self.mark}.err"
@@ -77,14 +96,16 @@ class Command:
             self._errors.open("wb") as errors,
             _interruptible(),
         ):
+            terminal_fd = output_fd if output_fd is not None and os.isatty(output_fd) else None
             self.process = subprocess.Popen(
                 arguments,
                 cwd=directory,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                env=os.environ | {MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL if terminal_fd is None else terminal_fd,
+                stdout=output if output_fd is None else output_fd,
+                stderr=errors if terminal_fd is None else terminal_fd,
+                env=os.environ | {MARK: self.mark, "PYTHONUNBUFFERED": "1", "TERM": "xterm"},
                 start_new_session=True,
+                preexec_fn=None if terminal_fd is None else _control_terminal,
             )
 
     @property
@@ -125,6 +146,11 @@ class Command:
         return {port for process in self.processes() for port in _listening(process)}
 
 
+def _control_terminal() -> None:
+    """Its input is the terminal of this process and its children, which it tells when it closes."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def listening_ports() -> set[int]:
     """On which anything on this machine listens."""
     return _listening(psutil)
@@ -145,9 +171,11 @@ def train_arguments(job: Path, *settings: str) -> list[str]:
 
 
 @contextmanager
-def running(arguments: Sequence[str], *, directory: Path) -> Iterator[Command]:
+def running(
+    arguments: Sequence[str], *, directory: Path, output_fd: int | None = None
+) -> Iterator[Command]:
     """The command; whatever is left of it in the end is killed, for it is a test's failure."""
-    command = Command(arguments, directory=directory)
+    command = Command(arguments, directory=directory, output_fd=output_fd)
     try:
         yield command
     finally:

@@ -3,14 +3,20 @@
 
 Exit codes: 0 done; 1 the user's code raised, the last save failed, what a command checks is not as
 it must be, or a mistake of ours; 2 the user's mistake in the job or on the command line; 3 too few
-nodes or copies are left; 130 stopped by Ctrl-C: saved, unless by a second one.
+nodes or copies are left, or the job could not go on and was saved; 130 stopped by Ctrl-C, SIGTERM or
+SIGHUP: saved, unless by a second Ctrl-C.
 """
 
 import json
 import logging
 import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import msgspec
 import typer
@@ -19,7 +25,15 @@ from rich.console import Console
 import planaria
 from planaria.chaos_command import chaos
 from planaria.checkpoint_command import checkpoint
-from planaria.command_line import JobFile, Settings, check_writable, exit_codes, write
+from planaria.command_line import (
+    JobFile,
+    Settings,
+    check_writable,
+    exit_codes,
+    finish,
+    unfailing,
+    write,
+)
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
@@ -29,6 +43,7 @@ from planaria.estimator.time import Timeline
 from planaria.events_command import events
 from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
+from planaria.nodes.output import Outlet
 from planaria.observe.metrics import IterationRecord
 from planaria.placement_command import placement
 from planaria.plan_command import plan
@@ -57,14 +72,53 @@ app.add_typer(checkpoint, name="checkpoint")
 
 def main() -> None:
     """The console script."""
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    errors = _Posted(unfailing(sys.stderr))
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(name)s: %(message)s",
+        handlers=[logging.StreamHandler(errors)],
+    )
     signal.signal(signal.SIGTERM, _interrupted)
-    app()
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # As nohup has it.
+        signal.signal(signal.SIGHUP, _interrupted)
+    try:
+        app()
+    finally:
+        finish(errors.outlet)
+
+
+class _Posted:
+    """A stream for what is logged, also in an event loop: it makes nobody wait.
+
+    Args:
+        stream: where it is printed.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.outlet = Outlet(lambda text: print(text, file=stream))
+
+    def write(self, text: str) -> None:
+        """Queues a message."""
+        self.outlet.post(partial(self._stream.write, text), num_bytes=len(text))
+
+    def flush(self) -> None:
+        """Nobody waits for what is queued before the end."""
 
 
 def _interrupted(*_: object) -> None:
-    """SIGTERM is what a scheduler sends for Ctrl-C."""
+    """SIGTERM is what a scheduler sends for Ctrl-C, SIGHUP what a terminal does that is closed."""
     raise KeyboardInterrupt
+
+
+@contextmanager
+def _terminal_may_go() -> Iterator[None]:
+    """SIGHUP is ignored: what is left to do takes less time than to begin anew."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -129,8 +183,7 @@ def train(
     trained = named_job(job, overrides)
     cluster = trained.config.cluster
     check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
-    console = Console()
-    shown = _Shown(LiveDisplay(console))
+    shown = _Shown(Console(file=unfailing(sys.stdout)))
     try:
         result = trained.run(
             resume=resume,
@@ -138,19 +191,19 @@ def train(
             injections=injections,
             trace=timeline is not None,
             display=shown,
-            output=shown.printed if console.is_interactive else None,
+            output=shown.output,
         )
+        with _terminal_may_go():
+            if report is not None:
+                write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
+            if timeline is not None:
+                write(timeline, _timeline(result, picture))
+        shown.end(result)
     finally:
-        shown.stop()
-    if report is not None:
-        write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
-    if timeline is not None:
-        write(timeline, _timeline(result, picture))
+        shown.close()
     if result.error is not None:
         raise result.error
-    console.print(summary(result.report), soft_wrap=True)
     if result.stopped:
-        console.print("stopped; go on with --resume")
         raise typer.Exit(130)
 
 
@@ -187,18 +240,29 @@ def drain(
 
 
 class _Shown:
-    """A live display as the library wants one."""
+    """A live display as the library wants one; what is shown makes nobody wait."""
 
-    def __init__(self, display: LiveDisplay) -> None:
-        self._display = display
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._display = LiveDisplay(console)
+        self._outlet = Outlet(self._note_now)
+        self._last: list[Callable[[], None]] = []
+
+    @property
+    def output(self) -> Callable[[str], None] | None:
+        """Shows a line that the job's own code printed; it calls from a thread that may wait."""
+        return self._display.printed if self._console.is_interactive else None
 
     def doing(self, text: str) -> None:
-        self._display.doing(text)
+        self._outlet.post(partial(self._display.doing, text))
 
     def planned(self, planned: Planned) -> None:
+        self._outlet.post(partial(self._show_plan, planned))
+
+    def _show_plan(self, planned: Planned) -> None:
         profile = planned.prepared.profile
         assert profile is not None
-        self._display.note(
+        self._note_now(
             f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
             f"layers, {planned.prepared.num_samples} samples; "
             f"{counted(len(planned.plan.nodes), 'node')} in "
@@ -211,27 +275,39 @@ class _Shown:
             first=planned.resumed.iteration if planned.resumed else 0,
         )
         if short := short_actions_text(planned):
-            self._display.note(short)
+            self._note_now(short)
 
     def began(self) -> None:
-        self._display.note("training")
+        self.note("training")
 
     def committed(self, record: IterationRecord) -> None:
-        self._display.committed(record)
+        # The panel of a terminal has it in no line of its own.
+        num_lines = 0 if self._console.is_interactive else 1
+        self._outlet.post(partial(self._display.committed, record), num_lines=num_lines)
 
     def replanned(self, plan: Plan) -> None:
-        self._display.replan(plan)
+        self._outlet.post(partial(self._display.replan, plan, at_s=time.time()))
 
     def note(self, text: str) -> None:
-        self._display.note(text)
+        note = partial(self._display.note, text, at_s=time.time())
+        self._outlet.post(note, num_bytes=len(text))
 
-    def printed(self, line: str) -> None:
-        """Shows a line that the job's own code printed."""
-        self._display.printed(line)
+    def _note_now(self, text: str) -> None:
+        self._display.note(text, at_s=time.time())
 
-    def stop(self) -> None:
-        """Ends the live display."""
-        self._display.stop()
+    def end(self, result: TrainingResult) -> None:
+        """Has `close` say what a job came to that did not fail."""
+        if result.error is None:
+            self._last.append(partial(self._sum_up, result))
+
+    def _sum_up(self, result: TrainingResult) -> None:
+        self._console.print(summary(result.report), soft_wrap=True)
+        if result.stopped:
+            self._console.print("stopped; go on with --resume")
+
+    def close(self) -> None:
+        """Ends the live display, once what was told has been shown, or nobody looks."""
+        finish(self._outlet, self._display.stop, *self._last)
 
 
 def _timeline(result: TrainingResult, picture: Format | None) -> bytes:

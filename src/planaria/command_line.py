@@ -1,15 +1,21 @@
 """What the commands share: arguments, files to write, and errors as messages and exit codes."""
 
+import contextlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, TextIO, cast
 
 import typer
 from rich.console import Console
 
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.nodes.output import Outlet, descriptor_of, write_all
+
+OUTPUT_TIMEOUT_S: Final = 10.0  # For somebody to read on, before a command ends all the same.
 
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
@@ -23,29 +29,66 @@ Settings = Annotated[
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turns planaria's errors into a message and an exit code."""
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    more: tuple[str, ...] = ()
     try:
         yield
     except ConfigError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 2
+        text, code = str(error), 2
     except TrainingError as error:
-        errors.print(error.traceback.rstrip(), markup=False)
         where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
-        errors.print(f"planaria: the job's own code raised {where}; see above", markup=False)
-        code = 1
+        text, code = f"the job's own code raised {where}; see above", 1
+        more = (error.traceback.rstrip(),)
     except InsufficientError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 3
+        text, code = str(error), 3
     except CheckpointError as error:
-        errors.print(f"planaria: {error}", markup=False)
-        code = 1
+        text, code = str(error), 1
     except KeyboardInterrupt as error:
-        errors.print(f"planaria: {str(error) or 'interrupted before training began'}", markup=False)
-        code = 130
+        text, code = str(error) or "interrupted before training began", 130
     else:
         return
+    errors = Console(file=unfailing(sys.stderr), highlight=False, soft_wrap=True)
+    lines = (partial(errors.print, line, markup=False) for line in (*more, f"planaria: {text}"))
+    finish(Outlet(errors.print), *lines)
     raise typer.Exit(code)
+
+
+def finish(outlet: Outlet, *last: Callable[[], object]) -> None:
+    """Prints what is queued and then this, unless nobody reads it, or Ctrl-C comes meanwhile."""
+    with contextlib.suppress(KeyboardInterrupt):
+        outlet.close(*last, timeout_s=OUTPUT_TIMEOUT_S)
+
+
+def unfailing(stream: TextIO | None) -> TextIO:
+    """A stream of this process as one that never fails: what nobody takes is dropped."""
+    return cast(TextIO, _Unfailing(stream))
+
+
+class _Unfailing:
+    """As much of a text stream as those use who only print."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._descriptor = descriptor_of(stream)
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Writes past the stream's own buffer: to flush that in the end would fail again."""
+        if self._descriptor >= 0:
+            write_all(self._descriptor, text.encode(self.encoding, errors="replace"))
+        elif self._stream is not None:
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to be flushed."""
+
+    def fileno(self) -> int:
+        """The descriptor below; -1 if there is none."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream is not None and self._stream.isatty()
 
 
 def check_writable(option: str, path: Path | None) -> None:

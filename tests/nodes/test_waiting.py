@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from planaria.core.records import Ended
-from planaria.nodes.waiting import computed_s, explained, heard_while_running
+from planaria.nodes.waiting import computed_s, explained, heard_while_running, interrupts
 from tasks import TIMEOUT_S
 
 LEASE_S = 0.3
@@ -109,6 +110,42 @@ def test_time_in_which_the_launcher_was_stopped_is_not_held_against_the_coordina
         line.close()
 
     assert listened(speak) == (b"I lead, still", [])
+
+
+def hangups(num_signals: int, handler: signal.Handlers) -> tuple[int, object]:
+    """How many of so many SIGHUPs a launcher is told of, and what handles the next one.
+
+    Args:
+        handler: before the launcher has one.
+    """
+    told: list[None] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with interrupts(loop, lambda: None, hung_up=lambda: told.append(None)):
+            for _ in range(num_signals):
+                os.kill(os.getpid(), signal.SIGHUP)
+                for _ in range(10):  # The handler has its turn in one of the next.
+                    await asyncio.sleep(0)
+
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        asyncio.run(run())
+        return len(told), signal.getsignal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_gone_is_told_of_and_cannot_go_again() -> None:
+    """What follows the job, its report say, is not interrupted by a shell that tells of it late;
+    without any the signal does afterwards what it did before."""
+    assert hangups(0, signal.SIG_DFL) == (0, signal.SIG_DFL)
+    assert hangups(2, signal.SIG_DFL) == (2, signal.SIG_IGN)
+
+
+def test_under_nohup_nobody_is_told_that_a_terminal_is_gone() -> None:
+    """Who ignores SIGHUP wants the job to go on."""
+    assert hangups(1, signal.SIG_IGN) == (0, signal.SIG_IGN)
 
 
 def test_a_job_without_any_node_left_says_how_they_ended_by_themselves() -> None:

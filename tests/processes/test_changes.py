@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from chaos import chaos_job, check_report, recoveries, sampled, struck
-from command import wait_for
+from command import keep_desks_in, wait_for
 from jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
@@ -125,7 +125,7 @@ def test_a_user_drains_a_node_and_hears_when_it_has_left(
     server: ForkServer, tmp_path: Path, calm: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what cannot be: a node that is not there."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    keep_desks_in(tmp_path / "desks", monkeypatch)
     config = replace(job(tmp_path / "run", server, nodes=4), name="drained job")
     answers, told = [], []
 
@@ -152,6 +152,31 @@ def test_a_user_drains_a_node_and_hears_when_it_has_left(
     assert (degraded["kind"], degraded["reason"][:16]) == ("degraded", "3 nodes are left")
     with pytest.raises(ConfigError, match="no job of yours runs here"):
         ask(Drain(1), job="", timeout_s=1.0)
+
+
+class Noting(Silent):
+    """Keeps what a person should know."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_a_job_that_nobody_can_ask_trains_and_says_so(
+    server: ForkServer, tmp_path: Path, calm: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no directory for its desk it ended before the first iteration."""
+    (tmp_path / "file").touch()
+    keep_desks_in(tmp_path / "file", monkeypatch)
+    display = Noting()
+
+    result = Job(job(tmp_path / "run", server, nodes=4)).run(server=server, display=display)
+
+    assert not check(result, calm)
+    (told,) = (note for note in display.notes if "cannot reach this job" in note)
+    assert f"{tmp_path / 'file'}: " in told
 
 
 def test_a_sigterm_on_any_process_of_a_node_is_a_notice(

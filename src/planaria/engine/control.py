@@ -7,6 +7,7 @@ The thread also beats, so that the agent sees that the process runs at all, and 
 notice that the node is going to be taken away.
 """
 
+import contextlib
 import os
 import queue
 import selectors
@@ -82,7 +83,8 @@ class Control:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # With a launcher that was killed nobody reads.
+                sys.stderr.flush()
             os._exit(1)
 
     def _serve(self) -> None:

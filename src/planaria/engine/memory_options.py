@@ -1,5 +1,6 @@
 """What a MemoryCheckpointer is given, and where it is if it is not told."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -41,6 +42,10 @@ def own_host() -> str:
 
 
 def runtime_directory() -> Path:
-    """Where a user's keepers have their sockets, each in a directory of its own."""
+    """Where a user's keepers have their sockets, each in a directory of its own; made for the user
+    alone, as a launcher has its socket there, too."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")
+    path = Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")
+    with contextlib.suppress(OSError):  # Whoever then uses it says what is wrong.
+        path.mkdir(mode=0o700, exist_ok=True)
+    return path

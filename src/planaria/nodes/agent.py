@@ -57,6 +57,7 @@ from planaria.core.messages import (
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
 from planaria.nodes.forkserver import close_others, die_with_parent
+from planaria.nodes.output import flush_own
 from planaria.nodes.stolen import Stolen
 from planaria.transport.frames import (
     FrameDecoder,
@@ -110,8 +111,7 @@ def _worker_spec(spec: NodeSpec, device: int, clocks_fd: int) -> NodeSpec:
 
 def _end_group() -> None:
     """Ends the whole process group, this process included."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_own()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -256,7 +256,8 @@ class _Agent:
 
     def _leave(self, reason: str) -> None:
         """Ends the node, whose place others have taken."""
-        sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
+        with contextlib.suppress(OSError):  # With a launcher that was killed nobody reads.
+            sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
         _end_group()
 
     # -- the lease and the workers' pulses --------------------------------------------------------
@@ -354,6 +355,5 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_own()
         os._exit(status)

@@ -1,17 +1,20 @@
 """Where a user asks something of a job that runs on this machine: a Unix socket of its launcher.
 
 The socket lies in a directory that only the user can enter, named by job and process, and goes
-with the launcher. A request is a line of JSON, so is the answer, which comes when what was asked
-for has happened or cannot.
+with the launcher. A job takes the first of several directories that will do, and who asks looks in
+all of them, for a shell, a scheduler and an ssh session have other variables set. Where none will
+do the job cannot be asked, and trains all the same. A request is a line of JSON, so is the answer,
+which comes when what was asked for has happened or cannot.
 """
 
 import asyncio
 import contextlib
+import errno
+import hashlib
 import os
 import socket
 import stat
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +24,9 @@ from planaria.core.messages import DrainRequested
 from planaria.errors import ConfigError
 
 _REQUEST_BYTES_MAX: Final = 1 << 16
-_NAME_LENGTH_MAX: Final = 40  # A socket's whole path is at most 107 bytes.
+# With "/proc/self/fd/N/" before it and "-PID.sock" behind it, within a socket's path of 107 bytes.
+_NAME_BYTES_MAX: Final = 60
+_DIGEST_LETTERS: Final = 8
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -105,11 +110,13 @@ def answering(
 
 @contextlib.asynccontextmanager
 async def open_desk(
-    job: str, answer: Callable[[Request], Awaitable[Answer]]
+    job: str, answer: Callable[[Request], Awaitable[Answer]], *, note: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Answers requests while inside."""
-    path = _directory() / f"{_plain(job)}-{os.getpid()}.sock"
-    path.unlink(missing_ok=True)
+    """Answers requests while inside.
+
+    Args:
+        note: is told that nobody can ask, and what would help.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, msgspec.DecodeError, ValueError):
@@ -118,12 +125,43 @@ async def open_desk(
             await writer.drain()
         writer.close()
 
-    server = await asyncio.start_unix_server(serve, path=path, limit=_REQUEST_BYTES_MAX)
-    try:
+    with contextlib.ExitStack() as held:
+        try:
+            listener = _listener(f"{_plain(job)}-{os.getpid()}.sock", held)
+            server = await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES_MAX)
+            held.callback(server.close)
+        except OSError as error:
+            note(
+                f"planaria drain and planaria events cannot reach this job, which trains on: "
+                f"{error}; set XDG_RUNTIME_DIR to a directory of yours that nobody else can enter"
+            )
         yield
-    finally:
-        server.close()
-        path.unlink(missing_ok=True)
+
+
+def _listener(name: str, held: contextlib.ExitStack) -> socket.socket:
+    """A socket of that name in the first directory that will do; `held` removes it.
+
+    Raises:
+        OSError: none will do.
+    """
+    reasons = []
+    directories = desk_directories()
+    for path in directories:
+        try:
+            # In the user's home, which is the last, more may be missing.
+            path.mkdir(mode=0o700, parents=path == directories[-1], exist_ok=True)
+            with contextlib.ExitStack() as opened:
+                descriptor = opened.enter_context(_own_directory(path))
+                os.fchmod(descriptor, 0o700)
+                listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+                _unlink(name, descriptor)  # Of a launcher that had this pid and was killed.
+                listener.bind(_path(descriptor, name))
+                opened.callback(_unlink, name, descriptor)
+                held.enter_context(opened.pop_all())
+                return listener
+        except (OSError, ValueError) as error:  # A name may be none of this machine's language.
+            reasons.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+    raise OSError(f"no directory will do for its socket ({'; '.join(reasons)})")
 
 
 def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
@@ -136,16 +174,18 @@ def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
         ConfigError: no such job runs here, or more than one, or it does not answer.
     """
     option = "--job" if job else ""
-    paths = sorted(_directory().glob(f"{_plain(job)}-*.sock" if job else "*.sock"))
-    running = [path for path in paths if _is_served(path)]
-    if not running:
-        remedy = "no such job of yours runs on this machine" if job else "no job of yours runs here"
-        raise ConfigError(option, job, remedy)
-    if len(running) > 1:
-        names = ", ".join(sorted({path.stem.rpartition("-")[0] for path in running}))
-        remedy = f"{len(running)} jobs run here: say with --job which of {names}"
-        raise ConfigError(option, job, remedy)
-    with _connected(running[0], timeout_s) as sock:
+    with contextlib.ExitStack() as held:
+        running, refused = _running(job, held)
+        if not running:
+            here = (
+                "no such job of yours runs on this machine" if job else "no job of yours runs here"
+            )
+            raise ConfigError(option, job, here + "".join(f"; {text}" for text in refused))
+        if len(running) > 1:
+            names = ", ".join(sorted({_job_of(name) for _, name in running}))
+            remedy = f"{len(running)} jobs run here: say with --job which of {names}"
+            raise ConfigError(option, job, remedy)
+        sock = held.enter_context(_connected(*running[0], timeout_s))
         try:
             sock.sendall(msgspec.json.encode(request) + b"\n")
             data = sock.makefile("rb").readline()
@@ -157,44 +197,110 @@ def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
     return msgspec.json.decode(data, type=Answer)
 
 
+def _running(job: str, held: contextlib.ExitStack) -> tuple[list[tuple[int, str]], list[str]]:
+    """The desks of running jobs, each a directory's descriptor and a name; and which directories
+    were not looked into, and why."""
+    running, refused, known = [], [], set()
+    for path in desk_directories():
+        try:
+            descriptor = held.enter_context(_own_directory(path))
+        except PermissionError as error:
+            refused.append(f"{path} is not looked into: {error.strerror}")
+            continue
+        except OSError:
+            continue
+        found = os.fstat(descriptor)
+        if (found.st_dev, found.st_ino) in known:
+            continue
+        known.add((found.st_dev, found.st_ino))
+        names = (name for name in sorted(os.listdir(descriptor)) if name.endswith(".sock"))
+        running += [
+            (descriptor, name)
+            for name in names
+            if (not job or _job_of(name) == _plain(job)) and _is_served(descriptor, name)
+        ]
+    return running, refused
+
+
 def _plain(job: str) -> str:
-    """The name as part of a file's."""
+    """The name as part of a file's; one that is too long ends with its hash."""
     kept = "".join(letter if letter.isalnum() else "_" for letter in job)
-    return kept[:_NAME_LENGTH_MAX]
+    whole = kept.encode()
+    if len(whole) <= _NAME_BYTES_MAX:
+        return kept
+    digest = hashlib.sha256(whole).hexdigest()[:_DIGEST_LETTERS]
+    begin = whole[: _NAME_BYTES_MAX - 1 - _DIGEST_LETTERS].decode(errors="ignore")
+    return f"{begin}_{digest}"
 
 
-def _is_served(path: Path) -> bool:
+def _job_of(name: str) -> str:
+    """The job's name, as `_plain` has it, in that of a socket."""
+    return name.removesuffix(".sock").rpartition("-")[0]
+
+
+def _is_served(directory: int, name: str) -> bool:
     """Whether a launcher listens; one that was killed has left its socket behind."""
     try:
-        _connected(path, 1.0).close()
+        _connected(directory, name, 1.0).close()
+    except ConnectionRefusedError:
+        _unlink(name, directory)
+        return False
     except OSError:
-        path.unlink(missing_ok=True)
         return False
     return True
 
 
-def _connected(path: Path, timeout_s: float) -> socket.socket:
+def _connected(directory: int, name: str, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(timeout_s)
     try:
-        sock.connect(str(path))
+        sock.connect(_path(directory, name))
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def _directory() -> Path:
-    """The user's own, made if it is not there.
+def _path(directory: int, name: str) -> str:
+    """A path that is short, however long that of the directory is."""
+    return f"/proc/self/fd/{directory}/{name}"
+
+
+def _unlink(name: str, directory: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+
+
+def desk_directories() -> tuple[Path, ...]:
+    """Where desks may be, the best place first."""
+    uid, environment = os.getuid(), os.environ
+    runtime = (environment.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}")
+    temporary = (environment.get("TMPDIR", ""), "/tmp")
+    state = Path(environment.get("XDG_STATE_HOME") or "~/.local/state", "planaria")
+    paths = (
+        *(Path(base, "planaria") for base in runtime),
+        *(Path(base, f"planaria-{uid}") for base in temporary),
+        # Machines may share a home, and not their sockets.
+        Path(os.path.expanduser(state), f"desk-{socket.gethostname()}"),
+    )
+    return tuple(dict.fromkeys(path for path in paths if path.is_absolute()))
+
+
+@contextlib.contextmanager
+def _own_directory(path: Path) -> Iterator[int]:
+    """A descriptor of a directory in which only this user can put anything.
 
     Raises:
-        ConfigError: somebody else has made it.
+        PermissionError: somebody else can.
+        OSError: it is no directory.
     """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    own = Path(tempfile.gettempdir()) / f"planaria-{os.getuid()}"
-    path = Path(base) / "planaria" if base else own
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.stat(follow_symlinks=False)
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigError("XDG_RUNTIME_DIR", str(path), "is not a directory of yours alone")
-    return path
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to somebody else")
+        if stat.S_IMODE(found.st_mode) & 0o022:
+            raise PermissionError(errno.EPERM, "others can write to it")
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -28,13 +28,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from planaria.errors import InsufficientError
+from planaria.nodes.output import PassedOn, flush_own
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _PACKET_BYTES_MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 10.0
 _FORK_TIMEOUT_S = 30.0  # A fork takes milliseconds; a server that does not answer is killed.
+_OUTPUT_TIMEOUT_S = 1.0
 
 # A pool of threads would exist in the server alone: its forks inherit the pool's locks, held by
 # nobody, and hang now and then. numpy's BLAS starts one on import.
@@ -58,7 +59,7 @@ class ForkServer:
             fails where it is used.
         path: directories to put in front of sys.path (where the user's modules lie).
         output: takes each line that the server or its children print, in a thread of its own;
-            without it they print to this process's own output.
+            without it they print to this process's own output. They never wait for either.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ForkServer:
         self._exits: list[tuple[int, int]] = []
         self._numbers = count()  # Of requests.
         self._children: dict[int, int] = {}  # Their pidfds.
-        self._printers: list[threading.Thread] = []
+        self._passed: list[PassedOn] = []
         self._news = select.epoll()
         self._start()
 
@@ -83,25 +84,25 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline_fd, self._lifeline_fd = os.pipe()
         descriptors = (theirs.fileno(), lifeline_fd)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            stdout=None if self._output is None else subprocess.PIPE,
-            stderr=None if self._output is None else subprocess.STDOUT,
-            start_new_session=True,
-            env=self._environment,
-        )
+        passed = PassedOn(self._output)
+        self._passed.append(passed)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=passed.stdout_fd,
+                stderr=passed.stderr_fd,
+                start_new_session=True,
+                env=self._environment,
+            )
+        finally:
+            passed.begin()
         theirs.close()
         os.close(lifeline_fd)
         self._loss, self._is_ready = "", False
         self._socket = ours
         self._news.register(ours, select.EPOLLIN)
-        if self._output is not None:
-            lines, output = self._process.stdout, self._output
-            printer = threading.Thread(target=_pass_on, args=(lines, output), daemon=True)
-            printer.start()
-            self._printers.append(printer)
         with contextlib.suppress(InsufficientError):  # Told by whatever is asked of it next.
             self._send({"preload": self._preload, "path": self._path}, ())
 
@@ -217,9 +218,8 @@ class ForkServer:
         self._news.close()
         for pidfd in self._children.values():
             os.close(pidfd)
-        for printer in self._printers:
-            # Its end of the pipe closes with the last child.
-            printer.join(timeout=1.0)
+        for passed in self._passed:
+            passed.close(timeout_s=_OUTPUT_TIMEOUT_S)
 
     def _wait_exit(self, pid: int) -> int:
         """The exit status of a child that has ended or is about to."""
@@ -278,12 +278,6 @@ class ForkServer:
                 with contextlib.suppress(FileExistsError):  # Of the server before this one.
                     self._news.register(pidfd, select.EPOLLIN)
         return InsufficientError(f"{self._loss}; no node can be started any more")
-
-
-def _pass_on(lines: Any, output: Callable[[str], None]) -> None:
-    with lines:
-        for line in lines:
-            output(line.decode(errors="replace").rstrip("\n"))
 
 
 def told(status: int) -> str:
@@ -423,6 +417,5 @@ def _become(target: str, fds: list[int]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_own()
         os._exit(status)

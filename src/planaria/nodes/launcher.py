@@ -16,7 +16,8 @@ of the job sees the pipe close and leaves. They hold all its read ends, too: the
 own end break when the last process of the job is gone, and waits for that.
 
 Ctrl-C and SIGTERM stop the job at its next commit, once its state is saved; a second one, or one
-before the first iteration has begun, ends it at once.
+before the first iteration has begun, ends it at once. So does a terminal that is gone (SIGHUP), but
+it is never the second one: a shell and the kernel may both tell of it.
 """
 
 import asyncio
@@ -137,6 +138,7 @@ class Launcher:
         self._committed = (-1, 0)
         self._is_training = False
         self._stop_requested = False
+        self._is_interrupted = False
         self._interruption = ""
         checkpoint = spec.job.checkpoint
         self._tier = looked_at(tier_of(checkpoint.directory), checkpoint)
@@ -170,7 +172,7 @@ class Launcher:
             try:
                 self._tier.discard(iteration, epoch)
             except CheckpointError as error:
-                self._observer.noticed(Warned(text=str(error)))
+                self._warn(str(error))
 
     @property
     def unfired(self) -> tuple[Injection, ...]:
@@ -183,7 +185,7 @@ class Launcher:
         lifeline_read_fd, lifeline_write_fd = os.pipe()
         injector = await self._injector.listen() if self._injections else ("", 0)
         with (
-            interrupts(loop, self._interrupt),
+            interrupts(loop, self._interrupt, hung_up=self._hang_up),
             socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
         ):
             self._listener = listener
@@ -204,7 +206,7 @@ class Launcher:
                 self._watch_processes()
                 self._start_leading()
                 answer = answering(self._drains, self._observer.events_json)
-                async with open_desk(self._spec.job.name, answer):
+                async with open_desk(self._spec.job.name, answer, note=self._warn):
                     ended = await self._ended
                 self._operator.close()
                 self._injector.ended()
@@ -522,6 +524,9 @@ class Launcher:
 
     # -- the user, and faults ---------------------------------------------------------------------
 
+    def _warn(self, text: str) -> None:
+        self._observer.noticed(Warned(text=text))
+
     def _fire(self, injection: Injection) -> None:
         first = max(self._machines) + 1
         nodes = injection.nodes or tuple(range(first, first + injection.num_nodes))
@@ -533,14 +538,26 @@ class Launcher:
             return
         if not self._is_training:
             self._interruption = "interrupted before training began"
-        elif self._stop_requested:
+        elif self._is_interrupted:
             self._interruption = "interrupted again, so nothing was saved"
         else:
+            self._is_interrupted = True
+            self._request_stop()
+            return
+        self._end(self._interruption)
+
+    def _hang_up(self) -> None:
+        """The job stops as by the first Ctrl-C, whatever came before."""
+        if self._is_training and not self._ended.done():
+            self._request_stop()
+        else:
+            self._interrupt()
+
+    def _request_stop(self) -> None:
+        if not self._stop_requested:
             self._stop_requested = True
             self._observer.stopping()
             self._say(StopRequested())
-            return
-        self._end(self._interruption)
 
     def _end(self, reason: str) -> None:
         """Ends the job for a reason that the coordinator does not know."""

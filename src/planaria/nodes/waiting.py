@@ -65,14 +65,31 @@ async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def interrupts(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call the handler while inside; only a main thread can be interrupted."""
+def interrupts(
+    loop: asyncio.AbstractEventLoop,
+    handler: Callable[[], None],
+    *,
+    hung_up: Callable[[], None],
+) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call the handler while inside; only a main thread can be interrupted.
+
+    Args:
+        hung_up: is called when the terminal is gone (SIGHUP), unless that is ignored (nohup).
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        loop.add_signal_handler(number, handler)
+
+    def hang_up() -> None:
+        before[signal.SIGHUP] = signal.SIG_IGN  # It comes from the kernel and from a shell.
+        hung_up()
+
+    handlers = {signal.SIGINT: handler, signal.SIGTERM: handler, signal.SIGHUP: hang_up}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        del handlers[signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in handlers}
+    for number, handle in handlers.items():
+        loop.add_signal_handler(number, handle)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from collections import deque
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.status import Status
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -71,7 +71,7 @@ class LiveDisplay:
             console=console,
         )
         self._recent: deque[IterationRecord] = deque(maxlen=_NUM_RECENT)
-        self._status: Status | None = None
+        self._spinner: Spinner | None = None
         self._live: Live | None = None
         self._first_loss = 0.0
         self._num_nodes = 0
@@ -80,11 +80,11 @@ class LiveDisplay:
         """Shows what takes the seconds before there is a plan."""
         if not self._is_live:
             self._line(f"{text} ...")
-        elif self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
+        elif self._spinner is None:
+            self._spinner = Spinner("dots", text=text, style="status.spinner")
+            self._start(self._spinner, per_second=12.5, is_transient=True)
         else:
-            self._status.update(text)
+            self._spinner.update(text=text)
 
     def show_plan(
         self, plan: Plan, layer_names: tuple[str, ...], *, iterations: int, first: int
@@ -95,8 +95,7 @@ class LiveDisplay:
         self._num_nodes = len(plan.nodes)
         self._task = self._progress.add_task("train", total=iterations, completed=first)
         if self._is_live:
-            self._live = Live(self._panel(), console=self._console, refresh_per_second=8)
-            self._live.start()
+            self._start(self._panel(), per_second=8.0, is_transient=False)
 
     def committed(self, record: IterationRecord) -> None:
         """Shows a committed iteration."""
@@ -112,18 +111,19 @@ class LiveDisplay:
                 f"{record.samples / record.seconds:.1f} samples/s"
             )
 
-    def replan(self, plan: Plan) -> None:
-        """The job goes on with another plan."""
+    def replan(self, plan: Plan, *, at_s: float) -> None:
+        """The job goes on with another plan, since `at_s` (time.time())."""
         self._num_nodes = len(plan.nodes)
         alive = [set(pipeline.nodes).difference(plan.gone) for pipeline in plan.pipelines]
         sizes = "+".join(str(len(nodes)) for nodes in alive if nodes)
         go = "goes" if len(plan.nodes) == 1 else "go"
-        self.note(f"{counted(len(plan.nodes), 'node')} {go} on as {sizes}")
+        self.note(f"{counted(len(plan.nodes), 'node')} {go} on as {sizes}", at_s=at_s)
 
-    def note(self, text: str) -> None:
-        """Shows a line, with the time of day on a terminal."""
+    def note(self, text: str, *, at_s: float) -> None:
+        """Shows a line, on a terminal with the time of day of what it tells (time.time())."""
         if self._is_live:
-            self._line(f"{time.strftime('%H:%M:%S')}  {text}", style="dim")
+            at = time.strftime("%H:%M:%S", time.localtime(at_s))
+            self._line(f"{at}  {text}", style="dim")
         else:
             self._line(text)
 
@@ -133,12 +133,23 @@ class LiveDisplay:
 
     def stop(self) -> None:
         """Ends what moves; the panel stays on the screen as it was last."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._spinner = None
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _start(self, moving: RenderableType, *, per_second: float, is_transient: bool) -> None:
+        """Shows something that moves. What others print to sys.stdout stays theirs: sent through
+        here they would wait for a terminal that nobody reads."""
+        self._live = Live(
+            moving,
+            console=self._console,
+            refresh_per_second=per_second,
+            transient=is_transient,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
 
     def _line(self, text: str, *, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)

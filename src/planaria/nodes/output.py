@@ -1,0 +1,231 @@
+"""Output that makes nobody wait and never fails: what is printed is queued, and threads write it.
+
+The reader of a pipe may be gone (`| head`), a terminal may be stopped (Ctrl-S) or closed, a disk
+full. A write fails then, or waits for as long as nobody reads. Neither the launcher's event loop
+nor a worker may wait or fail with it, so neither writes itself: the loop posts what it prints to
+an `Outlet`, and the job's processes print into pipes that the launcher reads all the time. What
+does not fit into a queue is dropped; how many lines that were is printed once somebody reads again.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final, TextIO
+
+logger = logging.getLogger(__name__)
+
+_QUEUED_BYTES_MAX: Final = 4 << 20
+_PIECE_BYTES: Final = 400  # What a piece takes in the queue besides its text.
+_READ_BYTES: Final = 1 << 16
+_LINE_BYTES_MAX: Final = 1 << 16
+
+
+class Outlet:
+    """Prints what is posted, one piece after the other, in a thread of its own.
+
+    Args:
+        note: prints that lines were dropped; it is called in that thread.
+    """
+
+    def __init__(
+        self, note: Callable[[str], None], *, queued_bytes_max: int = _QUEUED_BYTES_MAX
+    ) -> None:
+        self._note = note
+        self._queued_bytes_max = queued_bytes_max
+        self._queue: deque[tuple[Callable[[], object], int]] = deque()
+        self._queued_bytes = 0
+        self._num_dropped = 0  # Lines, behind all that is queued.
+        self._num_printed = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._is_over = False
+
+    def post(self, prints: Callable[[], object], *, num_bytes: int = 0, num_lines: int = 1) -> None:
+        """Queues what prints, or drops it where too much is queued or all is over."""
+        num_bytes += _PIECE_BYTES
+        with self._changed:
+            # Not until half of it is free again, or single lines would come between many notes.
+            room = self._queued_bytes_max // (2 if self._num_dropped else 1)
+            if self._is_closed:
+                return
+            if self._queue and self._queued_bytes + num_bytes > room:
+                self._num_dropped += num_lines
+                return
+            self._queue_note()
+            self._append(prints, num_bytes)
+
+    def close(self, *last: Callable[[], object], timeout_s: float) -> bool:
+        """Prints what is queued and then this, unless nobody takes any of it for `timeout_s`;
+        whether all is printed."""
+        with self._changed:
+            if last or self._num_dropped:
+                self._queue_note()
+                for prints in last:
+                    self._append(prints, _PIECE_BYTES)
+            self._is_closed = True
+            self._changed.notify_all()
+            has_progressed = self._thread is not None
+            while has_progressed and not self._is_over:
+                num_printed = self._num_printed
+                has_progressed = self._changed.wait(timeout_s) or num_printed < self._num_printed
+            return self._is_over or self._thread is None
+
+    def _queue_note(self) -> None:
+        if self._num_dropped:
+            lines = "1 line is" if self._num_dropped == 1 else f"{self._num_dropped} lines are"
+            text = f"({lines} left out here: nobody took them in time)"
+            self._num_dropped = 0
+            self._append(partial(self._note, text), _PIECE_BYTES)
+
+    def _append(self, prints: Callable[[], object], num_bytes: int) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._print, daemon=True)
+            self._thread.start()
+        self._queue.append((prints, num_bytes))
+        self._queued_bytes += num_bytes
+        self._changed.notify_all()
+
+    def _print(self) -> None:
+        while (prints := self._next()) is not None:
+            try:
+                prints()
+            except Exception:
+                logger.exception("something could not be shown")
+
+    def _next(self) -> Callable[[], object] | None:
+        """What is to be printed next, once there is something; None when all is over."""
+        with self._changed:
+            self._num_printed += 1
+            self._changed.notify_all()
+            if not self._queue:
+                self._queue_note()
+            while not (self._queue or self._is_closed):
+                self._changed.wait()
+            if not self._queue:
+                self._is_over = True
+                self._changed.notify_all()
+                return None
+            prints, num_bytes = self._queue.popleft()
+            self._queued_bytes -= num_bytes
+            return prints
+
+
+class PassedOn:
+    """What processes print, passed on; they neither wait for whoever takes it, nor fail with them.
+
+    Args:
+        output: takes each line of either stream, in a thread of its own; without it they go to
+            this process's own output and errors, as they come.
+
+    Attributes:
+        stdout_fd, stderr_fd: where the processes are to print, until `begin`.
+    """
+
+    def __init__(self, output: Callable[[str], None] | None) -> None:
+        source_fd, self.stdout_fd = os.pipe()
+        if output is not None:
+            self.stderr_fd = self.stdout_fd
+            outlet = Outlet(output)
+            self._passing = [(outlet, partial(_pass_lines, source_fd, outlet, output))]
+        else:
+            errors_fd, self.stderr_fd = os.pipe()
+            self._passing = [
+                (outlet, partial(_pass_bytes, descriptor, outlet, target))
+                for descriptor, target in (
+                    (source_fd, descriptor_of(sys.__stdout__)),
+                    (errors_fd, descriptor_of(sys.__stderr__)),
+                )
+                for outlet in (Outlet(partial(_write_note, target)),)
+            ]
+        self._readers = [
+            threading.Thread(target=passes, daemon=True) for _, passes in self._passing
+        ]
+
+    def begin(self) -> None:
+        """Passes on until the last process that has these descriptors is gone."""
+        for descriptor in {self.stdout_fd, self.stderr_fd}:
+            os.close(descriptor)
+        for reader in self._readers:
+            reader.start()
+
+    def close(self, *, timeout_s: float) -> None:
+        """Waits for what is still on its way; not for processes that go on, nor for nobody. What
+        nobody has taken by then is offered once more when this process ends."""
+        end_s = time.monotonic() + timeout_s
+        for reader in self._readers:
+            reader.join(timeout=max(0.0, end_s - time.monotonic()))
+        for outlet, _ in self._passing:
+            if not outlet.close(timeout_s=timeout_s):
+                atexit.register(outlet.close, timeout_s=timeout_s)
+
+
+def descriptor_of(stream: TextIO | None) -> int:
+    """The descriptor below a stream, -1 if there is none."""
+    if stream is None:  # It was closed when this process began; its number may be another file's.
+        return -1
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return -1
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Writes, for as long as that takes; what nobody will take any more is dropped."""
+    rest = memoryview(data)
+    with contextlib.suppress(OSError):
+        while rest:
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:  # Somebody else has made it so, for it is theirs, too.
+                writable = select.poll()
+                writable.register(descriptor, select.POLLOUT)
+                writable.poll()
+
+
+def flush_own() -> None:
+    """Flushes what this process has printed, as far as somebody takes it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _write_note(descriptor: int, text: str) -> None:
+    write_all(descriptor, f"\n{text}\n".encode())
+
+
+def _pass_bytes(source_fd: int, outlet: Outlet, target_fd: int) -> None:
+    for data in _chunks(source_fd):
+        num_lines = data.count(b"\n")
+        outlet.post(partial(write_all, target_fd, data), num_bytes=len(data), num_lines=num_lines)
+
+
+def _pass_lines(source_fd: int, outlet: Outlet, output: Callable[[str], None]) -> None:
+    rest = b""
+    for data in _chunks(source_fd):
+        *lines, rest = (rest + data).split(b"\n")
+        if len(rest) > _LINE_BYTES_MAX:
+            lines.append(rest)
+            rest = b""
+        for line in lines:
+            text = line.decode(errors="replace")
+            outlet.post(partial(output, text), num_bytes=len(line))
+    if rest:
+        outlet.post(partial(output, rest.decode(errors="replace")), num_bytes=len(rest))
+
+
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    """What comes out of a pipe, as it comes, until its last writer is gone."""
+    try:
+        while data := os.read(descriptor, _READ_BYTES):
+            yield data
+    finally:
+        os.close(descriptor)

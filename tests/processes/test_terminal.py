@@ -1,0 +1,213 @@
+"""Whatever becomes of the terminal or pipe that a job prints to, it trains on."""
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from command import PACED, Command, running, train_arguments, wait_for
+from jobs import digests
+from planaria.checkpoint.tiers import tier_of
+from planaria.library import Job
+from planaria.nodes.forkserver import ForkServer
+
+SMALL = ("model.time_scale=0.1", "cluster.nodes=6", "training.global_batch_size=12")
+SHORT = (*SMALL, "training.iterations=20")
+ENDLESS = (*SMALL, "training.iterations=1_000_000_000")
+REPORT = "report.json"
+STOP, GO_ON = b"\x13", b"\x11"  # Ctrl-S and Ctrl-Q.
+
+
+class Reader:
+    """Whoever looks at what a command prints: the end of a pipe, or of a terminal."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.text = ""
+
+    def read(self) -> bool:
+        """Reads what is there; whether more may come."""
+        while select.select([self._descriptor], [], [], 0)[0]:
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except OSError:  # Of a terminal that nobody has open any more.
+                return False
+            if not data:
+                return False
+            self.text += data.decode(errors="replace")
+        return True
+
+    def wait_text(self, text: str) -> None:
+        def is_there() -> bool:
+            assert self.read() or text in self.text, self.text
+            return text in self.text
+
+        wait_for(is_there, what=text)
+
+    def wait_end(self) -> None:
+        wait_for(lambda: not self.read(), what="everybody has closed it")
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._descriptor, keys)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+@contextmanager
+def read(
+    command_line: list[str], directory: Path, *descriptors: int
+) -> Iterator[tuple[Command, Reader]]:
+    """A command that prints to the second of two connected descriptors; the first is read."""
+    source_fd, target_fd = descriptors
+    with (
+        closing(Reader(source_fd)) as reader,
+        running(command_line, directory=directory, output_fd=target_fd) as command,
+    ):
+        os.close(target_fd)
+        yield command, reader
+
+
+def arguments(*settings: str, job: Path = PACED) -> list[str]:
+    settings = (*settings, "checkpoint.directory=checkpoints")
+    return [*train_arguments(job, *settings), "--report", REPORT]
+
+
+def final(directory: Path) -> tuple[str, str]:
+    """The digests in a report."""
+    told = json.loads((directory / REPORT).read_text())["final"]
+    return told["parameters_sha256"], told["optimizer_sha256"]
+
+
+@pytest.fixture(scope="module")
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The digests of the short job, of which nothing is shown."""
+    directory = tmp_path_factory.mktemp("calm") / "checkpoints"
+    job = Job.from_file(PACED, overrides=[*SHORT, f"checkpoint.directory={directory}"])
+    return digests(job.train(server=server))
+
+
+def test_a_job_trains_on_when_its_reader_has_read_enough(
+    tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """As `planaria train JOB | head -3` does; its exit code is that of the job, and no word of a
+    broken pipe is said."""
+    with read(arguments(*SHORT), tmp_path, *os.pipe()) as (command, reader):
+        wait_for(lambda: reader.read() and reader.text.count("\n") >= 3, what="three lines")
+        reader.close()
+
+        assert command.wait() == 0, command.errors
+    assert not command.errors
+    assert final(tmp_path) == calm
+
+
+def test_a_job_trains_on_while_its_terminal_is_stopped(
+    tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """Ctrl-S blocks whoever writes. What the job said meanwhile is there after Ctrl-Q."""
+    with read(arguments(*SHORT), tmp_path, *pty.openpty()) as (command, reader):
+        reader.wait_text("importing torch")
+        reader.type(STOP)
+        wait_for((tmp_path / REPORT).exists, what="the report of a job that has ended")
+        reader.read()
+        assert "training" not in reader.text
+        reader.type(GO_ON)
+        reader.wait_end()
+
+        assert command.wait() == 0, reader.text
+    assert "saved iteration 20" in reader.text
+    assert final(tmp_path)[0] in reader.text
+    assert final(tmp_path) == calm
+
+
+TALKING = """
+import sys
+import torch
+from torch import nn
+
+LINES = ("x" * 99 + "\\n") * 1000
+
+class Talking(nn.Module):
+    def forward(self, x):
+        for stream in (sys.stdout, sys.stderr):
+            print(LINES, end="", file=stream)
+        return x
+
+def model():
+    return nn.Sequential(nn.Linear(8, 24), Talking(), nn.Linear(24, 5))
+
+def points():
+    return [(torch.randn(8), torch.tensor(index % 5)) for index in range(500)]
+"""
+TALKING_JOB = (
+    "model.kind=python",
+    "model.target=talking:model",
+    "data.kind=python",
+    "data.target=talking:points",
+    "cluster.nodes=2",
+    "training.iterations=10",
+    "training.global_batch_size=12",
+    "training.microbatch_size=1",
+)
+
+
+def test_a_worker_that_prints_more_than_anybody_reads_trains_on(tmp_path: Path) -> None:
+    """More than 10 MB, into a pipe of 4 KiB. How many lines nobody has taken is told to whoever
+    reads at last."""
+    (tmp_path / "talking.py").write_text(TALKING)
+    job = tmp_path / "job.toml"
+    job.touch()
+    source_fd, target_fd = os.pipe()
+    fcntl.fcntl(target_fd, fcntl.F_SETPIPE_SZ, 4096)
+    with read(arguments(*TALKING_JOB, job=job), tmp_path, source_fd, target_fd) as (
+        command,
+        reader,
+    ):
+        wait_for((tmp_path / REPORT).exists, what="the report of a job that has ended")
+        reader.wait_end()
+
+        assert command.wait() == 0, command.errors
+    assert "lines are left out here: nobody took them in time" in reader.text
+
+
+def test_a_closed_terminal_saves_and_resume_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    """The kernel tells of it, and a shell once more; neither counts as a second Ctrl-C, nor do both
+    make SIGTERM one. Nobody can be told anything any more."""
+    with read(arguments(*ENDLESS), tmp_path, *pty.openpty()) as (command, reader):
+        reader.wait_text("loss")
+        reader.close()
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            command.process.send_signal(number)
+
+        assert command.wait() == 130
+    directory = tmp_path / "checkpoints"
+    manifest = tier_of(str(directory)).newest()
+    assert manifest is not None
+    overrides = [
+        *SMALL,
+        f"training.iterations={manifest.iteration + 1}",
+        f"checkpoint.directory={directory}",
+    ]
+    result = Job.from_file(PACED, overrides=overrides).train(resume=True, server=server)
+    assert [record.iteration for record in result.report.iterations] == [manifest.iteration]
+
+
+def test_under_nohup_a_closed_terminal_is_no_end(tmp_path: Path, calm: tuple[str, str]) -> None:
+    """It ignores SIGHUP, and the job has to leave it at that."""
+    with read(["nohup", *arguments(*SHORT)], tmp_path, *pty.openpty()) as (command, reader):
+        output = tmp_path / "nohup.out"
+        wait_for(lambda: output.exists() and "iteration 1 " in output.read_text(), what="it trains")
+        reader.close()
+        command.process.send_signal(signal.SIGHUP)
+
+        assert command.wait() == 0, output.read_text()
+    assert final(tmp_path) == calm
