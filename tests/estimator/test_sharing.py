@@ -11,9 +11,9 @@ from estimator.test_time import SEED, layer, model, random_profile
 from planaria.core.plan import Link, ModelProfile, NodeKind, Plan, plain_plan
 from planaria.errors import DeadlockError
 from planaria.estimator import sharing
-from planaria.estimator.sharing import last_end_s
+from planaria.estimator.sharing import Costs, Times, last_end_s
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.schedule.action import parse_schedule
+from planaria.schedule.action import Schedule, parse_schedule
 from planaria.schedule.lower import lowered
 from schedule.plan_examples import pipeline, random_plan, rerouted
 
@@ -121,6 +121,11 @@ def test_works_that_begin_together_end_when_their_sum_is_done(
     assert last_end_s(works_s, processors=processors) == ends_s
 
 
+def _on_many_processors(schedule: Schedule, costs: Costs, *, processors: int) -> Times:
+    """The run for ranks that share, with more processors than there are threads."""
+    return sharing.shared_times(schedule, costs, processors=processors << 20)
+
+
 def test_with_a_processor_for_each_thread_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every start and end is that of ranks that share nothing, also on links that queue, around
     lost nodes and on slow ones; so it is by the run for ranks that do share."""
@@ -129,12 +134,8 @@ def test_with_a_processor_for_each_thread_nothing_changes(monkeypatch: pytest.Mo
         schedule = lowered(plan, tied=profile.tied)
         own = predicted_timeline(schedule, profile, plan=plan)
         enough = predicted_timeline(schedule, profile, plan=plan, processors=len(plan.ranks))
-        shared_times, many = sharing.shared_times, 1 << 20
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "planaria.estimator.time.shared_times",
-                lambda schedule, costs, processors: shared_times(schedule, costs, processors=many),
-            )
+            patch.setattr("planaria.estimator.time.shared_times", _on_many_processors)
             shared = predicted_timeline(schedule, profile, plan=plan, processors=1)
 
         assert enough == own, f"seed {seed}"

@@ -28,6 +28,8 @@ class Learning:
         told_s: when all were told the answer to the newest loss, before that when it was chosen; 0
             if there was none or it is over. See overhead.py.
         transfer_s: that its layers were to take by the profile's links.
+        recovery_s: that this recovery is expected to take, from when its loss was noticed; 0 if
+            there is none. See foresight.py.
     """
 
     findings: Findings = field(default_factory=Findings)
@@ -38,3 +40,4 @@ class Learning:
     computing_s: Mapping[int, float] = field(default_factory=dict)
     told_s: float = 0.0
     transfer_s: float = 0.0
+    recovery_s: float = 0.0
