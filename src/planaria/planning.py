@@ -251,6 +251,7 @@ def plan_job(
         is_deterministic=config.training.deterministic,
         splits_backward=not config.training.activation_checkpointing,
         reduction_order=ReductionOrder(config.resilience.reductions),
+        processors=shared_processors(config),
     )
     epoch = manifest.epoch + 1 if manifest else 0
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
@@ -278,6 +279,12 @@ def plan_job(
         predicted_peak_bytes=max(predicted.peak_bytes.values()),
         resumed=manifest,
     )
+
+
+def shared_processors(config: JobConfig) -> int:
+    """The processors that the layers of all nodes share, for these are processes of this machine;
+    0 of a paced job, whose layers sleep."""
+    return 0 if config.model.kind == "paced" else len(os.sched_getaffinity(0))
 
 
 def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Problem:

@@ -35,7 +35,11 @@ def prediction(
     plan = replace(plan, silent={})
     schedule = lowered(plan, tied=profile.tied, order=problem.reduction_order)
     timeline = predicted_timeline(
-        schedule, profile, plan=plan, reduce_bytes_factor=problem.reduce_bytes_factor
+        schedule,
+        profile,
+        plan=plan,
+        reduce_bytes_factor=problem.reduce_bytes_factor,
+        processors=problem.processors,
     )
     held = bytes_by_rank(profile, plan, gradient_copies=problem.gradient_copies)
     return Prediction(

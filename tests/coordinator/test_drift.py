@@ -15,9 +15,9 @@ from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
 from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
-from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.plans import EveryPlan, bind, every_plan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import simulated_s
+from planaria.planner.reroutes import expected, simulated_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
@@ -55,24 +55,24 @@ def policy(every: EveryPlan) -> Unequal:
     return Unequal(Reinstantiate(every))
 
 
-def training(sizes: tuple[int, ...] = (2, 2)) -> FakeCluster:
+def training(sizes: tuple[int, ...] = (2, 2), *, every: EveryPlan = EVERY) -> FakeCluster:
     """A job that trains on pipelines of so many nodes, with what the profile says predicted."""
     made = small_rules(n0=min(2, *sizes))
-    profile = EVERY.problem.profile
+    profile = every.problem.profile
     made = replace(
         made,
         job=replace(made.job, training=replace(made.job.training, iterations=END)),
-        policy=policy(EVERY),
+        policy=policy(every),
         prices=profile_prices(profile, regroup_s=0.05),
         layer_s=(LAYER_S,) * NUM_LAYERS,
-        every=EVERY,
+        every=every,
         policy_of=policy,
     )
-    templates = [EVERY.templates[size] for size in sizes]
-    cluster = FakeCluster(made, bind(EVERY.problem, templates, range(sum(sizes)), epoch=0))
+    templates = [every.templates[size] for size in sizes]
+    cluster = FakeCluster(made, bind(every.problem, templates, range(sum(sizes)), epoch=0))
     cluster.begin()
     assert cluster.state.decision is not None
-    predicted_s = simulated_s(EVERY.problem, cluster.plan)
+    predicted_s = expected(every.problem, cluster.plan).iteration_s
     decision = msgspec.structs.replace(cluster.state.decision, predicted_s=predicted_s)
     cluster.state = replace(cluster.state, decision=decision)
     return cluster
@@ -323,3 +323,56 @@ def test_a_little_beside_layers_is_not_followed() -> None:
 
     assert not of_type(cluster.commands, ProfileCorrected)
     assert policy_of(cluster.rules, cluster.state) is cluster.rules.policy
+
+
+def sharing(processors: int) -> EveryPlan:
+    """As EVERY, on nodes that share so many processors."""
+    problem = replace(EVERY.problem, processors=processors)
+    return every_plan_of(problem, EVERY.templates, EVERY.plans)
+
+
+def train_sharing(cluster: FakeCluster, number: int, *, times: float) -> None:
+    """So many iterations of ranks that compute so many times what is expected of them beside each
+    other, by the profile as it was at the start."""
+    assert cluster.rules.every is not None
+    computing_s = expected(cluster.rules.every.problem, cluster.state.plan).computing_s
+    for _ in range(number):
+        for rank, seconds in computing_s.items():
+            cluster.nodes[rank].computing_s = times * seconds
+        cluster.train_at(cluster.state.next_iteration, NOW_S)
+
+
+def test_ranks_that_share_processors_as_predicted_correct_no_layer() -> None:
+    """Four ranks on one processor compute for four times what their layers take, or nearly."""
+    cluster = training(every=sharing(1))
+    alone_s = simulated_s(EVERY.problem, cluster.plan)
+    train_sharing(cluster, 2 * WINDOW, times=1.0)
+
+    assert factors(cluster) == ()
+    assert iteration_s(cluster.state) > 2.5 * alone_s
+
+
+def test_layers_that_take_longer_are_found_where_processors_are_shared() -> None:
+    """What is left when the share of the others is taken off is the layers' own."""
+    cluster = training(every=sharing(1))
+    predicted_s = iteration_s(cluster.state)
+    train_sharing(cluster, WINDOW + 1, times=1.5)
+
+    assert factors(cluster) == pytest.approx((1.5,) * NUM_LAYERS)
+    assert iteration_s(cluster.state) == pytest.approx(1.5 * predicted_s, rel=0.01)
+    train_sharing(cluster, 3 * WINDOW, times=1.5)
+    assert len(of_type(cluster.commands, ProfileCorrected)) == 1
+
+
+def test_answers_are_priced_by_the_processors_that_ranks_share() -> None:
+    """On one processor every plan takes what all layers take of all microbatches, and the answer to
+    a loss is no slower than what there was."""
+    cluster = training((2, 2, 2), every=sharing(1))
+    train_sharing(cluster, 1, times=1.0)
+    cluster.lose(5)
+    (decided,) = of_type(cluster.commands, Decided)
+
+    work_s = NUM_MICROBATCHES * NUM_LAYERS * LAYER_S
+    assert decided.predicted_s == pytest.approx(work_s, rel=0.01)
+    prices_s = [one.iteration_s for one in decided.candidates]
+    assert prices_s == pytest.approx([work_s] * len(prices_s), rel=0.01)

@@ -1,10 +1,12 @@
 """The recorder: one record per committed iteration, and the seconds where they belong."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from msgspec import structs
 
+from planaria.core.inject import parse_injection
+from planaria.core.records import Starting
 from planaria.observe.ledger import Category
 from recorded import (
     SPAN,
@@ -98,6 +100,30 @@ def test_a_recovery_is_one_event_with_its_answer_and_its_phases() -> None:
     assert (event.detect_s, event.decide_s) == (1.0, 2.0)
     assert (event.regroup_s, event.transfer_s) == (0.5, 2.5)
     assert (event.downtime_s, event.predicted_downtime_s) == (6.0, 1.0)
+
+
+def test_a_recovery_and_what_was_expected_of_it_count_from_when_it_was_noticed() -> None:
+    """A node that hangs is noticed when its lease runs out: nobody can foresee when it began to."""
+    run = recorder()
+    run.committed(committed(6, 16.0))
+    run.fired(parse_injection("hang:6@7"), now_s=19.0)
+    run.recovering(lost(20.0, 6))
+    told = structs.replace(
+        decided(21.0),
+        noticed_s=20.0,
+        predicted_recovery_s=5.0,
+        predicted_recovery_s_min=2.0,
+        predicted_recovery_s_max=8.0,
+    )
+    run.decided(told, predicted_peak_bytes=555)
+    run.starting(Starting(epoch=4, num_nodes=2, now_s=23.0))
+    (event,) = run.running(running(26.0, epoch=4, pid=80))
+
+    assert (event.downtime_s, event.recovery_s) == (7.0, 6.0)
+    assert event.predicted_recovery_s == 5.0
+    assert event.is_foreseen
+    assert not replace(event, predicted_recovery_s_max=5.5).is_foreseen
+    assert not replace(event, predicted_recovery_s_min=6.5).is_foreseen
 
 
 def test_the_ledger_has_the_phases_of_a_recovery() -> None:

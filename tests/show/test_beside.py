@@ -140,6 +140,30 @@ def test_iterations_actions_memory_and_transitions_stand_beside_their_prediction
     ]
 
 
+def test_a_recovery_stands_beside_the_range_that_was_expected_of_it() -> None:
+    """From when its loss was noticed, both; and from when its answer was told, as it is priced."""
+    killed = replace(
+        LOST,
+        recovery_s=1.9,
+        predicted_recovery_s=1.5,
+        predicted_recovery_s_min=0.7,
+        predicted_recovery_s_max=2.25,
+    )
+    told = report(
+        events=(killed, replace(killed, recovery_s=4.5), replace(killed, recovery_s=0.35))
+    )
+
+    once_told = ["simple at 3, once told", "800.0 ms", "1.00 s", "+25.0%"]
+    assert stripped(told) == [
+        ["simple at 3", "0.7-2.2 s", "1.90 s", "within"],
+        once_told,
+        ["simple at 3", "0.7-2.2 s", "4.50 s", "+100.0%"],
+        once_told,
+        ["simple at 3", "0.7-2.2 s", "350.0 ms", "-50.0%"],
+        once_told,
+    ]
+
+
 @pytest.mark.parametrize("width", [80, 40])
 def test_no_number_loses_digits_where_lines_are_short(width: int) -> None:
     """A pipe is 80 columns wide; names are in the way there, and take several lines."""

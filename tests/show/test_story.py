@@ -55,6 +55,22 @@ def test_a_loss_is_told_with_its_choice_its_reason_and_what_was_predicted() -> N
     ]
 
 
+def test_a_recovery_is_told_with_the_range_that_was_expected_of_it() -> None:
+    """From when it was noticed until all went on."""
+    expected = replace(
+        KILLED,
+        recovery_s=0.74,
+        predicted_recovery_s=0.5,
+        predicted_recovery_s_min=0.06,
+        predicted_recovery_s_max=0.9,
+    )
+
+    took = list(event_lines(expected))[-2]
+    assert took.startswith(
+        "All went on 740.0 ms after it was noticed, 60-900 ms expected. To decide took 100.0 ms."
+    )
+
+
 def test_the_reason_names_what_a_failure_costs_where_that_differs() -> None:
     """The scores are less by that."""
     borrow, other = KILLED.candidates

@@ -31,6 +31,7 @@ from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
 from planaria.coordinator.crashes import copy_spoilt, ended, link_broken, worker_exited
 from planaria.coordinator.drift import corrected
+from planaria.coordinator.foresight import with_recovery
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.overhead import with_order, with_start
@@ -211,7 +212,7 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
             return _joined(rules, state, now_s)
         case Phase.STARTING if has_all(state.ready, state.plan.all_ranks):
             history = begun_history(state.history, now_s)
-            state = with_start(rules, state, now_s)
+            state = with_recovery(with_start(rules, state, now_s), now_s)
             state = replace(state, phase=Phase.TRAINING, history=history, is_entered=True)
             return state, (_running(state, now_s),)
         case Phase.TRAINING if _is_refuted(state):

@@ -12,6 +12,11 @@ What an iteration takes beside forwards and backwards, in optimizer, sums and co
 profile. It is what is left of its seconds when predicted ones, times the median ratio of its ranks,
 are taken off; the median of WINDOW iterations is added to what policies predict.
 
+Where ranks share processors, predicted are the seconds that their actions take beside those of the
+others (estimator/sharing.py), so that what is left is the layers' own; and what policies propose is
+priced so, too. They look for plans of ranks that have a processor each: those do well on shared
+ones, where all plans that compute the same take nearly the same.
+
 The noise of a rank's seconds is some percent, and what is predicted comes true within 3% where the
 profile is right (benchmarks/prediction.py), so less than DRIFT_MIN is not followed.
 """
@@ -32,7 +37,8 @@ from planaria.core.plan import Plan, Transition
 from planaria.core.records import ProfileCorrected
 from planaria.estimator.drift import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
-from planaria.planner.reroutes import simulated_s
+from planaria.planner.problem import Problem
+from planaria.planner.reroutes import expected
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import of_kinds
 
@@ -42,30 +48,47 @@ BESIDE_MIN: Final = 0.02  # Of an iteration.
 
 
 def policy_of(rules: Rules, state: JobState) -> Policy:
-    """The policy, which prices by what is known of the layers and of what there is beside them."""
+    """The policy, which prices by what is known of the layers and of what there is beside them, and
+    by the processors that ranks share."""
     policy, beside_s = state.learning.policy or rules.policy, state.learning.findings.beside_s
-    return _Beside(policy, beside_s) if beside_s else policy
+    problem = _problem(rules, state.learning.findings.layer_factors)
+    if problem is None or not problem.processors:
+        return _Repriced(policy, beside_s, None) if beside_s else policy
+    return _Repriced(policy, beside_s, problem)
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
-    """A policy whose iterations take so many seconds longer than it knows."""
+class _Repriced:
+    """A policy whose iterations take so many seconds longer than it knows, and are run by ranks
+    that share processors if there is a problem that says so."""
 
     policy: Policy
     beside_s: float
+    problem: Problem | None
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
         proposed = self.policy.propose(plan, cluster, event, prices)
-        return tuple(map(self._longer, proposed))
+        return tuple(map(self._repriced, proposed))
 
-    def _longer(self, transition: Transition) -> Transition:
+    def _repriced(self, transition: Transition) -> Transition:
+        iteration_s = transition.iteration_s
+        if self.problem is not None:
+            iteration_s = expected(self.problem, transition.after).iteration_s
         return replace(
             transition,
-            iteration_s=transition.iteration_s + self.beside_s,
-            then=self._longer(transition.then) if transition.then else None,
+            iteration_s=iteration_s + self.beside_s,
+            then=self._repriced(transition.then) if transition.then else None,
         )
+
+
+def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
+    """What a plan has to satisfy, with the times of the profile as it is corrected."""
+    if rules.every is None:
+        return None
+    problem = rules.every.problem
+    return replace(problem, profile=corrected_profile(problem.profile, layer_factors))
 
 
 def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
@@ -77,7 +100,8 @@ def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
     if findings.layer_factors:
         every = corrected_plans(every, findings.layer_factors)
         policy = _policy(rules, every)
-    return Learning(findings=findings, policy=policy, plan_s=simulated_s(every.problem, plan))
+    plan_s = expected(every.problem, plan).iteration_s
+    return Learning(findings=findings, policy=policy, plan_s=plan_s)
 
 
 def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
@@ -115,13 +139,12 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
 
 def _anew(rules: Rules, state: JobState) -> Learning:
     """What is known where the plan, or the speeds of its nodes, are others than were measured."""
-    assert rules.every is not None
-    problem, factors = rules.every.problem, state.learning.findings.layer_factors
-    if factors:
-        problem = replace(problem, profile=corrected_profile(problem.profile, factors))
+    problem = _problem(rules, state.learning.findings.layer_factors)
+    assert problem is not None
     # A slow node that no plan betters has its speed in no plan, and policies price by it.
     plan = of_kinds(state.plan, {node: state.kind_of(node) for node in state.speeds})
-    return replace(state.learning, ratios={}, rests=(), plan_s=simulated_s(problem, plan))
+    plan_s, computing_s = expected(problem, plan)
+    return replace(state.learning, ratios={}, rests=(), plan_s=plan_s, computing_s=computing_s)
 
 
 def iteration_s(state: JobState) -> float:
@@ -151,6 +174,9 @@ def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
     seconds = {rank: reports[rank].computing_s for rank in work_s if rank in reports}
     if not seconds or median_low(seconds.values()) < COMPUTING_S_MIN:
         return {}
+    shared_s = state.learning.computing_s  # In which a slow node is slow already.
+    if shared_s:
+        return {r: computing_s / shared_s[r] for r, computing_s in seconds.items() if r in shared_s}
     per_node = state.devices_per_node
     return {
         rank: computing_s * state.speeds.get(rank // per_node, 1.0) / work_s[rank]

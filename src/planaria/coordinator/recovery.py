@@ -22,6 +22,7 @@ from typing import Final
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.drift import policy_of
+from planaria.coordinator.foresight import expected_recovery, with_likely
 from planaria.coordinator.history import with_failure
 from planaria.coordinator.outcomes import (
     back_point,
@@ -289,6 +290,7 @@ def _resume(
         state, outcome = gone_back(state, event.saved)
     degraded = degraded_text(rules, state, best.after)
     order = _order(rules, state, outcome, best, persists=bool(degraded))
+    recovery = expected_recovery(rules, state, best.downtime_s)
     notice = Decided(
         epoch=state.epoch,
         iteration=outcome.iteration,
@@ -305,12 +307,16 @@ def _resume(
         source=order.source if state.origin.epoch == state.epoch else "",
         copied=order.copied.age if order.copied else -1,
         detected_s=now_s,
+        noticed_s=loss.lost_s,
+        predicted_recovery_s=recovery.likely_s,
+        predicted_recovery_s_min=recovery.least_s,
+        predicted_recovery_s_max=recovery.most_s,
         time_to_failure_s=time_to_failure_s(rules, state, loss.lost_s),
         degraded=degraded,
     )
     decision = Decision(order=order, predicted_s=best.iteration_s)
     state = replace(
-        with_choice(rules, state, best, now_s),
+        with_likely(with_choice(rules, state, best, now_s), recovery.likely_s),
         phase=Phase.DECIDING,
         plan=best.after,
         outcome=outcome,

@@ -37,6 +37,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
             the newest last.
         transfers_s: of the newest recoveries in which layers moved, what that was to take by the
             profile's links, and what it took.
+        recoveries_s: of the newest recoveries, what they were expected to take from when their loss
+            was noticed, and what they took. See coordinator/foresight.py.
         pauses_s: of the newest switches, for how long ranks did not train, beside schedules.
         speeds: of nodes that are slow, as they are seen to be; others have 1. See
             coordinator/slowness.py.
@@ -49,6 +51,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     hop_s: float = 0.0
     overheads_s: tuple[float, ...] = ()
     transfers_s: tuple[tuple[float, float], ...] = ()
+    recoveries_s: tuple[tuple[float, float], ...] = ()
     pauses_s: tuple[float, ...] = ()
     speeds: dict[int, float] = {}
     idle: dict[int, tuple[int, float]] = {}

@@ -41,6 +41,8 @@ class LayerProfile:
         optimizer_bytes: of their optimizer state.
         activation_bytes: kept from forward to backward.
         output_bytes: sent to the next layer.
+        update_s: seconds that an iteration takes for it beside microbatches, as its optimizer step;
+            same keys, or empty if nobody has measured it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class LayerProfile:
     optimizer_bytes: int
     activation_bytes: int
     output_bytes: int
+    update_s: Mapping[int, float] = field(default_factory=dict)
 
     def backward_s(self, num_devices: int) -> float:
         """Seconds of the whole backward: input and weight."""
@@ -372,6 +375,7 @@ def scaled(profile: ModelProfile, time_scale: float) -> ModelProfile:
             forward_s=times(layer.forward_s),
             backward_input_s=times(layer.backward_input_s),
             backward_weight_s=times(layer.backward_weight_s),
+            update_s=times(layer.update_s),
         )
         for layer in profile.layers
     )
@@ -390,6 +394,7 @@ def on_one_device(profile: ModelProfile) -> ModelProfile:
             forward_s={1: layer.forward_s[1]},
             backward_input_s={1: layer.backward_input_s[1]},
             backward_weight_s={1: layer.backward_weight_s[1]},
+            update_s={1: layer.update_s[1]} if layer.update_s else {},
         )
         for layer in profile.layers
     )

@@ -9,8 +9,12 @@ VERSION = 1
 
 
 def encode_profile(profile: ModelProfile) -> bytes:
-    """The profile as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
+    """The profile as indented JSON, without what nobody has measured."""
+    fields = msgspec.to_builtins(profile, str_keys=True)
+    for layer in fields["layers"]:
+        if not layer["update_s"]:
+            del layer["update_s"]
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"
 
 
 def decode_profile(data: bytes, *, source: str) -> ModelProfile:
@@ -51,9 +55,11 @@ def _contradiction(layer: LayerProfile) -> str:
     counts = set(layer.forward_s)
     if not counts or any(counts != set(by_count) for by_count in seconds):
         return "forward_s and backward_*_s need the same device counts"
+    if layer.update_s and counts != set(layer.update_s):
+        return "update_s needs the device counts of forward_s, or none"
     if min(counts) < 1:
         return "a device count is 1 or more"
-    if any(value < 0 for by_count in seconds for value in by_count.values()):
+    if any(value < 0 for by_count in (*seconds, layer.update_s) for value in by_count.values()):
         return "seconds are 0 or more"
     num_bytes = (
         *(layer.parameter_bytes, layer.optimizer_bytes),

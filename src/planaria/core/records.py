@@ -194,6 +194,9 @@ class Decided(Message, frozen=True, kw_only=True):
 
     Attributes:
         predicted_transfer_s: of the downtime, what moving layers is to take.
+        noticed_s: when the loss was, since when the recovery lasts.
+        predicted_recovery_s: until every rank goes on; at least predicted_recovery_s_min, at most
+            predicted_recovery_s_max.
         joined: nodes that had waited to be members.
         source: the version of the disk tier that all go back to; "" if live layers serve, or none
             was saved.
@@ -213,6 +216,10 @@ class Decided(Message, frozen=True, kw_only=True):
     transfer_bytes: int
     redone_samples: int
     detected_s: float
+    noticed_s: float = 0.0
+    predicted_recovery_s: float = 0.0
+    predicted_recovery_s_min: float = 0.0
+    predicted_recovery_s_max: float = 0.0
     joined: tuple[int, ...] = ()
     source: str = ""
     copied: int = -1

@@ -1,8 +1,9 @@
 """Measures a job's layers and links on this machine: the ModelProfile that planning needs.
 
-Each kind of layer (same modules, same shapes, in and out) is measured once: its forward, the
-backward to its input alone, and what the gradient of its weights adds. The median of a few runs
-counts. Links are measured over loopback; emulated nodes have no other.
+Each kind of layer (same modules, same shapes, in and out) is measured once, as a rank holds it: its
+forward, the backward to its input alone, what the gradient of its weights and adding that to the
+sums add, and once an iteration the step of its optimizer with all that prepares it. The median of a
+few runs counts. Links are measured over loopback; emulated nodes have no other.
 
 Source: Oobleck (SOSP '23), section 6 (profiler); Odyssey, section IV.
 """
@@ -24,6 +25,7 @@ from planaria.engine.batches import Batches
 from planaria.engine.data import Dataset
 from planaria.engine.layers import SplitModel, buffer_values, refuse_changing_buffers
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
+from planaria.engine.stage import HeldLayer, Stage
 from planaria.errors import PeerLostError
 from planaria.transport.links import Channel, Links, Tag
 
@@ -45,9 +47,13 @@ def profile_model(job: JobConfig, model: SplitModel, dataset: Dataset) -> ModelP
     targets, num_targets = batches.targets(0), batches.num_targets()
     known: dict[str, LayerProfile] = {}
     layers = []
+    stage = Stage(model, training=job.training)
     for layer, name in enumerate(model.layer_names):
         is_last = layer == model.num_layers - 1
-        module = model.materialise(layer).to(getattr(torch, job.training.dtype))
+        stage.keep_only(())
+        stage.hold((layer,), states={}, age=0)
+        held = stage.layers[layer]
+        module = held.module
         before = buffer_values(module)
         with torch.no_grad():
             output = module(hidden)
@@ -60,7 +66,7 @@ def profile_model(job: JobConfig, model: SplitModel, dataset: Dataset) -> ModelP
             def loss(output: Tensor) -> Tensor:
                 return model.loss_sum(output, targets) / num_targets
 
-            known[key] = _measured(job, name, module, hidden, loss if is_last else None)
+            known[key] = _measured(job, name, held, hidden, loss if is_last else None)
         output_bytes = 0 if is_last else output.numel() * output.element_size()
         layers.append(replace(known[key], name=name, output_bytes=output_bytes))
         hidden = output
@@ -156,17 +162,19 @@ def _kind(module: nn.Module) -> str:
 def _measured(
     job: JobConfig,
     name: str,
-    module: nn.Module,
+    held: HeldLayer,
     hidden: Tensor,
     loss: Callable[[Tensor], Tensor] | None,
 ) -> LayerProfile:
     """The layer's profile, but for the bytes that it puts out."""
+    module = held.module
     activation_bytes = _activation_bytes(module, hidden, loss)
     runs = [_run(module, hidden, loss) for _ in range(NUM_RUNS + 1)][1:]
     forward_s = statistics.median(run.forward for run in runs)
     input_s = statistics.median(run.backward_input for run in runs)
     backward_s = statistics.median(run.backward for run in runs)
     weight_s = max(0.0, backward_s - input_s)
+    update_s = statistics.median([_update_s(held) for _ in range(NUM_RUNS + 1)][1:])
     if job.training.activation_checkpointing and loss is None:
         # The backward runs the forward again, and only the input is kept until then.
         input_s += forward_s
@@ -180,6 +188,7 @@ def _measured(
         optimizer_bytes=_optimizer_bytes(job, module),
         activation_bytes=activation_bytes,
         output_bytes=0,
+        update_s={1: update_s},
     )
 
 
@@ -212,6 +221,15 @@ def _run(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | N
     for parameter in module.parameters():
         parameter.grad = None
     return _Seconds(forward_s, backward_input_s, backward_s)
+
+
+def _update_s(held: HeldLayer) -> float:
+    """Seconds of what a rank does for the layer once an iteration, at a learning rate of 0."""
+    held.gradients_of = held.age
+    start_s = time.perf_counter()
+    held.apply(held.age, learning_rate=0.0, scale=1.0)
+    held.clear()
+    return time.perf_counter() - start_s
 
 
 def _activation_bytes(

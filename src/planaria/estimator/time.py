@@ -4,6 +4,8 @@ Three lanes a rank. On the compute lane forwards and backwards follow each other
 until its message has arrived. A message occupies its link (source, target) for bytes / bandwidth,
 first come first served, and arrives one latency later; the sender goes on at once. On the reduce
 lane reductions run in bucket order, and the iteration ends with the commit vector (reductions.py).
+Where ranks share processors all of that takes as long as the others let it (sharing.py), and the
+steps of the optimizer, which a profile that was measured has, take their share at the end.
 
 Source: Oobleck (SOSP '23), section 4.1.2 for what an iteration consists of.
 Differs: Oobleck sums three closed terms, which is exact for equal stages without communication
@@ -18,6 +20,7 @@ from typing import NamedTuple, overload
 
 from planaria.core.plan import Hop, Link, ModelProfile, Plan, Route
 from planaria.estimator.reductions import Reductions, reduction_starts_s
+from planaria.estimator.sharing import Costs, Times, Way, last_end_s, shared_times
 from planaria.schedule.action import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -93,7 +96,12 @@ class Timeline:
 
 
 def predicted_timeline(
-    schedule: Schedule, profile: ModelProfile, *, plan: Plan, reduce_bytes_factor: float = 1.0
+    schedule: Schedule,
+    profile: ModelProfile,
+    *,
+    plan: Plan,
+    reduce_bytes_factor: float = 1.0,
+    processors: int = 0,
 ) -> Timeline:
     """The timeline of a lowered schedule of the plan. O(actions).
 
@@ -102,34 +110,32 @@ def predicted_timeline(
     Args:
         plan: says how many devices a rank's stage has and which ranks share a node.
         reduce_bytes_factor: bytes that a reduction moves per byte of parameters, see `Reductions`.
+        processors: that all ranks share; 0: each device is one.
 
     Raises:
         DeadlockError: the schedule cannot finish.
     """
     cluster = _Cluster(profile, plan)
     reductions = Reductions(profile, plan, bytes_factor=reduce_bytes_factor)
-    run = _run(schedule, cluster, [reductions.seconds(bucket) for bucket in schedule.buckets])
+    reduce_s = [reductions.seconds(bucket) for bucket in schedule.buckets]
+    visits = [visit for route in schedule.routes for visit in cluster.visits(route)]
+    costs = _costs(schedule, cluster, visits, reduce_s)
+    if 0 < processors < len(schedule.actions):
+        run = shared_times(schedule, costs, processors=processors)
+    else:
+        run = _run(schedule, costs, visits, cluster.num_links)
     end_s = run.end_s + reductions.commit_s()
+    if processors:
+        end_s += last_end_s(cluster.updates_s(plan), processors=processors)
     return Timeline(_LazySpans(lambda: _spans(schedule, run)), end_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """When every action that is a span starts and how long it lasts, by kind.
-
-    A list has an entry for every hop of every microbatch, as `slots_of` counts them; that of
-    reductions for every bucket.
-    """
-
-    starts_s: Mapping[Kind, Sequence[float]]
-    lasts_s: Mapping[Kind, Sequence[float]]
-    end_s: float
-
-
-def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> _Run:
-    """Runs the schedule in virtual time, up to the commit vector."""
-    slots = slots_of(schedule.routes)
-    visits = [visit for route in schedule.routes for visit in cluster.visits(route)]
+def _costs(
+    schedule: Schedule,
+    cluster: "_Cluster",
+    visits: Sequence["_Visit"],
+    reduce_s: Sequence[float],
+) -> Costs:
     lasts_s = {
         FORWARD: [visit.forward_s for visit in visits],
         BACKWARD: [visit.backward_s for visit in visits],
@@ -140,10 +146,21 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
         SHADOW: [s for route in schedule.routes for s in cluster.shadows_s(route)],
         REDUCE: reduce_s,
     }
+    ways = {
+        SEND_FORWARD: [visit.onward for visit in visits],
+        SEND_BACKWARD: [visit.back for visit in visits],
+    }
+    return Costs(lasts_s=lasts_s, ways=ways, speeds=cluster.speeds)
+
+
+def _run(schedule: Schedule, costs: Costs, visits: Sequence["_Visit"], num_links: int) -> Times:
+    """Runs the schedule in virtual time, up to the commit vector."""
+    slots, lasts_s = slots_of(schedule.routes), costs.lasts_s
+    reduce_s = lasts_s[REDUCE]
     starts_s = {kind: [0.0] * len(lasts) for kind, lasts in lasts_s.items()}
     handed_over_s = [0.0] * len(schedule.buckets)
     clocks_s = dict.fromkeys(schedule.actions, 0.0)
-    links_s = [0.0] * cluster.num_links
+    links_s = [0.0] * num_links
     forward_arrivals_s = [0.0] * (len(visits) + 1)
     backward_arrivals_s = [0.0] * (len(visits) + 1)
     forward_starts_s, forward_lasts_s = starts_s[FORWARD], lasts_s[FORWARD]
@@ -175,10 +192,10 @@ def _run(schedule: Schedule, cluster: "_Cluster", reduce_s: Sequence[float]) -> 
                 backward_arrivals_s[slot - 1] = end_s + way.latency_s
     starts_s[REDUCE] = reduction_starts_s(schedule.buckets, handed_over_s, reduce_s)
     ends_s = map(sum, zip(starts_s[REDUCE], reduce_s, strict=True))
-    return _Run(starts_s, lasts_s, max((*clocks_s.values(), *ends_s)))
+    return Times(starts_s, lasts_s, max((*clocks_s.values(), *ends_s)))
 
 
-def _spans(schedule: Schedule, run: _Run) -> Iterator[Span]:
+def _spans(schedule: Schedule, run: Times) -> Iterator[Span]:
     slots = slots_of(schedule.routes)
     for rank in sorted(schedule.actions):
         for action in schedule.actions[rank]:
@@ -225,14 +242,6 @@ class _LazySpans(Sequence[Span]):
         return hash(self._made())
 
 
-class _Way(NamedTuple):
-    """A directed link between two hops and what a message of theirs costs on it."""
-
-    link: int
-    transfer_s: float
-    latency_s: float
-
-
 class _Visit(NamedTuple):
     """What one hop of a microbatch costs: computing, sending the output on, the gradient back.
 
@@ -243,11 +252,11 @@ class _Visit(NamedTuple):
     forward_s: float
     backward_s: float
     input_s: float
-    onward: _Way
-    back: _Way
+    onward: Way
+    back: Way
 
 
-_NO_WAY = _Way(-1, 0.0, 0.0)
+_NO_WAY = Way(-1, 0.0, 0.0)
 
 
 class _Cluster:
@@ -270,6 +279,11 @@ class _Cluster:
         self._links: dict[tuple[int, int], int] = {}
 
     @property
+    def speeds(self) -> dict[int, float]:
+        """By rank that has a stage, of its node."""
+        return {rank: speed for rank, (_, speed) in self._stages.items()}
+
+    @property
     def num_links(self) -> int:
         """How many links the routes asked about so far use."""
         return len(self._links)
@@ -290,6 +304,16 @@ class _Cluster:
             self._shadows_s[route] = (0.0, *(self._compute_s(hop)[0] for hop in moved))
         return self._shadows_s[route]
 
+    def updates_s(self, plan: Plan) -> list[float]:
+        """By rank that computes, what an iteration takes beside its actions: the step of the
+        optimizer, and what makes the gradients ready for it and for the next iteration."""
+        found = []
+        for rank, held in plan.layers_by_rank.items():
+            count, _ = self._stages[rank]
+            layers = [self._profile.layers[layer] for layer in held]
+            found.append(sum(layer.update_s.get(count, 0.0) for layer in layers))
+        return found
+
     def _compute_s(self, hop: Hop) -> tuple[float, float, float]:
         """Seconds of the forward and the backward of a hop, and of the latter's first part."""
         count, speed = self._stages[hop.rank]
@@ -298,13 +322,13 @@ class _Cluster:
         backward_s = sum(layer.backward_s(count) for layer in layers) / speed
         return forward_s, backward_s, sum(layer.backward_input_s[count] for layer in layers) / speed
 
-    def _way(self, source: Hop, target: Hop, upstream: Hop) -> _Way:
+    def _way(self, source: Hop, target: Hop, upstream: Hop) -> Way:
         """The way from source to target for the output of upstream, or for its gradient."""
         ranks = (source.rank, target.rank)
         link = self._link(ranks)
         num_bytes = self._profile.layers[upstream.end_layer - 1].output_bytes
         transfer_s = num_bytes / link.bandwidth_bytes_per_s
-        return _Way(self._links.setdefault(ranks, len(self._links)), transfer_s, link.latency_s)
+        return Way(self._links.setdefault(ranks, len(self._links)), transfer_s, link.latency_s)
 
     def _link(self, ranks: Collection[int]) -> Link:
         nodes = {rank // self._devices_per_node for rank in ranks}

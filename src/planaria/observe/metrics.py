@@ -59,6 +59,8 @@ class EventRecord:
         regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
         received_bytes: of state, counted on the sockets; `transfer_bytes` is what was planned.
         downtime_s: the sum of these: from the loss until every rank could go on.
+        recovery_s: of it, from when the coordinator noticed the loss. Expected was
+            predicted_recovery_s, from predicted_recovery_s_min to predicted_recovery_s_max.
         predicted_downtime_s: once the answer is told, so without detect_s and decide_s; of these
             predicted_transfer_s for moving layers.
     """
@@ -82,8 +84,18 @@ class EventRecord:
     downtime_s: float = 0.0
     predicted_downtime_s: float = 0.0
     predicted_transfer_s: float = 0.0
+    recovery_s: float = 0.0
+    predicted_recovery_s: float = 0.0
+    predicted_recovery_s_min: float = 0.0
+    predicted_recovery_s_max: float = 0.0
     redone_samples: int = 0
     reason: str = ""
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether it was a recovery that took as long as it was expected to."""
+        least_s, most_s = self.predicted_recovery_s_min, self.predicted_recovery_s_max
+        return self.recovery_s > 0.0 and least_s <= self.recovery_s <= most_s
 
     @property
     def transition_s(self) -> float:

@@ -41,6 +41,7 @@ class _Open:
     Attributes:
         order: among all events, by when they were first told.
         lost_s: when it happened, if that is known, else when it was noticed.
+        noticed_s: when the coordinator noticed the newest of the losses that are answered with it.
         detected_s, told_s: when all had answered, and when they were told the plan; 0 before.
     """
 
@@ -48,6 +49,7 @@ class _Open:
     order: int
     lost_s: float
     is_noticed: bool = False
+    noticed_s: float = 0.0
     detected_s: float = 0.0
     told_s: float = 0.0
 
@@ -486,9 +488,12 @@ def _decided(one: _Open, message: Decided) -> _Open:
         source_tier=_tier(message),
         predicted_downtime_s=message.predicted_downtime_s,
         predicted_transfer_s=message.predicted_transfer_s,
+        predicted_recovery_s=message.predicted_recovery_s,
+        predicted_recovery_s_min=message.predicted_recovery_s_min,
+        predicted_recovery_s_max=message.predicted_recovery_s_max,
         redone_samples=message.redone_samples,
     )
-    return replace(one, event=event, detected_s=message.detected_s)
+    return replace(one, event=event, noticed_s=message.noticed_s, detected_s=message.detected_s)
 
 
 def _closed(one: _Open, message: Running) -> EventRecord:
@@ -504,6 +509,7 @@ def _closed(one: _Open, message: Running) -> EventRecord:
         transfer_s=message.now_s - one.told_s - regroup_s,
         received_bytes=message.received_bytes,
         downtime_s=message.now_s - one.lost_s,
+        recovery_s=message.now_s - one.noticed_s if one.noticed_s else 0.0,
     )
 
 

@@ -42,6 +42,9 @@ class Problem:
         is_deterministic: gradients are summed in float64.
         splits_backward: whether a plan may have the gradients of weights put off. Not with
             activation checkpointing, which would run the forward anew for each of the two parts.
+        processors: that the ranks of all nodes share, as those of emulated nodes do; 0: each device
+            is one. Plans are sought for devices that are one each; what is predicted of a plan, and
+            which answer is taken, knows of it (estimator/sharing.py).
     """
 
     profile: ModelProfile
@@ -51,6 +54,7 @@ class Problem:
     is_deterministic: bool = False
     splits_backward: bool = True
     reduction_order: ReductionOrder = ReductionOrder.COLOURED
+    processors: int = 0
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:

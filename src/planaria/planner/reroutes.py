@@ -19,7 +19,7 @@ all pipelines are cut alike. Odyssey's equation 13 sums over stages what in trut
 it is the most loaded rank that counts, and then the schedule itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -153,6 +153,38 @@ def simulated_s(problem: Problem, plan: Plan) -> float:
     part silently."""
     plan = replace(plan, silent={})
     return _iteration_s(problem, plan, _schedule(problem, plan))
+
+
+class Expected(NamedTuple):
+    """What an iteration of a plan is expected to take where it runs.
+
+    Attributes:
+        computing_s: by rank, of its forwards and backwards; empty where each rank has processors of
+            its own, for then it follows from its layers.
+    """
+
+    iteration_s: float
+    computing_s: Mapping[int, float]
+
+
+def expected(problem: Problem, plan: Plan) -> Expected:
+    """As `simulated_s`, by ranks that share the problem's processors, if they do."""
+    if not problem.processors:
+        return Expected(simulated_s(problem, plan), {})
+    plan = replace(plan, silent={})
+    timeline = predicted_timeline(
+        _schedule(problem, plan),
+        problem.profile,
+        plan=plan,
+        reduce_bytes_factor=problem.reduce_bytes_factor,
+        processors=problem.processors,
+    )
+    computing_s: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.lane == "compute":
+            lasts_s = span.end_s - span.start_s
+            computing_s[span.rank] = computing_s.get(span.rank, 0.0) + lasts_s
+    return Expected(timeline.iteration_s, computing_s)
 
 
 def _whole(problem: Problem, plan: Plan) -> Priced | None:

@@ -14,7 +14,7 @@ from planaria.observe.metrics import (
     MemoryRecord,
     Report,
 )
-from planaria.show.words import bytes_text, layers_text, seconds_text
+from planaria.show.words import bytes_text, layers_text, seconds_range_text, seconds_text
 
 _ROWS_MAX = 24  # Of the actions; those that are furthest off.
 _NAME_LETTERS_MIN = 12
@@ -45,17 +45,52 @@ def off_text(predicted: float, measured: float) -> str:
 
 def _texts(report: Report) -> Iterator[tuple[str, ...]]:
     """The table's rows."""
-    for name, predicted_s, corrected_s, measured_s in (
-        *_iterations(report.iterations),
-        *_actions(report.actions),
-        *_transitions(report.events),
-    ):
-        corrected = seconds_text(corrected_s) if corrected_s not in (0.0, predicted_s) else ""
-        texts = (seconds_text(predicted_s), corrected, seconds_text(measured_s))
-        yield name, *texts, off_text(corrected_s or predicted_s, measured_s)
+    for row in (*_iterations(report.iterations), *_actions(report.actions)):
+        yield _row_texts(*row)
+    for event in report.events:
+        if event.answer and event.predicted_recovery_s_max and event.recovery_s:
+            yield _recovery_texts(event)
+        if event.answer and event.predicted_downtime_s:
+            is_part = event.predicted_recovery_s_max > 0.0
+            name = f"{_transition_name(event)}{', once told' if is_part else ''}"
+            yield _row_texts(name, event.predicted_downtime_s, 0.0, event.transition_s)
     for one in report.memory:
         if one.epoch == report.memory[-1].epoch:
             yield f"memory of rank {one.rank}", *_memory_texts(one)
+
+
+def _row_texts(
+    name: str, predicted_s: float, corrected_s: float, measured_s: float
+) -> tuple[str, ...]:
+    corrected = seconds_text(corrected_s) if corrected_s not in (0.0, predicted_s) else ""
+    texts = (seconds_text(predicted_s), corrected, seconds_text(measured_s))
+    return name, *texts, off_text(corrected_s or predicted_s, measured_s)
+
+
+def _transition_name(event: EventRecord) -> str:
+    return f"{event.answer} at {event.iteration}"
+
+
+def _recovery_texts(event: EventRecord) -> tuple[str, ...]:
+    """From when the loss was noticed until all went on, both; a range has no share of it."""
+    least_s, most_s = event.predicted_recovery_s_min, event.predicted_recovery_s_max
+    expected, measured = seconds_range_text(least_s, most_s), seconds_text(event.recovery_s)
+    return _transition_name(event), expected, "", measured, _range_off_text(event)
+
+
+def expected_text(event: EventRecord) -> str:
+    """How long a recovery was to take from when its loss was noticed."""
+    least_s, most_s = event.predicted_recovery_s_min, event.predicted_recovery_s_max
+    return f"{seconds_range_text(least_s, most_s)} expected"
+
+
+def _range_off_text(event: EventRecord) -> str:
+    """Where a recovery lies in its range, or how far beyond its nearer end."""
+    if event.is_foreseen:
+        return "within"
+    is_short = event.recovery_s < event.predicted_recovery_s_min
+    nearest_s = event.predicted_recovery_s_min if is_short else event.predicted_recovery_s_max
+    return off_text(nearest_s, event.recovery_s)
 
 
 def _memory_texts(one: MemoryRecord) -> tuple[str, ...]:
@@ -104,10 +139,3 @@ def _actions(records: Sequence[ActionRecord]) -> Iterator[_Row]:
 
 def _stage_key(record: ActionRecord) -> tuple[int, int, str]:
     return record.first_layer, record.end_layer, record.kind
-
-
-def _transitions(events: Sequence[EventRecord]) -> Iterator[_Row]:
-    for event in events:
-        if event.answer and event.predicted_downtime_s:
-            name = f"{event.answer} at {event.iteration}"
-            yield name, event.predicted_downtime_s, 0.0, event.transition_s

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from planaria.observe.metrics import EventRecord
-from planaria.show.beside import off_text
+from planaria.show.beside import expected_text, off_text
 from planaria.show.choice import back_text, choice_text, differs_in_risk
 from planaria.show.words import bytes_text, counted, seconds_text
 
@@ -127,8 +127,14 @@ def _took(event: EventRecord) -> str:
             f"{seconds_text(event.predicted_downtime_s)}."
         )
     rest_s = event.predicted_downtime_s - event.predicted_transfer_s
+    whole = (
+        f"All went on {seconds_text(event.recovery_s)} after it was noticed, "
+        f"{expected_text(event)}. "
+        if event.predicted_recovery_s_max and event.recovery_s
+        else ""
+    )
     return (
-        f"To decide took {seconds_text(event.decide_s)}. From then on it took "
+        f"{whole}To decide took {seconds_text(event.decide_s)}. From then on it took "
         f"{seconds_text(event.transition_s)}, predicted were "
         f"{seconds_text(event.predicted_downtime_s)} "
         f"({off_text(event.predicted_downtime_s, event.transition_s)}): regroup "

@@ -26,6 +26,7 @@ from planaria.core.records import (
 )
 from planaria.observe.metrics import EventRecord, IterationRecord
 from planaria.observe.recorder import Recorder
+from planaria.show.beside import expected_text
 from planaria.show.choice import back_text, choice_text
 from planaria.show.words import counted
 
@@ -224,8 +225,9 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
     redone = f"{counted(event.redone_samples, 'sample')} redone"
     moved = f"{event.transfer_bytes / 1e6:.1f} MB moved, {redone}"
     back = back_text(event)
+    expected = f", {expected_text(event)}" if event.predicted_recovery_s_max else ""
     return (
-        f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}",
+        f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}{expected}",
         choice_text(event),
         f"{back}: {moved}" if back else moved,
     )

@@ -55,6 +55,13 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / unit_s:,.{2 if unit == 's' else 1}f} {unit}"
 
 
+def seconds_range_text(least_s: float, most_s: float) -> str:
+    """Two durations in one unit, such as "60-140 ms" or "1.2-3.0 s"."""
+    unit, unit_s = seconds_unit(most_s)
+    digits = 1 if most_s < 10 * unit_s else 0
+    return f"{least_s / unit_s:,.{digits}f}-{most_s / unit_s:,.{digits}f} {unit}"
+
+
 def duration_text(seconds: float) -> str:
     """Roughly, such as "40 s", "30 min" or "7 h"."""
     for unit, unit_s, seconds_max in (("s", 1.0, 120.0), ("min", 60.0, 7200.0)):

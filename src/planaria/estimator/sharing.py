@@ -1,0 +1,269 @@
+"""A schedule in virtual time where ranks share processors, as emulated nodes of one machine do.
+
+What runs at a time shares them equally: n busy threads on P processors advance at min(1, P / n) of
+their speed each, which is what a fair kernel does over some milliseconds. So a forward takes as
+long as its neighbours let it, and an iteration never less than all work over P. A rank that waits
+for a message takes nothing. With as many processors as ranks this is the run of time.py.
+
+A node that is slow is so for another reason than its share: what it computes gets that like any
+other, and is over only 1 / speed times as long after it began.
+
+A reduction is work for all its ranks: each sends and receives what the link's seconds are for, and
+sums it, on RANK_THREADS threads. Messages between stages take time on their links, but no
+processor: they are below one percent of the work between them.
+
+All busy threads advance by the same amount, so one running sum of it, `_Processors.served_s`, says
+when each is done, and the next one is the top of a heap.
+Complexity: O(actions * log(ranks)).
+
+Source: processor sharing, Kleinrock, "Queueing Systems" (1976), volume 2, section 4.4.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import Final, NamedTuple
+
+from planaria.schedule.action import (
+    RECEIVE_BACKWARD,
+    RECEIVE_FORWARD,
+    REDUCE,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    Kind,
+    Schedule,
+    slots_of,
+)
+from planaria.schedule.lower import execution_order
+
+# Busy threads of a rank while a bucket is reduced: one sends or sums, one receives. Measured.
+RANK_THREADS: Final = 2
+
+
+class Way(NamedTuple):
+    """A directed link between two hops and what a message of theirs costs on it."""
+
+    link: int
+    transfer_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the actions of a schedule cost, by kind; an entry for every hop of every microbatch, as
+    `slots_of` counts them, and of reductions one for every bucket.
+
+    Attributes:
+        lasts_s: seconds of an action that has a processor for itself, and those of a message.
+        ways: of messages.
+        speeds: by rank, of its node; what it computes is in `lasts_s` at this speed.
+    """
+
+    lasts_s: Mapping[Kind, Sequence[float]]
+    ways: Mapping[Kind, Sequence[Way]]
+    speeds: Mapping[int, float]
+
+
+class Times(NamedTuple):
+    """When each action starts, and how long it lasts; by kind, as in `Costs`."""
+
+    starts_s: Mapping[Kind, Sequence[float]]
+    lasts_s: Mapping[Kind, Sequence[float]]
+    end_s: float
+
+
+def shared_times(schedule: Schedule, costs: Costs, *, processors: int) -> Times:
+    """The schedule, run by ranks that share so many processors.
+
+    Raises:
+        DeadlockError: the schedule cannot finish.
+    """
+    for _ in execution_order(schedule):  # It raises where the schedule cannot finish.
+        pass
+    return _SharedRun(schedule, costs, processors).times()
+
+
+def last_end_s(works_s: Iterable[float], *, processors: int) -> float:
+    """When the last of these works is done, which begin together and share the processors."""
+    ends_s, before_s = 0.0, 0.0
+    ascending = sorted(works_s)
+    for index, work_s in enumerate(ascending):
+        ends_s += (work_s - before_s) / _rate(processors, len(ascending) - index)
+        before_s = work_s
+    return ends_s
+
+
+def _rate(processors: int, num_busy: int) -> float:
+    """At which part of its speed each of so many busy threads advances."""
+    return min(1.0, processors / num_busy) if num_busy else 1.0
+
+
+class _Job(NamedTuple):
+    """Work on the processors: an action of a rank, or the reduction of a bucket (rank -1)."""
+
+    rank: int
+    kind: Kind
+    slot: int
+    num_threads: int
+
+
+@dataclass(slots=True)
+class _Processors:
+    """Processors that all busy threads share equally.
+
+    Attributes:
+        served_s: what a thread that was busy all the time has got by now.
+    """
+
+    number: int
+    now_s: float = 0.0
+    served_s: float = 0.0
+    _num_busy: int = 0
+    _order: int = 0
+    _jobs: list[tuple[float, int, _Job]] = field(default_factory=list)
+
+    def begin(self, job: _Job, work_s: float) -> None:
+        """A job becomes busy; each of its threads has so much to do."""
+        self._order += 1  # Of jobs that end together the one that began first is first.
+        heappush(self._jobs, (self.served_s + work_s, self._order, job))
+        self._num_busy += job.num_threads
+
+    def next_end_s(self) -> float:
+        """When the next job ends if no other begins; infinite if there is none."""
+        if not self._jobs:
+            return inf
+        left_s = max(0.0, self._jobs[0][0] - self.served_s)
+        return self.now_s + left_s / _rate(self.number, self._num_busy)
+
+    def advance(self, now_s: float) -> None:
+        """Time passes in which no job ends."""
+        self.served_s += (now_s - self.now_s) * _rate(self.number, self._num_busy)
+        self.now_s = now_s
+
+    def end_next(self) -> _Job:
+        """The next job ends now."""
+        self.now_s = self.next_end_s()
+        self.served_s, _, job = heappop(self._jobs)
+        self._num_busy -= job.num_threads
+        return job
+
+
+class _SharedRun:
+    """The state of the run: where each rank is, and what has been sent."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, processors: int) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._slots = slots_of(schedule.routes)
+        self._processors = _Processors(processors)
+        self._starts_s = {kind: [0.0] * len(lasts) for kind, lasts in costs.lasts_s.items()}
+        self._lasts_s = {kind: list(lasts) for kind, lasts in costs.lasts_s.items()}
+        self._next = dict.fromkeys(schedule.actions, 0)  # Action of each rank.
+        self._links_s: defaultdict[int, float] = defaultdict(float)
+        self._arrivals_s: dict[tuple[Kind, int], float] = {}  # By the receive, and its slot.
+        self._waiting: dict[tuple[Kind, int], int] = {}
+        self._wakes: list[tuple[float, int]] = []  # When a rank goes on that waits for a moment.
+        # Ranks that have not handed a bucket over; and by rank the buckets to come, in order.
+        actions = (one for of_rank in schedule.actions.values() for one in of_rank)
+        self._missing = Counter(one.bucket for one in actions if one.kind is REDUCE)
+        self._lanes = {
+            rank: deque(i for i, bucket in enumerate(schedule.buckets) if rank in bucket.ranks)
+            for bucket in schedule.buckets
+            for rank in bucket.ranks
+        }
+
+    def times(self) -> Times:
+        """Runs it to its end."""
+        for rank in self._schedule.actions:
+            self._go_on(rank)
+        while True:
+            wake_s = self._wakes[0][0] if self._wakes else inf
+            end_s = self._processors.next_end_s()
+            if wake_s == end_s == inf:
+                break
+            if wake_s <= end_s:
+                self._processors.advance(wake_s)
+                self._go_on(heappop(self._wakes)[1])
+            else:
+                self._end(self._processors.end_next())
+        assert all(len(self._schedule.actions[rank]) == at for rank, at in self._next.items())
+        return Times(self._starts_s, self._lasts_s, self._processors.now_s)
+
+    def _end(self, job: _Job) -> None:
+        now_s = self._processors.now_s
+        lasts_s = now_s - self._starts_s[job.kind][job.slot]
+        if job.kind is not REDUCE:
+            slowed_s = lasts_s / self._share_busy(job.rank)
+            self._lasts_s[job.kind][job.slot] = slowed_s
+            if slowed_s > lasts_s:
+                heappush(self._wakes, (now_s - lasts_s + slowed_s, job.rank))
+            else:
+                self._go_on(job.rank)
+            return
+        self._lasts_s[REDUCE][job.slot] = lasts_s
+        ranks = self._schedule.buckets[job.slot].ranks
+        for rank in ranks:
+            self._lanes[rank].popleft()
+        for bucket in sorted({self._lanes[rank][0] for rank in ranks if self._lanes[rank]}):
+            self._reduce(bucket)
+
+    def _share_busy(self, rank: int) -> float:
+        """Of the time of its actions a slow node leaves the processors to others."""
+        return min(1.0, self._costs.speeds[rank])
+
+    def _go_on(self, rank: int) -> None:
+        """The rank takes its actions, until one of them takes time."""
+        actions, now_s = self._schedule.actions[rank], self._processors.now_s
+        while self._next[rank] < len(actions):
+            kind, microbatch, hop, bucket = actions[self._next[rank]]
+            slot = bucket if kind is REDUCE else self._slots[microbatch] + hop
+            if kind in (RECEIVE_FORWARD, RECEIVE_BACKWARD):
+                if not self._has_come(rank, kind, slot):
+                    return
+                self._next[rank] += 1
+                continue
+            self._next[rank] += 1
+            if kind is REDUCE:
+                self._missing[bucket] -= 1
+                self._reduce(bucket)
+            elif kind is SEND_FORWARD:
+                self._send(kind, slot, (RECEIVE_FORWARD, slot + 1))
+            elif kind is SEND_BACKWARD:
+                self._send(kind, slot, (RECEIVE_BACKWARD, slot - 1))
+            else:
+                self._starts_s[kind][slot] = now_s
+                work_s = self._costs.lasts_s[kind][slot] * self._share_busy(rank)
+                self._processors.begin(_Job(rank, kind, slot, num_threads=1), work_s)
+                return
+
+    def _has_come(self, rank: int, kind: Kind, slot: int) -> bool:
+        """Whether a message is there; if not, the rank is woken when it is."""
+        arrival_s = self._arrivals_s.get((kind, slot))
+        if arrival_s is None:
+            self._waiting[kind, slot] = rank
+            return False
+        if arrival_s > self._processors.now_s:
+            heappush(self._wakes, (arrival_s, rank))
+            return False
+        return True
+
+    def _send(self, kind: Kind, slot: int, receive: tuple[Kind, int]) -> None:
+        way = self._costs.ways[kind][slot]
+        start_s = max(self._processors.now_s, self._links_s[way.link])
+        self._starts_s[kind][slot] = start_s
+        self._links_s[way.link] = end_s = start_s + way.transfer_s
+        self._arrivals_s[receive] = end_s + way.latency_s
+        if receive in self._waiting:
+            heappush(self._wakes, (end_s + way.latency_s, self._waiting.pop(receive)))
+
+    def _reduce(self, bucket: int) -> None:
+        """The reduction begins if all its ranks are there, and through with those before."""
+        ranks = self._schedule.buckets[bucket].ranks
+        is_first = all(self._lanes[rank][0] == bucket for rank in ranks)
+        if self._missing[bucket] or not is_first:
+            return
+        self._starts_s[REDUCE][bucket] = self._processors.now_s
+        job = _Job(-1, REDUCE, bucket, num_threads=RANK_THREADS * len(ranks))
+        self._processors.begin(job, self._costs.lasts_s[REDUCE][bucket])
