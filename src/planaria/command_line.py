@@ -82,10 +82,6 @@ class _Unfailing:
     def flush(self) -> None:
         """Nothing is left to be flushed."""
 
-    def fileno(self) -> int:
-        """The descriptor below; -1 if there is none."""
-        return self._descriptor
-
     def isatty(self) -> bool:
         """Whether it is a terminal."""
         return self._stream is not None and self._stream.isatty()

@@ -16,8 +16,8 @@ of the job sees the pipe close and leaves. They hold all its read ends, too: the
 own end break when the last process of the job is gone, and waits for that.
 
 Ctrl-C and SIGTERM stop the job at its next commit, once its state is saved; a second one, or one
-before the first iteration has begun, ends it at once. So does a terminal that is gone (SIGHUP), but
-it is never the second one: a shell and the kernel may both tell of it.
+before the first iteration has begun, ends it at once. A terminal that is gone (SIGHUP) stops it as
+the first one does and is never the second: a shell and the kernel may both tell of it.
 """
 
 import asyncio
