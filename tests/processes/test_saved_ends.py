@@ -134,6 +134,35 @@ def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     own_server.wait_ready()
 
 
+def test_a_fork_server_that_never_stays_ends_a_job_only_when_it_is_needed(
+    own_server: ForkServer,
+    tmp_path: Path,
+    leaders: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it no coordinator can be started, not even one that only saves; that is said."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=10 * MANY)
+    monkeypatch.setattr(own_server, "_preload", ["no.such.module", "leaving"])
+    monkeypatch.setattr(own_server, "_path", [str(tmp_path), *own_server._path])
+    (tmp_path / "leaving.py").write_text("raise SystemExit(9)")
+    acts: dict[int, Callable[[], object]] = {4: lambda: os.kill(own_server.pid, signal.SIGKILL)}
+
+    class Killing(At):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "no node can be started any more" in text and not acts:
+                os.kill(leaders[-1], signal.SIGKILL)
+
+    result = Job(config).run(server=own_server, display=Killing(acts))
+    monkeypatch.undo()
+    own_server.renew()
+    own_server.wait_ready()
+
+    assert isinstance(result.error, InsufficientError)
+    assert "no process could be started to save; there is no checkpoint" in str(result.error)
+    assert len(result.report.iterations) > 4
+
+
 # -- the journal ----------------------------------------------------------------------------------
 
 
