@@ -139,6 +139,16 @@ def _commands(
     """Trains large PyTorch models on nodes that fail."""
 
 
+State = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Where the coordinator keeps its journal. Default: beside the checkpoints, or in "
+        "the user's state directory if these are in an object store.",
+    ),
+]
+
+
 @app.command()
 @exit_codes()
 def train(
@@ -158,14 +168,7 @@ def train(
         list[str] | None,
         typer.Option(metavar="SPEC", help="A fault: KIND[=VALUE]:NODES@ITERATION[.STEP]."),
     ] = None,
-    state: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR",
-            help="Where the coordinator keeps its journal. Default: beside the checkpoints, or in "
-            "the user's state directory if these are in an object store.",
-        ),
-    ] = "",
+    state: State = "",
     settings: Settings = None,
 ) -> None:
     """Trains a job on emulated nodes of this machine."""

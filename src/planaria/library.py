@@ -269,11 +269,7 @@ class Job:
             check_room(planned)
             display.planned(planned)
             recorder = _recorder(planned, start_s)
-            watcher = Watcher(
-                recorder,
-                display,
-                predicted_peak_bytes=partial(predicted_peak_bytes, planned.problem),
-            )
+            watcher = _watcher(planned, recorder, display)
             launcher = _launcher(
                 planned, running, watcher, injections, directory=journal, trace=trace
             )
@@ -327,6 +323,11 @@ def _recorder(planned: Planned, start_s: float) -> Recorder:
         predicted_s=planned.predicted.iteration_s,
         predicted_peak_bytes=planned.predicted_peak_bytes,
     )
+
+
+def _watcher(planned: Planned, recorder: Recorder, display: Display) -> Watcher:
+    peak_bytes = partial(predicted_peak_bytes, planned.problem)
+    return Watcher(recorder, display, predicted_peak_bytes=peak_bytes)
 
 
 def _launcher(

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from coordinated import END, FIRST, Survivors, of_type, saved, small_rules
+from coordinated import END, FIRST, Survivors, of_type, saved, small_rules, unsaved
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.state import End, Ending, Phase, Rules
-from planaria.core.messages import NoticeTaken, StopRequested
-from planaria.core.records import Committed, Progress
+from planaria.coordinator.state import End, Ending, MustEnd, Phase, Rules
+from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested
+from planaria.core.records import Committed, Decision, Progress
 
 
 def rules(*, grant_s: float = 0.0) -> Rules:
@@ -90,3 +90,55 @@ def test_a_new_coordinator_knows_that_a_notice_made_the_job_stop() -> None:
 
     (end,) = of_type(cluster.commands, End)
     assert (end.ending, end.reason) == (Ending.LOST, reason)
+
+
+def test_a_job_that_must_end_stops_at_its_next_commit_saved() -> None:
+    """Whatever else is asked for meanwhile; the reason is the one that came first."""
+    cluster = training(rules())
+    cluster.hear(MustEnd("the disk is full"), StopRequested(), MustEnd("another"))
+    assert all(cluster.nodes[node].stops for node in (0, 1))
+    cluster.train(FIRST + 1)
+    assert cluster.state.phase is Phase.SAVING
+    cluster.hear(saved(0, FIRST + 2, epoch=0, layers=range(NUM_LAYERS)))
+
+    (end,) = of_type(cluster.commands, End)
+    assert (end.ending, end.reason) == (Ending.LOST, "the disk is full")
+
+
+def test_a_job_that_must_end_has_finished_if_that_was_its_last_iteration() -> None:
+    cluster = training(rules())
+    for iteration in range(FIRST + 1, END):
+        cluster.train(iteration)
+    cluster.hear(MustEnd("the disk is full"))
+    cluster.hear(saved(0, END, epoch=0, layers=range(NUM_LAYERS)))
+
+    (end,) = of_type(cluster.commands, End)
+    assert end.ending is Ending.FINISHED
+
+
+def test_a_job_that_must_end_is_saved_after_a_loss_and_trains_no_more() -> None:
+    """Also where nodes enough are left: no answer is asked for that might fail."""
+    cluster = FakeCluster(replace(rules(), n0=1), shaped_plan((1, 1), 6))
+    cluster.begin()
+    cluster.train(FIRST)
+    cluster.hear(MustEnd("the disk is full"))
+    cluster.lose(1)
+
+    (end,) = of_type(cluster.commands, End)
+    decision = cluster.records[-1]
+    assert isinstance(decision, Decision)
+    assert isinstance(decision.order, SaveLayers)
+    assert decision.order.iteration == FIRST + 1
+    assert (end.ending, end.reason) == (Ending.LOST, "the disk is full")
+
+
+def test_a_job_that_must_end_says_what_is_not_saved() -> None:
+    """The disk of the records may be that of the saves."""
+    cluster = training(rules())
+    cluster.hear(MustEnd("the disk is full"))
+    cluster.train(FIRST + 1)
+    cluster.hear(unsaved(0, FIRST + 2, epoch=0))
+
+    (end,) = of_type(cluster.commands, End)
+    assert end.ending is Ending.LOST
+    assert end.reason.startswith("the disk is full; what is live was not saved: ")

@@ -134,6 +134,35 @@ def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     own_server.wait_ready()
 
 
+def test_a_fork_server_that_never_stays_ends_a_job_only_when_it_is_needed(
+    own_server: ForkServer,
+    tmp_path: Path,
+    leaders: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it no coordinator can be started, not even one that only saves; that is said."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=10 * MANY)
+    monkeypatch.setattr(own_server, "_preload", ["no.such.module", "leaving"])
+    monkeypatch.setattr(own_server, "_path", [str(tmp_path), *own_server._path])
+    (tmp_path / "leaving.py").write_text("raise SystemExit(9)")
+    acts: dict[int, Callable[[], object]] = {4: lambda: os.kill(own_server.pid, signal.SIGKILL)}
+
+    class Killing(At):
+        def note(self, text: str) -> None:
+            super().note(text)
+            if "no node can be started any more" in text and not acts:
+                os.kill(leaders[-1], signal.SIGKILL)
+
+    result = Job(config).run(server=own_server, display=Killing(acts))
+    monkeypatch.undo()
+    own_server.renew()
+    own_server.wait_ready()
+
+    assert isinstance(result.error, InsufficientError)
+    assert "no process could be started to save; there is no checkpoint" in str(result.error)
+    assert len(result.report.iterations) > 4
+
+
 # -- the journal ----------------------------------------------------------------------------------
 
 
@@ -309,3 +338,86 @@ def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_pa
 
     resumed = Job(config).train(resume=True, server=own_server)
     assert digests(resumed) == calm_digests(own_server, MANY)
+
+
+# -- a stop that is asked for meanwhile -----------------------------------------------------------
+
+
+class Stopping(Silent):
+    """Sends this process SIGTERM when something is said, once."""
+
+    def __init__(self, said: str) -> None:
+        self._said = said
+        self._is_sent = False
+
+    def began(self) -> None:
+        self.note("training")
+
+    def note(self, text: str) -> None:
+        if self._said in text and not self._is_sent:
+            self._is_sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("said", "specs"),
+    [
+        ("training", ()),
+        ("injecting leader", ("leader:@3",)),
+        ("injecting kill", ("kill:1@3.backward",)),
+        ("its connection closed", ("kill:1@3.backward",)),
+        ("injecting leader", ("kill:1@3", "leader:@3.decide")),
+        ("another one is started", ("forkserver:@3",)),
+        ("injecting leader", ("forkserver:@2", "leader:@3")),
+    ],
+)
+def test_a_stop_that_is_asked_for_at_any_moment_saves_and_resumes(
+    said: str, specs: tuple[str, ...], own_server: ForkServer, tmp_path: Path
+) -> None:
+    """Before the first commit, in a recovery, without a coordinator, without a fork server."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+
+    result = struck(config, own_server, *specs, display=Stopping(said))
+
+    assert result.stopped
+    assert result.error is None
+    own_server.exits()
+    if own_server.loss:
+        own_server.renew()
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_a_stop_that_is_asked_for_while_the_job_has_to_end_changes_nothing(
+    own_server: ForkServer, tmp_path: Path, disk: Path
+) -> None:
+    """It is saved once, and the reason is the disk."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+
+    class Filling(Stopping):
+        def committed(self, record: IterationRecord) -> None:
+            if record.iteration == 4:
+                fill(disk)
+
+    display = Filling("the job saves and ends")
+    result = Job(config).run(server=own_server, state=str(disk), display=display)
+
+    assert isinstance(result.error, InsufficientError)
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
+
+
+def test_a_stop_that_is_asked_for_while_no_coordinator_stays_changes_nothing(
+    own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
+) -> None:
+    """The one that only saves does what was asked for anyway."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    end = end_for_ever(leaders, crashing)
+
+    def act() -> None:
+        end()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    result = Job(config).run(server=own_server, display=At({4: act}))
+
+    assert isinstance(result.error, InsufficientError)
+    crashing.unlink()
+    assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")

@@ -14,8 +14,8 @@ from planaria.checkpoint.tiers import tier_of
 
 ENDLESS = (
     "model.time_scale=0.1",
-    "cluster.nodes=2",
-    "training.global_batch_size=4",
+    "cluster.nodes=6",
+    "training.global_batch_size=12",
     "training.iterations=1_000_000_000",
     "checkpoint.directory=checkpoints",
 )

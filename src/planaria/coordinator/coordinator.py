@@ -157,9 +157,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case NodeLost() if event.node in state.candidates:
             return candidate_lost(state, event)
         case PeerUnreachable() if event.epoch in state.epochs:
-            since_s = state.unreachable_s or now_s
-            unreached = (*state.unreached, event.peer)
-            return replace(state, unreachable_s=since_s, unreached=unreached), ()
+            return _unreached(state, event, now_s), ()
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
             order = Abort(epoch=state.epoch, nodes=state.nodes)
             return replace(state, phase=Phase.STOPPING), (Tell(order),)
@@ -181,6 +179,11 @@ def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
     state = replace(state, workers=state.workers.plus(event.rank, event))
     is_forked = was_forking and not state.is_forking
     return state, (Notify(Forked(now_s=now_s)),) if is_forked else ()
+
+
+def _unreached(state: JobState, event: PeerUnreachable, now_s: float) -> JobState:
+    since_s = state.unreachable_s or now_s
+    return replace(state, unreachable_s=since_s, unreached=(*state.unreached, event.peer))
 
 
 def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:

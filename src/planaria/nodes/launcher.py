@@ -256,7 +256,7 @@ class Launcher:
 
     def _fork_agents(self) -> None:
         """Forks the nodes that wait, if there is a fork server."""
-        while self._unforked and self._server.is_ready:
+        while self._unforked and self._server.is_ready and not self._ended.done():
             node, payload = self._unforked[0]
             # The fork server may tell of exits meanwhile, or end.
             asyncio.get_running_loop().call_soon(self._watch_processes)
@@ -368,6 +368,7 @@ class Launcher:
             self._ended.set_exception(error)
             return
         self._error, self._must_end = error, f"the launcher raised {error!r}"
+        self._fence(self._leader_pid)  # It may stand still, and go on later.
         self._start_leading()
 
     async def _is_forking(self) -> bool:
@@ -377,12 +378,14 @@ class Launcher:
                 return False
             if self._server.loss:
                 self._renew_server()
+                continue
             self._can_fork.clear()
             await self._can_fork.wait()
         return True
 
     def _renew_server(self) -> None:
-        """Starts another fork server, unless none has stayed since the last commit."""
+        """Starts another fork server, unless too many have ended, none of which was there when an
+        iteration was committed."""
         self._renewals += 1
         if self._renewals > RESTARTS_MAX:
             text = f"{self._server.loss}, as those before it: no node can be started any more"
@@ -430,7 +433,8 @@ class Launcher:
                             ends=message.ends,
                             since=message.since,
                         )
-                        self._restarts = self._renewals = 0
+                        self._restarts = 0
+                        self._renewals = 0 if self._server.is_ready else self._renewals
                     case Recorded():
                         self._members = message.members or self._members
                         self._outcome = message.outcome or self._outcome
@@ -498,7 +502,6 @@ class Launcher:
 
     def _kill_evicted(self, ended: Ended) -> None:
         """A node that was evicted may hang, and would never leave."""
-        self._unforked = []
         for node in self._agents.keys() - set(ended.nodes):
             self._fence(self._agents[node])
 
