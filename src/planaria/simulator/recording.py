@@ -83,8 +83,9 @@ class Recording:
             case Decided():
                 self._causes |= {Category.DECIDE, Category.REGROUP, Category.TRANSFER}
                 goes_back = message.iteration < recorder.next_iteration
-                if message.redone_samples and (self._was_training or goes_back):
+                if message.redone_samples:  # Ranks may train before all are known to.
                     self._causes.add(Category.REDO)
+                if message.redone_samples and (self._was_training or goes_back):
                     self._redo_due = recorder.ledger.seconds.get(Category.REDO, 0.0)
                 recorder.decided(message, predicted_peak_bytes=0)
             case Changed():
