@@ -1,8 +1,11 @@
 """Bugs to plant: rules about copies, saves and machines that are granted, each switched off."""
 
+import math
+
 import pytest
 
-from planaria.coordinator import crashes, recovery
+from planaria.coordinator import coordinator, crashes, recovery
+from planaria.simulator import saver
 from planaria.simulator.copying import CopyMemory
 
 
@@ -19,3 +22,13 @@ def damaged_saves_are_used_again(patch: pytest.MonkeyPatch) -> None:
 def who_was_granted_is_not_taken(patch: pytest.MonkeyPatch) -> None:
     """All wait for a machine, and do not see that it has come."""
     patch.setattr(recovery, "taken_at_loss", lambda *_: ())
+
+
+def a_store_is_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
+    """The job ends with its last save, or never."""
+    patch.setattr(coordinator, "last_save_awaited", lambda _rules, state, _now_s: (state, ()))
+
+
+def saves_are_not_skipped(patch: pytest.MonkeyPatch) -> None:
+    """Training waits for the save before, however long that takes."""
+    patch.setattr(saver, "_WAIT_S", math.inf)
