@@ -373,7 +373,7 @@ class Stopping(Silent):
 
 
 @pytest.mark.parametrize(
-    ("said", "specs"),
+    "moment",
     long_but_the_first(
         [
             ("injecting leader", ("kill:1@3", "leader:@3.decide")),
@@ -387,11 +387,12 @@ class Stopping(Silent):
     ),
 )
 def test_a_stop_that_is_asked_for_at_any_moment_saves_and_resumes(
-    said: str, specs: tuple[str, ...], own_server: ForkServer, tmp_path: Path
+    moment: tuple[str, tuple[str, ...]], own_server: ForkServer, tmp_path: Path
 ) -> None:
     """Before the first commit, in a recovery, without a coordinator, without a fork server."""
     config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
+    said, specs = moment
     result = struck(config, own_server, *specs, display=Stopping(said))
 
     assert result.stopped
