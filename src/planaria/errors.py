@@ -42,7 +42,8 @@ class ConfigError(PlanariaError):
 
 
 class InsufficientError(PlanariaError):
-    """When too few nodes or copies are left for the job to go on."""
+    """When the job cannot go on: too few nodes or copies are left, or no process or record of the
+    job can be kept around them."""
 
 
 class TrainingError(PlanariaError):

@@ -14,7 +14,15 @@ import psutil
 import pytest
 
 import crashing_leader
-from chaos import ITERATIONS, calm_digests, chaos_job, check_survived, recoveries, struck
+from chaos import (
+    ITERATIONS,
+    calm_digests,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    recoveries,
+    struck,
+)
 from jobs import digests
 from planaria.errors import InsufficientError
 from planaria.library import Job, Silent, TrainingResult
@@ -22,7 +30,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from planaria.planning import PRELOAD
 
-MANY = 60  # Iterations of a job that is to be stopped before its end.
+MANY = 40  # Iterations of a job that is to be stopped before its end.
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +112,15 @@ def assert_resumes_to_the_same_bits(
 
 @pytest.mark.parametrize(
     "specs",
-    [
-        ("forkserver:@3",),
-        ("forkserver:@2", "kill:1@4.reduce"),
-        ("forkserver:@3", "leader:@3"),
-        ("forkserver:@2", "kill:1@4", "leader:@5", "forkserver:@6"),
-        ("forkserver:@2", "join:1@3"),
-    ],
-    ids=" ".join,
+    long_but_the_first(
+        [
+            ("forkserver:@2", "kill:1@4", "leader:@5", "forkserver:@6"),
+            ("forkserver:@3",),
+            ("forkserver:@2", "kill:1@4.reduce"),
+            ("forkserver:@3", "leader:@3"),
+            ("forkserver:@2", "join:1@3"),
+        ]
+    ),
 )
 def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     specs: tuple[str, ...], own_server: ForkServer, tmp_path: Path
@@ -134,6 +143,7 @@ def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     own_server.wait_ready()
 
 
+@pytest.mark.long
 def test_a_fork_server_that_never_stays_ends_a_job_only_when_it_is_needed(
     own_server: ForkServer,
     tmp_path: Path,
@@ -141,7 +151,7 @@ def test_a_fork_server_that_never_stays_ends_a_job_only_when_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without it no coordinator can be started, not even one that only saves; that is said."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=10 * MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=10 * MANY)
     monkeypatch.setattr(own_server, "_preload", ["no.such.module", "leaving"])
     monkeypatch.setattr(own_server, "_path", [str(tmp_path), *own_server._path])
     (tmp_path / "leaving.py").write_text("raise SystemExit(9)")
@@ -170,7 +180,7 @@ def test_a_full_disk_of_the_journal_ends_the_job_saved(
     own_server: ForkServer, tmp_path: Path, disk: Path
 ) -> None:
     """The saves are on another one. No later run takes this one's journal for its own."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
     display = At({4: lambda: fill(disk)})
 
     result = Job(config).run(server=own_server, state=str(disk), display=display)
@@ -187,7 +197,7 @@ def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
     own_server: ForkServer, tmp_path: Path, disk: Path
 ) -> None:
     """One disk for both, as is usual."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
     saves = str(disk / "checkpoints")
     config = replace(config, checkpoint=replace(config.checkpoint, directory=saves))
 
@@ -240,7 +250,7 @@ def test_a_coordinator_that_always_ends_ends_the_job_saved(
     own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
 ) -> None:
     """One that needs no plans asks the nodes what they hold, and has them save it."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
     display = At({4: end_for_ever(leaders, crashing)})
 
     result = Job(config).run(server=own_server, display=display)
@@ -252,11 +262,12 @@ def test_a_coordinator_that_always_ends_ends_the_job_saved(
     assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_node_that_is_killed_meanwhile_costs_no_save(
     own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
 ) -> None:
     """As after any loss, others hold what it held."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
     end = end_for_ever(leaders, crashing)
 
     def act() -> None:
@@ -276,7 +287,7 @@ def test_where_no_coordinator_lives_the_job_says_that_nothing_was_saved(
     own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
 ) -> None:
     """Not even one that only saves."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
     children = set(psutil.Process(own_server.pid).children())
     rescues(crashing).touch()
 
@@ -287,11 +298,12 @@ def test_where_no_coordinator_lives_the_job_says_that_nothing_was_saved(
     assert set(psutil.Process(own_server.pid).children()) <= children
 
 
+@pytest.mark.long
 def test_a_coordinator_that_dies_without_records_is_followed_by_one_that_saves(
     own_server: ForkServer, tmp_path: Path, disk: Path, leaders: list[int]
 ) -> None:
     """What was decided since the disk was full is nowhere but with the nodes."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
     class Killing(At):
         def note(self, text: str) -> None:
@@ -313,7 +325,7 @@ def test_a_journal_that_somebody_removes_ends_the_job_saved(
     own_server: ForkServer, tmp_path: Path, leaders: list[int]
 ) -> None:
     """The next coordinator would begin the job anew, and the nodes would take it for an old one."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
     def act() -> None:
         shutil.rmtree(tmp_path / "run" / "checkpoints" / ".journal")
@@ -326,9 +338,10 @@ def test_a_journal_that_somebody_removes_ends_the_job_saved(
     assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_path: Path) -> None:
     """It is the caller's mistake, and no reason to lose what was trained."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
     def act() -> None:
         raise ZeroDivisionError
@@ -360,23 +373,26 @@ class Stopping(Silent):
 
 
 @pytest.mark.parametrize(
-    ("said", "specs"),
-    [
-        ("training", ()),
-        ("injecting leader", ("leader:@3",)),
-        ("injecting kill", ("kill:1@3.backward",)),
-        ("its connection closed", ("kill:1@3.backward",)),
-        ("injecting leader", ("kill:1@3", "leader:@3.decide")),
-        ("another one is started", ("forkserver:@3",)),
-        ("injecting leader", ("forkserver:@2", "leader:@3")),
-    ],
+    "moment",
+    long_but_the_first(
+        [
+            ("injecting leader", ("kill:1@3", "leader:@3.decide")),
+            ("training", ()),
+            ("injecting leader", ("leader:@3",)),
+            ("injecting kill", ("kill:1@3.backward",)),
+            ("its connection closed", ("kill:1@3.backward",)),
+            ("another one is started", ("forkserver:@3",)),
+            ("injecting leader", ("forkserver:@2", "leader:@3")),
+        ]
+    ),
 )
 def test_a_stop_that_is_asked_for_at_any_moment_saves_and_resumes(
-    said: str, specs: tuple[str, ...], own_server: ForkServer, tmp_path: Path
+    moment: tuple[str, tuple[str, ...]], own_server: ForkServer, tmp_path: Path
 ) -> None:
     """Before the first commit, in a recovery, without a coordinator, without a fork server."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
+    said, specs = moment
     result = struck(config, own_server, *specs, display=Stopping(said))
 
     assert result.stopped
@@ -387,11 +403,12 @@ def test_a_stop_that_is_asked_for_at_any_moment_saves_and_resumes(
     assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_stop_that_is_asked_for_while_the_job_has_to_end_changes_nothing(
     own_server: ForkServer, tmp_path: Path, disk: Path
 ) -> None:
     """It is saved once, and the reason is the disk."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
 
     class Filling(Stopping):
         def committed(self, record: IterationRecord) -> None:
@@ -405,11 +422,12 @@ def test_a_stop_that_is_asked_for_while_the_job_has_to_end_changes_nothing(
     assert_resumes_to_the_same_bits(result, own_server, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_a_stop_that_is_asked_for_while_no_coordinator_stays_changes_nothing(
     own_server: ForkServer, tmp_path: Path, leaders: list[int], crashing: Path
 ) -> None:
     """The one that only saves does what was asked for anyway."""
-    config = chaos_job("gpt2", tmp_path / "run", own_server, iterations=MANY)
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
     end = end_for_ever(leaders, crashing)
 
     def act() -> None:
