@@ -365,9 +365,16 @@ def test_layers_that_take_longer_are_found_where_processors_are_shared() -> None
 
 
 def test_a_new_coordinator_knows_that_ranks_share_processors() -> None:
-    """It takes over in the middle of an epoch, and what it is told then is no drift."""
+    """It takes over in the middle of an epoch, of which nobody tells it the first iteration, and what
+    it is told then is no drift."""
     cluster = training(every=sharing(1))
     train_sharing(cluster, 2, times=1.0)
+    committed = of_type(cluster.commands, Committed)[-1]
+    cluster.progress = progress_of(cluster.state, committed)
+    for node in cluster.nodes.values():
+        facts = node.agent.facts.items()
+        told = {key: fact for key, fact in facts if not isinstance(fact, IterationDone)}
+        node.agent = replace(node.agent, facts=told)
     cluster.restart()
     train_sharing(cluster, 3 * WINDOW, times=1.0)
 
