@@ -364,6 +364,23 @@ def test_layers_that_take_longer_are_found_where_processors_are_shared() -> None
     assert len(of_type(cluster.commands, ProfileCorrected)) == 1
 
 
+def test_a_new_coordinator_knows_that_ranks_share_processors() -> None:
+    """It takes over in the middle of an epoch, of which nobody tells it the first iteration, and what
+    it is told then is no drift."""
+    cluster = training(every=sharing(1))
+    train_sharing(cluster, 2, times=1.0)
+    committed = of_type(cluster.commands, Committed)[-1]
+    cluster.progress = progress_of(cluster.state, committed)
+    for node in cluster.nodes.values():
+        facts = node.agent.facts.items()
+        told = {key: fact for key, fact in facts if not isinstance(fact, IterationDone)}
+        node.agent = replace(node.agent, facts=told)
+    cluster.restart()
+    train_sharing(cluster, 3 * WINDOW, times=1.0)
+
+    assert factors(cluster) == ()
+
+
 def test_answers_are_priced_by_the_processors_that_ranks_share() -> None:
     """On one processor every plan takes what all layers take of all microbatches, and the answer to
     a loss is no slower than what there was."""

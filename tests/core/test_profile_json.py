@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,17 @@ from strategies import layer_profile, model_profile, profiles
 def test_a_profile_comes_back_as_it_was_written(profile: ModelProfile) -> None:
     """Device counts are strings in JSON and numbers again."""
     assert decode_profile(encode_profile(profile), source="x") == profile
+
+
+def test_what_an_iteration_adds_comes_back_and_is_absent_where_nobody_measured_it() -> None:
+    """Profiles of before have none."""
+    unmeasured = model_profile((layer_profile("first", 0.01),))
+    layers = tuple(replace(layer, update_s={1: 0.25}) for layer in unmeasured.layers)
+    measured = replace(unmeasured, layers=layers)
+
+    assert decode_profile(encode_profile(measured), source="x") == measured
+    assert b"update_s" in encode_profile(measured)
+    assert b"update_s" not in encode_profile(unmeasured)
 
 
 def written() -> dict[str, Any]:
@@ -70,6 +82,8 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "links.inter_node is missing": lambda data: data["links"].pop("inter_node"),
     "layer last: forward_s and backward": _in_layer(backward_input_s={"1": 0.1, "2": 0.1}),
     "layer last: forward_s": _in_layer(forward_s={}),
+    "layer last: update_s needs": _in_layer(update_s={"2": 0.1}),
+    "layer last: seconds are 0 or": _in_layer(update_s={"1": -0.1}),
     "layer last: a device count": _in_layer(
         forward_s={"0": 1}, backward_input_s={"0": 1}, backward_weight_s={"0": 1}
     ),

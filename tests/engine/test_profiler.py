@@ -13,7 +13,7 @@ from jobs import tiny_job
 from linked import num_descriptors
 from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, on_one_device, scaled
-from planaria.engine import profiler
+from planaria.engine import profiler, stage
 from planaria.engine.layers import SplitModel, TiedGroup
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
@@ -75,6 +75,32 @@ def test_checkpointing_keeps_the_input_alone_and_pays_a_forward(tmp_path: Path) 
 
     assert recomputed.activation_bytes == 4 * 2 * 24 < kept.activation_bytes
     assert recomputed.backward_input_s[1] >= recomputed.forward_s[1]
+
+
+def test_a_layer_is_measured_as_a_rank_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards add to its sums, and its optimizer steps: both were seconds that nobody predicted."""
+    added, stepped = [], []
+    add, step = stage._add_gradient, stage.HeldLayer.apply
+
+    def note_sum(sums: Tensor, parameter: Tensor) -> None:
+        added.append(parameter.shape)
+        add(sums, parameter)
+
+    def note_step(held: stage.HeldLayer, iteration: int, **rest: float) -> None:
+        before = [one.detach().clone() for one in held.masters.values()]
+        step(held, iteration, **rest)
+        stepped.append(all(map(torch.equal, before, held.masters.values())))
+
+    monkeypatch.setattr(stage, "_add_gradient", note_sum)
+    monkeypatch.setattr(stage.HeldLayer, "apply", note_step)
+    profile = _profile(tiny_job("sequential", tmp_path), tmp_path)
+
+    runs = profiler.NUM_RUNS + 1
+    assert len(added) == runs * (2 + 4 + 2)  # Parameters of the three kinds of layers.
+    assert stepped == [True] * (3 * runs)  # At a learning rate of 0 the layer stays what it is.
+    assert all(layer.update_s[1] > 0.0 for layer in profile.layers)
 
 
 class _Counting(nn.Module):

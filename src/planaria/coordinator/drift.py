@@ -93,15 +93,16 @@ def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
 
 def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
     """What a coordinator knows that finds this on record, and by which plan all train."""
-    every = rules.every
-    if every is None or not (findings.layer_factors or findings.beside_s):
+    problem = _problem(rules, findings.layer_factors)
+    is_known = bool(findings.layer_factors or findings.beside_s)
+    if problem is None or not (is_known or problem.processors):
         return Learning(findings=findings)
     policy = None
     if findings.layer_factors:
-        every = corrected_plans(every, findings.layer_factors)
-        policy = _policy(rules, every)
-    plan_s = expected(every.problem, plan).iteration_s
-    return Learning(findings=findings, policy=policy, plan_s=plan_s)
+        assert rules.every is not None
+        policy = _policy(rules, corrected_plans(rules.every, findings.layer_factors))
+    plan_s, computing_s = expected(problem, plan)
+    return Learning(findings=findings, policy=policy, plan_s=plan_s, computing_s=computing_s)
 
 
 def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
