@@ -177,6 +177,23 @@ def test_a_worker_that_died_unseen_before_its_first_epoch_is_not_waited_for() ->
     died.close()
 
 
+def test_what_a_link_still_brings_when_its_worker_was_replaced_is_dropped() -> None:
+    """It was read before the epoch began that knows another worker, and is put after: the order is
+    forced by the lock that both wait for. The new worker may use the same tag in that epoch."""
+    links = Links(1, token=TOKEN)
+    replaced = _raw_link(links, rank=0, port=7)
+    links.begin(1, addresses={0: ("127.0.0.1", 7)}, peers=(0,), timeout_s=TIMEOUT_S)
+    with links._changed:
+        replaced.sendall(connection.header(2, tag(0), 8) + b"12345678")
+        wait_until(lambda: links.received_bytes[tag(0).channel] == 8)
+        links.enter(2, addresses={0: ("127.0.0.1", 8)}, peers=(0,))
+    assert replaced.recv(1) == b""  # The serving thread is through with it.
+
+    assert not links.has_any({0: tag(0)})
+    replaced.close()
+    links.close()
+
+
 def test_a_peer_that_is_lost_before_its_link_stands_is_told_to_who_counted_on_it() -> None:
     """What was queued for it is lost with it; whoever waits for it, or sends more, hears of it."""
     links = Links(0, token=TOKEN)
