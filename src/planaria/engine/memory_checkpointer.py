@@ -48,15 +48,16 @@ from planaria.engine.collectives import BetweenCollectives, between_collectives
 from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.memory_options import check_least, own_host, runtime_directory
 from planaria.engine.node_room import check_room_on_all
-from planaria.engine.restores import TIMEOUT_S, Restores
+from planaria.engine.restores import Restores
 from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.planner.copies import shard_copies
-from planaria.transport.links import Address, Links
+from planaria.transport.links import PATIENT_S, Address, Links
 
 logger = logging.getLogger(__name__)
 
 _PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # As torchrun tells it.
+_LINK_TIMEOUT_S: Final = 600.0
 _EPOCH: Final = 0  # Of the links: they live as long as the ranks.
 
 
@@ -144,7 +145,9 @@ class MemoryCheckpointer:
         self._restores = self._restores_of([rank.labels for rank in told])
         addresses = {number: rank.address for number, rank in enumerate(told)}
         others_than_this = addresses.keys() - {self._rank}
-        self._links.begin(_EPOCH, addresses=addresses, peers=others_than_this, timeout_s=TIMEOUT_S)
+        self._links.begin(
+            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
+        )
         epochs = [n.epoch for rank in told for labels in rank.labels.values() for n in labels]
         self._epoch = max(epochs, default=-1) + 1  # Of this run's versions.
         # Stays until a version of this run is complete.
@@ -312,7 +315,7 @@ class MemoryCheckpointer:
             fill=self._filler,
             unload=nothing_to_unload,
             failed=self._failed,
-            timeout_s=TIMEOUT_S,
+            timeout_s=PATIENT_S,
         )
         return self._copier
 

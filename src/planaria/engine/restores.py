@@ -9,7 +9,6 @@ Source: DESIGN 6 (checkpoints): a copy taken under one plan loads under any othe
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import msgspec
 from torch import Tensor
@@ -23,11 +22,9 @@ from planaria.engine.beside import written
 from planaria.engine.gathering import gathered_as
 from planaria.engine.shards import HEAD, Held, Shard
 from planaria.errors import CheckpointError, ConfigError
-from planaria.transport.links import Links
+from planaria.transport.links import PATIENT_S, Links
 
 logger = logging.getLogger(__name__)
-
-TIMEOUT_S: Final = 600.0
 
 
 class _Wish(msgspec.Struct, frozen=True):
@@ -172,7 +169,7 @@ class Restores:
                     give(self._links, target, kept[shard])
         for shard in told[self._rank].wants:
             source = holders[shard][self._rank % len(holders[shard])]
-            received[shard] = take(self._links, source, shard, label, timeout_s=TIMEOUT_S)
+            received[shard] = take(self._links, source, shard, label, timeout_s=PATIENT_S)
         return received
 
 

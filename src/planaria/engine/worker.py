@@ -46,7 +46,7 @@ from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import LINK_TIMEOUT_S, exchanged
-from planaria.engine.executor import RECEIVE_TIMEOUT_S, Executor
+from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
@@ -66,7 +66,7 @@ from planaria.errors import (
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
-from planaria.transport.links import Links
+from planaria.transport.links import PATIENT_S, Links
 from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
 
@@ -91,7 +91,7 @@ class Worker:
         self._saver = Saver(
             self._tier, rank=spec.rank, send=control.send, may_write=pulse.wait_member
         )
-        self._copying = Copying(spec, links, send=control.send, timeout_s=RECEIVE_TIMEOUT_S)
+        self._copying = Copying(spec, links, send=control.send, timeout_s=PATIENT_S)
         self._slowness = Slowness(links.timekeeper)
         probe = Probe(
             spec.node,
@@ -367,7 +367,7 @@ class Worker:
         if not start.plan.silent or iteration > start.iteration:
             return 0
         links, stage, rounds = self._links, self._stage, start.rounds
-        return receive_silently(links, stage, rounds, age=iteration, timeout_s=LINK_TIMEOUT_S)
+        return receive_silently(links, stage, rounds, age=iteration, timeout_s=PATIENT_S)
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         """Takes the optimizer step of the layers that are ready for it."""
