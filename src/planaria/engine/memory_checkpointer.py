@@ -13,7 +13,8 @@ here is done, and for nothing else. Ranks that die, and whoever starts them agai
 alone; a machine that is lost takes its own along, and others have theirs. Where that process is
 gone, the next save finds it out, and another one owns the memory. `restore` takes the newest
 version that is there of all shards, for as many ranks as there are now: model and optimizer may be
-cut in another way.
+cut in another way. The newest is one of the run that began last, whatever its iteration: a run that
+began anew, or from an older version, leaves those of the run before behind.
 
 A model that every rank holds whole (DDP) is copied once on each node, and sent to none.
 
@@ -24,6 +25,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -67,11 +69,13 @@ class _Rank(msgspec.Struct, frozen=True):
     Attributes:
         node: where it runs, and which keeper is there; those of one keeper have the same.
         labels: by shard, the versions that it keeps.
+        begin_us: when it began, in microseconds since 1970.
     """
 
     node: str
     address: Address
     labels: dict[int, tuple[Label, ...]]
+    begin_us: int
 
 
 class MemoryCheckpointer:
@@ -137,7 +141,7 @@ class MemoryCheckpointer:
         self._run = int.from_bytes(drawn[16:]) >> 2  # Other runs may count the same epochs.
         self._links = Links(self._rank, token=drawn[:16], host=own_host())
         node = f"{socket.gethostname()}:{place}#{self._kept.keeper_id}"
-        mine = _Rank(node, self._links.address, self._versions())
+        mine = _Rank(node, self._links.address, self._versions(), time.time_ns() // 1000)
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
         if not self._rank and (num_nodes := len({*self._nodes})) < copies:
@@ -149,7 +153,9 @@ class MemoryCheckpointer:
             _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
         )
         epochs = [n.epoch for rank in told for labels in rank.labels.values() for n in labels]
-        self._epoch = max(epochs, default=-1) + 1  # Of this run's versions.
+        # Of this run's versions: above those that it knows, whatever the clock says, and above
+        # those of runs before whose memory is not here now, as far as clocks go.
+        self._epoch = max(max(epochs, default=-1) + 1, *(rank.begin_us for rank in told))
         # Stays until a version of this run is complete.
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
@@ -164,6 +170,7 @@ class MemoryCheckpointer:
     def restore(self) -> int:
         """Takes over the newest version that is there of all shards; its iteration, 0 without one.
 
+        Versions of the run that began last come first, the newest of them before the others.
         A version that turns out to be damaged, or of another model, or that `others` do not take
         over, is named and skipped. It may be called in the middle of a run, too: what is on its way
         is waited for, and may be what is restored.

@@ -70,7 +70,8 @@ class Restores:
         self._there = there
 
     def complete(self) -> list[Label]:
-        """Versions of which there is a copy of every shard, the newest first."""
+        """Versions of which there is a copy of every shard: those of the newest run first, and of
+        one run the newest first. A run that was abandoned may have come further."""
         shards: dict[Label, set[int]] = {}
         for versions in self._there.values():
             for shard, labels in versions.items():
@@ -78,7 +79,7 @@ class Restores:
                     shards.setdefault(label, set()).add(shard)
         # `since` of a label is how many shards there are.
         whole = [label for label, those in shards.items() if len(those) == label.since]
-        return sorted(whole, key=lambda label: (label.age, label.epoch), reverse=True)
+        return sorted(whole, key=lambda label: (label.epoch, label.age), reverse=True)
 
     def restored(self, label: Label) -> str:
         """Why the version was not taken over by all; empty if it was."""
