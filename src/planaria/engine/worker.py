@@ -51,7 +51,7 @@ from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
-from planaria.engine.peak import peak_bytes, reset_peak
+from planaria.engine.peak import Peak
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
@@ -119,6 +119,7 @@ class Worker:
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
         self._stage = Stage(model, training=self._job.training)
         self._tensors = TensorPeak(self._stage)
+        self._peak = Peak()
         self._layout = vector_layout(self._job, model.num_layers)
         self._base_bytes = psutil.Process().memory_info().rss
         self._control.send(
@@ -297,7 +298,7 @@ class Worker:
             self._save(start, iteration)
         end_s = self._links.timekeeper.now_s()
         while not ends:
-            reset_peak()
+            self._peak.reset()
             vector, spans = self._computed(start, executor, iteration)
             received_bytes = self._received(start, iteration)
             self._reached("optimizer", iteration)
@@ -324,7 +325,7 @@ class Worker:
                     seconds=end_s - before_s,
                     stall_s=stall_s,
                     action_s=executor.action_s,
-                    peak_bytes=max(0, peak_bytes() - self._base_bytes),
+                    peak_bytes=max(0, self._peak.num_bytes() - self._base_bytes),
                     tensor_bytes=self._tensors.peak_bytes,
                     ends=ends,
                     switches=switches,
