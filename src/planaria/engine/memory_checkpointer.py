@@ -152,10 +152,7 @@ class MemoryCheckpointer:
         self._links.begin(
             _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
         )
-        epochs = [n.epoch for rank in told for labels in rank.labels.values() for n in labels]
-        # Of this run's versions: above those that it knows, whatever the clock says, and above
-        # those of runs before whose memory is not here now, as far as clocks go.
-        self._epoch = max(max(epochs, default=-1) + 1, *(rank.begin_us for rank in told))
+        self._epoch = _epoch_after(told)  # Of this run's versions.
         # Stays until a version of this run is complete.
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
@@ -401,6 +398,13 @@ class MemoryCheckpointer:
             for shard, labels in arena.versions().items():
                 found[shard] = (*found.get(shard, ()), *labels)
         return found
+
+
+def _epoch_after(ranks: Sequence[_Rank]) -> int:
+    """Above the epochs of all versions that are known, whatever clocks say; and above those of
+    earlier runs whose memory is not here now, as far as clocks tell which those are."""
+    known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
+    return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
 
 
 def _real(_shard: int) -> int:
