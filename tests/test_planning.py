@@ -1,6 +1,8 @@
 """What a job is told of its plan before its nodes start."""
 
+import os
 import re
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.planning import (
     ACTION_S_MIN,
+    cache_directory,
     given_profile,
     plan_job,
     read_profile,
@@ -63,3 +66,29 @@ def test_a_paced_job_of_layers_that_take_no_time_is_refused(tmp_path: Path) -> N
 
     with pytest.raises(ConfigError, match="take no time at all"):
         given_profile(config)
+
+
+@pytest.mark.parametrize("base", ["/proc/nobody", "~"], ids=["read-only", "no home"])
+def test_tokens_are_kept_elsewhere_where_the_home_cannot_be_written(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run as a user whom no table knows, or whose home is read-only. A directory
+    that somebody else has made in /tmp is not used."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+
+    found = cache_directory()
+
+    assert found == str(tmp_path / f"planaria-cache-{os.getuid()}")
+    assert os.access(found, os.W_OK)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert cache_directory() == f"{base}/planaria"
+
+
+def test_tokens_are_kept_where_the_user_wants_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is made if need be."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    assert cache_directory() == str(tmp_path / "cache" / "planaria")

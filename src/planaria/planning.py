@@ -6,6 +6,7 @@ estimator predicts for it.
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -149,9 +150,24 @@ def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
 
 
 def cache_directory() -> str:
-    """Where tokens are kept between jobs: $XDG_CACHE_HOME/planaria."""
+    """Where tokens are kept between jobs: $XDG_CACHE_HOME/planaria; in the system's temporary
+    directory where that cannot be written, or there is no home. A job without text needs none."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(base, "planaria")
+    path = os.path.join(base, "planaria")
+    if os.path.isabs(path) and _can_write(path):  # A user whom no table knows has "~" for a home.
+        return path
+    instead = os.path.join(tempfile.gettempdir(), f"planaria-cache-{os.getuid()}")
+    is_own = _can_write(instead) and os.stat(instead).st_uid == os.getuid()
+    return instead if is_own else path
+
+
+def _can_write(path: str) -> bool:
+    """Whether it is a directory, made if need be, in which files can be made."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(path, os.W_OK | os.X_OK)
 
 
 def prepare(config: JobConfig, server: ForkServer) -> Prepared:

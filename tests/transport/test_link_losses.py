@@ -1,10 +1,16 @@
 """Links when something is wrong: lost peers, strangers, mistakes, and the end."""
 
+import os
+import resource
 import socket
 import struct
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -27,6 +33,7 @@ from planaria.errors import AbortedError, PeerLostError
 from planaria.transport import connection
 from planaria.transport.frames import Role, handshake
 from planaria.transport.links import Links
+from planaria.transport.serving import ACCEPT_PAUSE_S
 
 LARGE = 3 << 20  # float64 numbers: 24 MiB, more than any socket buffer
 
@@ -177,6 +184,23 @@ def test_a_worker_that_died_unseen_before_its_first_epoch_is_not_waited_for() ->
     died.close()
 
 
+def test_what_a_link_still_brings_when_its_worker_was_replaced_is_dropped() -> None:
+    """It was read before the epoch began that knows another worker, and is put after: the order is
+    forced by the lock that both wait for. The new worker may use the same tag in that epoch."""
+    links = Links(1, token=TOKEN)
+    replaced = _raw_link(links, rank=0, port=7)
+    links.begin(1, addresses={0: ("127.0.0.1", 7)}, peers=(0,), timeout_s=TIMEOUT_S)
+    with links._changed:
+        replaced.sendall(connection.header(2, tag(0), 8) + b"12345678")
+        wait_until(lambda: links.received_bytes[tag(0).channel] == 8)
+        links.enter(2, addresses={0: ("127.0.0.1", 8)}, peers=(0,))
+    assert replaced.recv(1) == b""  # The serving thread is through with it.
+
+    assert not links.has_any({0: tag(0)})
+    replaced.close()
+    links.close()
+
+
 def test_a_peer_that_is_lost_before_its_link_stands_is_told_to_who_counted_on_it() -> None:
     """What was queued for it is lost with it; whoever waits for it, or sends more, hears of it."""
     links = Links(0, token=TOKEN)
@@ -317,6 +341,51 @@ def test_a_client_that_says_nothing_is_closed_after_a_while(
         links.close()
 
     assert len(data) > 0  # The hello of the rank, then the end of the stream.
+
+
+def test_a_rank_without_descriptors_serves_its_links_and_accepts_again_when_it_has_some(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever calls meanwhile stays in the kernel's queue; it is tried once in a while, not all the
+    time, and told of once."""
+    with linked(2) as (left, right), socket.socket() as caller:
+        server, tried_s = right._server, []
+        accept = server._accept
+
+        def timed_accept() -> None:
+            tried_s.append(time.monotonic())
+            accept()
+
+        monkeypatch.setattr(server, "_accept", timed_accept)
+        with no_descriptors():
+            caller.connect(right.address)
+            wait_until(lambda: len(tried_s) == 3)
+            for index in range(100):
+                left.send(1, tag(index), payload(index))
+                assert received(right, 0, index) == payload(index).tolist()
+            told = [record.message for record in caplog.records]
+            gaps_s = [after - before for before, after in pairwise(tried_s)]
+        wait_until(lambda: not server._is_short)
+        caller.settimeout(TIMEOUT_S)
+
+        assert caller.recv(1)  # Of the handshake.
+    (warning,) = told
+    assert "Too many open files" in warning
+    assert "ulimit -n" in warning
+    assert min(gaps_s) >= ACCEPT_PAUSE_S
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_socket_is_not_closed_under_a_write() -> None:

@@ -35,6 +35,7 @@ FREE_TIMEOUT_S: Final = 10.0
 _GIVEN, _HELD = b".", b"!"
 _ID_BYTES: Final = 8
 _CREDENTIALS: Final = struct.Struct("=3i")  # Of process, user and group.
+_PAUSE_S: Final = 0.05
 _FDS_MAX: Final = 200  # Of one message.
 _LOOK_S: Final = 60.0  # So often one that is alone sees whether its socket can be found.
 
@@ -186,6 +187,10 @@ def _connected(directory: Path) -> socket.socket | None:
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
         return None
+    if not _is_trusted(sock):
+        sock.close()
+        what = f"the process that owns copies in {directory} is another user's"
+        raise CheckpointError(f"{what}: name another directory")
     return sock
 
 
@@ -240,12 +245,14 @@ class _Keeping:
         slots: arenas by slot.
         held: by client, the slot that it has alone.
         is_over: somebody wants it to end.
+        is_short: of what it takes to answer who connects, and that is told.
     """
 
     idle_s: float
     slots: dict[int, int] = field(default_factory=dict)
     held: dict[socket.socket, int] = field(default_factory=dict)
     is_over: bool = False
+    is_short: bool = False
     keeper_id: bytes = field(default_factory=lambda: secrets.token_bytes(_ID_BYTES))
 
 
@@ -273,7 +280,8 @@ def serve(directory: Path, idle_s: float) -> None:
                 return
             for key, _ in ready:
                 if key.fileobj is listener:
-                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                    if accepted := _accepted(listener, keeping):
+                        selector.register(accepted, selectors.EVENT_READ)
                     continue
                 client = key.fileobj
                 assert isinstance(client, socket.socket)
@@ -283,6 +291,24 @@ def serve(directory: Path, idle_s: float) -> None:
                     client.close()
                     if keeping.is_over:
                         return
+
+
+def _accepted(listener: socket.socket, keeping: _Keeping) -> socket.socket | None:
+    """Who has connected; None if that is another user, or there is nothing to talk to it with."""
+    try:
+        client, _ = listener.accept()
+    except OSError as error:  # No descriptors, say. To end would lose all copies.
+        if not keeping.is_short:
+            sys.stderr.write(f"a client has to wait: {error}\n")
+        keeping.is_short = True
+        time.sleep(_PAUSE_S)
+        return None
+    keeping.is_short = False
+    if _is_trusted(client):
+        return client
+    sys.stderr.write(f"process {_peer_of(client)[0]}, of another user, was refused\n")
+    client.close()
+    return None
 
 
 def _answered(client: socket.socket, keeping: _Keeping) -> bool:
@@ -299,7 +325,7 @@ def _answered(client: socket.socket, keeping: _Keeping) -> bool:
         slot, num_slots = int(asked["slot"]), int(asked["of"])
         if holder := next((one for one, its in held.items() if its == slot), None):
             _close(given)
-            client.sendall(_HELD + str(_pid_of(holder)).encode())
+            client.sendall(_HELD + str(_peer_of(holder)[0]).encode())
             return True
         held[client] = slot
         keeping.idle_s = float(asked["idle_s"])
@@ -318,11 +344,16 @@ def _answered(client: socket.socket, keeping: _Keeping) -> bool:
     return True
 
 
-def _pid_of(client: socket.socket) -> int:
-    """Of the process that has connected."""
-    raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid: int = _CREDENTIALS.unpack(raw)[0]
-    return pid
+def _is_trusted(sock: socket.socket) -> bool:
+    """Whether the other end is of this user, or of root, who can read all anyway."""
+    return _peer_of(sock)[1] in (0, os.getuid())
+
+
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user of the other end, as the kernel knows them."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -12,7 +12,8 @@ class Label(NamedTuple):
 
     Attributes:
         since: the epoch in which the job had last gone back by then.
-        epoch: in which the version was begun.
+        epoch: in which the version was begun; of a loop of one's own a number that rises with each
+            start, microseconds since 1970 if clocks do not go back.
         age: of the layers.
         run: a number drawn by chance for each start of a loop of one's own, whose nodes may keep
             versions of runs that did not know each other; 0 in a job.

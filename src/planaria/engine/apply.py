@@ -24,7 +24,6 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
-from threading import TIMEOUT_MAX
 from typing import Final, NamedTuple
 
 import msgspec
@@ -38,7 +37,7 @@ from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import HeldLayer, Stage, State
 from planaria.errors import PeerLostError
-from planaria.transport.links import Channel, Links, Tag
+from planaria.transport.links import PATIENT_S, Channel, Links, Tag
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -162,7 +161,7 @@ def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
     """
     own = [t for transfers in rounds for t in transfers if t.source == links.rank]
     for target in sorted({transfer.target for transfer in own}):
-        links.receive(target, _TAKEN_TAG, timeout_s=TIMEOUT_MAX)
+        links.receive(target, _TAKEN_TAG, timeout_s=PATIENT_S)
 
 
 def send_silently(

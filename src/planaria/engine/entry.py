@@ -21,9 +21,9 @@ from planaria.engine.apply import (
 from planaria.engine.copying import Copying
 from planaria.engine.stage import Stage, State
 from planaria.errors import CheckpointError, SpoiltError, UnreadableError
-from planaria.transport.links import Links
+from planaria.transport.links import PATIENT_S, Links
 
-LINK_TIMEOUT_S = 60.0
+LINK_TIMEOUT_S = 60.0  # For links to be made.
 
 
 def exchanged(
@@ -34,7 +34,7 @@ def exchanged(
     copying: Copying,
     *,
     storage: Link | None,
-    timeout_s: float = LINK_TIMEOUT_S,
+    timeout_s: float = PATIENT_S,
 ) -> tuple[StartEpoch, int]:
     """The order with its iteration, once this rank has what it begins the epoch with; the bytes
     that came for that.

@@ -33,10 +33,8 @@ from planaria.engine.tensors import receive_tensor, send_tensor
 from planaria.engine.unshared import finish_unshared
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
-from planaria.transport.links import Channel, Links, Tag
+from planaria.transport.links import PATIENT_S, Channel, Links, Tag
 from planaria.transport.pulse import Pulse
-
-RECEIVE_TIMEOUT_S = 600.0  # The coordinator finds a lost peer long before; this bounds a bug.
 
 # Steps of an iteration at which a fault can be injected, by the action that is about to begin.
 _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -161,7 +159,7 @@ class Executor:
                 self._reached(step, iteration)
             self._act(action)
         for reduction in self._submitted:
-            self._links.timekeeper.reach(reduction.result(timeout=RECEIVE_TIMEOUT_S))
+            self._links.timekeeper.reach(reduction.result(timeout=PATIENT_S))
         assert len(self._submitted) == len(self._buckets)
         finish_unshared(self._stage, self._schedule, buckets=self._buckets, layers=self._own)
         for held in self._held():
@@ -278,7 +276,7 @@ class Executor:
     def _receive_forward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop - 1].rank
         tag = Tag(Channel.FORWARD, self._iteration, action.microbatch, action.hop)
-        hidden = receive_tensor(self._links, source, tag, timeout_s=RECEIVE_TIMEOUT_S)
+        hidden = receive_tensor(self._links, source, tag, timeout_s=PATIENT_S)
         self._inputs[action.microbatch, action.hop] = hidden.requires_grad_()
 
     def _send_backward(self, action: Action) -> None:
@@ -291,7 +289,7 @@ class Executor:
     def _receive_backward(self, action: Action) -> None:
         source = self._schedule.routes[action.microbatch][action.hop + 1].rank
         tag = Tag(Channel.BACKWARD, self._iteration, action.microbatch, action.hop)
-        gradient = receive_tensor(self._links, source, tag, timeout_s=RECEIVE_TIMEOUT_S)
+        gradient = receive_tensor(self._links, source, tag, timeout_s=PATIENT_S)
         self._output_gradients[action.microbatch, action.hop] = gradient
 
     def _reduce(self, action: Action) -> None:
@@ -347,7 +345,7 @@ class Executor:
             ranks=ranks,
             iteration=self._iteration,
             bucket=bucket,
-            timeout_s=RECEIVE_TIMEOUT_S,
+            timeout_s=PATIENT_S,
             virtual_bytes=virtual_bytes,
         )
 
@@ -388,7 +386,7 @@ class Executor:
             np.concatenate([vector, hash_entries(hashes, self._layout.num_layers)]),
             ranks=self._plan.all_ranks,
             iteration=age,
-            timeout_s=RECEIVE_TIMEOUT_S,
+            timeout_s=PATIENT_S,
             channel=channel,
         )
         if layers := disagreeing_layers(total[len(vector) :]):

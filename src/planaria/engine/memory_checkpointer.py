@@ -13,7 +13,8 @@ here is done, and for nothing else. Ranks that die, and whoever starts them agai
 alone; a machine that is lost takes its own along, and others have theirs. Where that process is
 gone, the next save finds it out, and another one owns the memory. `restore` takes the newest
 version that is there of all shards, for as many ranks as there are now: model and optimizer may be
-cut in another way.
+cut in another way. The newest is one of the run that began last, whatever its iteration: a run that
+began anew, or from an older version, leaves those of the run before behind.
 
 A model that every rank holds whole (DDP) is copied once on each node, and sent to none.
 
@@ -24,6 +25,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -48,15 +50,16 @@ from planaria.engine.collectives import BetweenCollectives, between_collectives
 from planaria.engine.gathering import gathered, gathered_as, on_all
 from planaria.engine.memory_options import check_least, own_host, runtime_directory
 from planaria.engine.node_room import check_room_on_all
-from planaria.engine.restores import TIMEOUT_S, Restores
+from planaria.engine.restores import Restores
 from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.planner.copies import shard_copies
-from planaria.transport.links import Address, Links
+from planaria.transport.links import PATIENT_S, Address, Links
 
 logger = logging.getLogger(__name__)
 
 _PLACE: Final = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # As torchrun tells it.
+_LINK_TIMEOUT_S: Final = 600.0
 _EPOCH: Final = 0  # Of the links: they live as long as the ranks.
 
 
@@ -66,11 +69,13 @@ class _Rank(msgspec.Struct, frozen=True):
     Attributes:
         node: where it runs, and which keeper is there; those of one keeper have the same.
         labels: by shard, the versions that it keeps.
+        begin_us: when it began, in microseconds since 1970.
     """
 
     node: str
     address: Address
     labels: dict[int, tuple[Label, ...]]
+    begin_us: int
 
 
 class MemoryCheckpointer:
@@ -136,7 +141,7 @@ class MemoryCheckpointer:
         self._run = int.from_bytes(drawn[16:]) >> 2  # Other runs may count the same epochs.
         self._links = Links(self._rank, token=drawn[:16], host=own_host())
         node = f"{socket.gethostname()}:{place}#{self._kept.keeper_id}"
-        mine = _Rank(node, self._links.address, self._versions())
+        mine = _Rank(node, self._links.address, self._versions(), time.time_ns() // 1000)
         told = [msgspec.json.decode(raw, type=_Rank) for raw in gathered(msgspec.json.encode(mine))]
         self._nodes = [rank.node for rank in told]
         if not self._rank and (num_nodes := len({*self._nodes})) < copies:
@@ -144,9 +149,10 @@ class MemoryCheckpointer:
         self._restores = self._restores_of([rank.labels for rank in told])
         addresses = {number: rank.address for number, rank in enumerate(told)}
         others_than_this = addresses.keys() - {self._rank}
-        self._links.begin(_EPOCH, addresses=addresses, peers=others_than_this, timeout_s=TIMEOUT_S)
-        epochs = [n.epoch for rank in told for labels in rank.labels.values() for n in labels]
-        self._epoch = max(epochs, default=-1) + 1  # Of this run's versions.
+        self._links.begin(
+            _EPOCH, addresses=addresses, peers=others_than_this, timeout_s=_LINK_TIMEOUT_S
+        )
+        self._epoch = _epoch_after(told)  # Of this run's versions.
         # Stays until a version of this run is complete.
         self._found = next(iter(self._restores.complete()), None)
         self._copier: Copier | None = None
@@ -161,6 +167,7 @@ class MemoryCheckpointer:
     def restore(self) -> int:
         """Takes over the newest version that is there of all shards; its iteration, 0 without one.
 
+        Versions of the run that began last come first, the newest of them before the others.
         A version that turns out to be damaged, or of another model, or that `others` do not take
         over, is named and skipped. It may be called in the middle of a run, too: what is on its way
         is waited for, and may be what is restored.
@@ -312,7 +319,7 @@ class MemoryCheckpointer:
             fill=self._filler,
             unload=nothing_to_unload,
             failed=self._failed,
-            timeout_s=TIMEOUT_S,
+            timeout_s=PATIENT_S,
         )
         return self._copier
 
@@ -391,6 +398,13 @@ class MemoryCheckpointer:
             for shard, labels in arena.versions().items():
                 found[shard] = (*found.get(shard, ()), *labels)
         return found
+
+
+def _epoch_after(ranks: Sequence[_Rank]) -> int:
+    """Above the epochs of all versions that are known, whatever clocks say; and above those of
+    earlier runs whose memory is not here now, as far as clocks tell which those are."""
+    known = [n.epoch for rank in ranks for labels in rank.labels.values() for n in labels]
+    return max([1 + max(known, default=-1), *(rank.begin_us for rank in ranks)])
 
 
 def _real(_shard: int) -> int:

@@ -1,16 +1,57 @@
 """How much memory this process has used at most (Linux)."""
 
+import logging
+from pathlib import Path
+from typing import Final
 
-def reset_peak() -> None:
-    """Starts the measurement anew."""
-    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
+import psutil
+
+logger = logging.getLogger(__name__)
+
+_PROCESS: Final = Path("/proc/self")
 
 
-def peak_bytes() -> int:
-    """The most resident memory since `reset_peak`."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
+class Peak:
+    """The most memory that is resident from one `reset` to the next.
+
+    Where the kernel does not let that be measured (gVisor, a /proc that is read-only), it is what
+    is resident at the two moments, which may be less; that is told once.
+
+    Args:
+        process: what the kernel tells of this process.
+    """
+
+    def __init__(self, process: Path = _PROCESS) -> None:
+        self._process = process
+        self._can_reset = True
+        self._first_bytes = 0
+
+    def reset(self) -> None:
+        """Starts the measurement anew."""
+        if self._can_reset:
+            try:
+                (self._process / "clear_refs").write_text("5", encoding="ascii")
+                self._kernel_bytes()
+                return
+            except (OSError, LookupError) as error:
+                self._can_reset = False
+                what = "peaks of memory are what is resident between iterations"
+                logger.warning("%s: the kernel does not measure them: %r", what, error)
+        self._first_bytes = psutil.Process().memory_info().rss
+
+    def num_bytes(self) -> int:
+        """The most since `reset`."""
+        if self._can_reset:
+            return self._kernel_bytes()
+        return max(self._first_bytes, psutil.Process().memory_info().rss)
+
+    def _kernel_bytes(self) -> int:
+        """What the kernel has measured.
+
+        Raises:
+            LookupError: it measures nothing.
+        """
+        for line in (self._process / "status").read_text(errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    raise AssertionError("/proc/self/status has no VmHWM")
+        raise LookupError("status has no VmHWM")

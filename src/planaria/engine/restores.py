@@ -9,7 +9,6 @@ Source: DESIGN 6 (checkpoints): a copy taken under one plan loads under any othe
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import msgspec
 from torch import Tensor
@@ -23,11 +22,9 @@ from planaria.engine.beside import written
 from planaria.engine.gathering import gathered_as
 from planaria.engine.shards import HEAD, Held, Shard
 from planaria.errors import CheckpointError, ConfigError
-from planaria.transport.links import Links
+from planaria.transport.links import PATIENT_S, Links
 
 logger = logging.getLogger(__name__)
-
-TIMEOUT_S: Final = 600.0
 
 
 class _Wish(msgspec.Struct, frozen=True):
@@ -73,7 +70,8 @@ class Restores:
         self._there = there
 
     def complete(self) -> list[Label]:
-        """Versions of which there is a copy of every shard, the newest first."""
+        """Versions of which there is a copy of every shard: those of the newest run first, and of
+        one run the newest first. A run that was abandoned may have come further."""
         shards: dict[Label, set[int]] = {}
         for versions in self._there.values():
             for shard, labels in versions.items():
@@ -81,7 +79,7 @@ class Restores:
                     shards.setdefault(label, set()).add(shard)
         # `since` of a label is how many shards there are.
         whole = [label for label, those in shards.items() if len(those) == label.since]
-        return sorted(whole, key=lambda label: (label.age, label.epoch), reverse=True)
+        return sorted(whole, key=lambda label: (label.epoch, label.age), reverse=True)
 
     def restored(self, label: Label) -> str:
         """Why the version was not taken over by all; empty if it was."""
@@ -172,7 +170,7 @@ class Restores:
                     give(self._links, target, kept[shard])
         for shard in told[self._rank].wants:
             source = holders[shard][self._rank % len(holders[shard])]
-            received[shard] = take(self._links, source, shard, label, timeout_s=TIMEOUT_S)
+            received[shard] = take(self._links, source, shard, label, timeout_s=PATIENT_S)
         return received
 
 

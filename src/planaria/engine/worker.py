@@ -47,12 +47,12 @@ from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import LINK_TIMEOUT_S, exchanged
-from planaria.engine.executor import RECEIVE_TIMEOUT_S, Executor
+from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
 from planaria.engine.optimizer import clip_scale, learning_rate
-from planaria.engine.peak import peak_bytes, reset_peak
+from planaria.engine.peak import Peak
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
@@ -67,7 +67,7 @@ from planaria.errors import (
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
-from planaria.transport.links import Links
+from planaria.transport.links import PATIENT_S, Links
 from planaria.transport.probe import Probe
 from planaria.transport.pulse import Pulse
 
@@ -98,7 +98,7 @@ class Worker:
             may_write=pulse.wait_member,
             is_called_off=control.has_order,
         )
-        self._copying = Copying(spec, links, send=control.send, timeout_s=RECEIVE_TIMEOUT_S)
+        self._copying = Copying(spec, links, send=control.send, timeout_s=PATIENT_S)
         self._slowness = Slowness(links.timekeeper)
         probe = Probe(
             spec.node,
@@ -126,6 +126,7 @@ class Worker:
         self._dataset = load_data(self._job, objective=model.objective, cache_directory=cache)
         self._stage = Stage(model, training=self._job.training)
         self._tensors = TensorPeak(self._stage)
+        self._peak = Peak()
         self._layout = vector_layout(self._job, model.num_layers)
         self._base_bytes = psutil.Process().memory_info().rss
         self._control.send(
@@ -305,7 +306,7 @@ class Worker:
             self._save(start, iteration)
         end_s = self._links.timekeeper.now_s()
         while not ends:
-            reset_peak()
+            self._peak.reset()
             vector, spans = self._computed(start, executor, iteration)
             received_bytes = self._received(start, iteration)
             self._reached("optimizer", iteration)
@@ -334,7 +335,7 @@ class Worker:
                     stall_s=stall_s,
                     action_s=executor.action_s,
                     eager_s=executor.eager_s,
-                    peak_bytes=max(0, peak_bytes() - self._base_bytes),
+                    peak_bytes=max(0, self._peak.num_bytes() - self._base_bytes),
                     tensor_bytes=self._tensors.peak_bytes,
                     ends=ends,
                     switches=switches,
@@ -380,7 +381,7 @@ class Worker:
         if not start.plan.silent or iteration > start.iteration:
             return 0
         links, stage, rounds = self._links, self._stage, start.rounds
-        return receive_silently(links, stage, rounds, age=iteration, timeout_s=LINK_TIMEOUT_S)
+        return receive_silently(links, stage, rounds, age=iteration, timeout_s=PATIENT_S)
 
     def _apply(self, iteration: int, vector: CommitVector) -> None:
         """Takes the optimizer step of the layers that are ready for it."""

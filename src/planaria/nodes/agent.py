@@ -127,6 +127,7 @@ class _Worker:
     def fork(self) -> None:
         """Forks a worker, with a pulse and a socket of its own."""
         self.is_stalled = False
+        self.ending: asyncio.Task[None] | None = None  # Of one that is stalled.
         self.action = Watched()
         self.writer: asyncio.StreamWriter | None = None
         self._untold: list[bytes] = []  # Orders that came before the new one could be written to.
@@ -155,7 +156,13 @@ class _Worker:
         else:
             self.writer.write(data)
 
-    def write_stacks(self, *, timeout_s: float) -> None:
+    async def end_stalled(self, *, timeout_s: float) -> None:
+        """Kills the worker once it has written where its threads stand, or cannot."""
+        await self._write_stacks(timeout_s=timeout_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    async def _write_stacks(self, *, timeout_s: float) -> None:
         """Has a worker, which may be stopped, write where its threads stand, if it can."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
@@ -167,7 +174,7 @@ class _Worker:
                 text, settled_s = newer, now_s
             if text and now_s - settled_s > _STACK_SETTLED_S:
                 break
-            time.sleep(0.005)
+            await asyncio.sleep(0.005)
 
 
 class _Agent:
@@ -296,10 +303,8 @@ class _Agent:
         silent_s = pulse.silent_s(now_s) - self._stolen.recent_s
         if silent_s > self._lease_s or is_late(worker.action, now_s, stolen_s):
             worker.is_stalled = True
-            # Heartbeats wait meanwhile.
-            worker.write_stacks(timeout_s=self._lease_s / 3)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+            # Apart: heartbeats go on meanwhile, and other workers may stand still, too.
+            worker.ending = asyncio.create_task(worker.end_stalled(timeout_s=self._lease_s / 3))
 
     # -- the workers ------------------------------------------------------------------------------
 
@@ -313,6 +318,8 @@ class _Agent:
                     for body in decoder.feed(data):
                         self._say(_fact_decoder.decode(body))
             pid, status = worker.pid, await _wait_exit(worker.pid)
+            if worker.ending is not None:
+                worker.ending.cancel()  # The pid may be another process's from now on.
             exited = WorkerExited(
                 node=self._spec.node,
                 rank=worker.rank,

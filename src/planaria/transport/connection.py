@@ -30,6 +30,9 @@ _MESSAGE_BYTES_MAX = 1 << 40
 _READ_BYTES_MAX = 1 << 22  # per wake-up and connection, so that no peer starves the others
 _IOV_MAX = 64
 _RANK_BITS = 32
+# The kernel of a peer that says nothing is asked whether it is there; a link whose machine is gone,
+# or that something between has forgotten, breaks after two minutes.
+_SILENT_S, _PROBE_S, _NUM_PROBES = 60, 10, 6
 
 
 class Channel(IntEnum):
@@ -131,6 +134,11 @@ class Connection:
     def __init__(self, sock: socket.socket, own: OwnEnd, *, target: int, port: int) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Who waits for a peer waits for as long as its link stands (PATIENT_S in links.py).
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
         self.sock = sock
         self.target = target
         self.port = port

@@ -7,7 +7,6 @@ that one end knows of it.
 
 import math
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -24,21 +23,18 @@ class Cuts:
 
     Args:
         wake: has that thread take a turn.
+
+    Attributes:
+        is_deaf: whether nobody who calls is to be answered: who calls is known only then, so nobody
+            is while anything is cut off.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        listener: socket.socket,
-        *,
-        wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, selector: selectors.BaseSelector, *, wake: Callable[[], None]) -> None:
         self._selector = selector
-        self._listener = listener
         self._wake = wake
         self._lock = threading.Lock()
         self._cuts: list[tuple[float, Callable[[int], bool]]] = []  # With their ends.
-        self._is_deaf = False
+        self.is_deaf = False
         self.severed: set[Connection] = set()
 
     def add(self, is_beyond: Callable[[int], bool], *, end_s: float) -> None:
@@ -70,7 +66,7 @@ class Cuts:
             rank = max(connection.peer, connection.target)
             if not any(is_beyond(rank) for is_beyond in cuts):
                 self._take_up(connection)
-        self._hear(not cuts)
+        self.is_deaf = bool(cuts)
 
     def forget(self, connection: Connection) -> None:
         """A connection is going to be closed."""
@@ -90,11 +86,3 @@ class Cuts:
             connection.is_severed = False
         self._selector.register(connection.sock, READ_AND_WRITE, connection)
         self.severed.remove(connection)
-
-    def _hear(self, hears: bool) -> None:
-        """Who calls is known only once it is answered, so nobody is while anything is cut off."""
-        if hears and self._is_deaf:
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        elif not hears and not self._is_deaf:
-            self._selector.unregister(self._listener)
-        self._is_deaf = not hears

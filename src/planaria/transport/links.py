@@ -13,13 +13,14 @@ entered the epoch yet, the epoch is over: the peer would wait for what was lost 
 Differs from Gloo, which cannot be aborted and then sits in its timeout (10 s, measured).
 """
 
+import logging
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,9 +42,16 @@ from planaria.transport.traffic import Traffic
 
 __all__ = ["Address", "Buffer", "Channel", "Links", "Tag"]
 
+logger = logging.getLogger(__name__)
+
 Buffer = npt.NDArray[Any]
 
+# Of waits that a lost link or an abort ends, and no clock: a peer may load its layers for hours.
+# The kernel finds out a machine that is gone (connection.py), the coordinator who stands still.
+PATIENT_S: Final = threading.TIMEOUT_MAX
+
 _NEVER = 1 << 62  # An epoch that no job reaches.
+_TELLS_S: Final = 600.0  # After so long, and whenever that has doubled, a wait is told of.
 
 
 class Links:
@@ -310,7 +318,15 @@ class Links:
             has_ended = bool(self._failure) or epoch < max(self._first_epoch, self.epoch)
             return condition() or has_ended or bool(self._lost and lost())
 
-        self._changed.wait_for(is_over, timeout=timeout_s)
+        begin_s = time.monotonic()
+        waits_s = min(timeout_s, _TELLS_S)
+        while not self._changed.wait_for(is_over, timeout=begin_s + waits_s - time.monotonic()):
+            if waits_s >= timeout_s:
+                break
+            waited_s = time.monotonic() - begin_s
+            text = "rank %s has waited for ranks %s for %.0f s; they are not lost, so it goes on"
+            logger.warning(text, self.rank, sorted(peers), waited_s)
+            waits_s = min(timeout_s, 2 * waited_s)
         if condition():
             return
         self._check_alive()

@@ -22,6 +22,7 @@ from planaria.transport.cuts import READ_AND_WRITE, Cuts
 
 logger = logging.getLogger(__name__)
 
+ACCEPT_PAUSE_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
@@ -61,13 +62,16 @@ class Server:
         self._new: deque[Connection] = deque()
         self._retired: deque[Connection] = deque()
         self._blocked: set[Connection] = set()
-        self._unproven: set[Connection] = set()  # Of the thread alone.
+        self._unproven: set[Connection] = set()  # Of the thread alone, as what follows.
+        self._is_heard = True  # Who calls.
+        self._paused_end_s = 0.0  # Until when no link is accepted; 0.0: links are.
+        self._is_short = False  # Of what a link takes, and that is told.
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()  # Against a wake-up of a descriptor that is closed.
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self.cuts = Cuts(self._selector, self._listener, wake=self._wake)
+        self.cuts = Cuts(self._selector, wake=self._wake)
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
 
     def start(self) -> None:
@@ -138,19 +142,42 @@ class Server:
         for connection in [c for c in self._unproven if c.deadline_s <= time.monotonic()]:
             self._drop(connection, "no handshake")
         self.cuts.apply()
+        self._hear()
 
     def _patience_s(self) -> float | None:
         """How long to wait at most for anything to happen."""
         ends_s = [c.deadline_s for c in self._unproven] + self.cuts.ends_s
+        if self._paused_end_s:
+            ends_s.append(self._paused_end_s)
         return max(0.0, min(ends_s) - time.monotonic()) if ends_s else None
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as error:
-            logger.warning("rank %s: a link was not accepted: %s", self._rank, error)
+        except BlockingIOError:  # Whoever called has left.
             return
+        except OSError as error:
+            # EMFILE, say. Whoever calls waits in the kernel's queue meanwhile.
+            self._paused_end_s = time.monotonic() + ACCEPT_PAUSE_S
+            if not self._is_short:
+                what = "a link is not accepted for now, and it is tried again and again"
+                remedy = "where descriptors are too few, raise the limit (ulimit -n)"
+                logger.warning("rank %s: %s: %s; %s", self._rank, what, error, remedy)
+            self._is_short = True
+            return
+        self._is_short = False
         self._handlers.accept(sock)
+
+    def _hear(self) -> None:
+        """Has the selector tell of whoever calls, or not: it would do so all the time."""
+        if self._paused_end_s <= time.monotonic():
+            self._paused_end_s = 0.0
+        hears = not self.cuts.is_deaf and not self._paused_end_s
+        if hears and not self._is_heard:
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        elif not hears and self._is_heard:
+            self._selector.unregister(self._listener)
+        self._is_heard = hears
 
     def _watch(self, connection: Connection, events: int) -> None:
         if connection.sock.fileno() >= 0 and not connection.is_severed:

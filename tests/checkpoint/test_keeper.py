@@ -1,0 +1,113 @@
+"""Whom the process that owns copies talks to, and in whose directories it is."""
+
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from keepers import keepers
+from linked import TIMEOUT_S, wait_until
+from planaria.checkpoint import keeper
+from planaria.checkpoint.keeper import attach
+from planaria.errors import CheckpointError
+
+STRANGER = 12345  # A user's number.
+ASKED = b'{"slot": 0, "of": 1, "idle_s": 60.0}\n'
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where keepers of the test have their sockets; they end with it."""
+    (tmp_path / "place").mkdir()
+    yield tmp_path / "place"
+    for process in keepers(tmp_path):
+        process.kill()
+
+
+def told_to_stranger(place: Path) -> bytes:
+    """What a keeper says to another user's process, which needs root to be made."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.chdir(place)
+        os.setgroups([])
+        os.setuid(STRANGER)
+        said = b""
+        with socket.socket(socket.AF_UNIX) as sock, suppress(ConnectionError):
+            sock.settimeout(TIMEOUT_S)
+            sock.connect("socket")
+            os.write(theirs, b"connected; ")
+            sock.sendall(ASKED)
+            said = sock.recv(100)
+        os.write(theirs, said)
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_a_keeper_gives_nothing_to_another_user(place: Path) -> None:
+    """Copies are all of a model, and whoever holds their memory can write to it."""
+    kept = attach(place, 0, num_slots=1, idle_s=60.0)
+    kept.close()
+    place.chmod(0o755)
+    (place / "socket").chmod(0o777)
+
+    assert told_to_stranger(place) == b"connected; "
+    attach(place, 0, num_slots=1, idle_s=60.0).end()
+    assert "of another user, was refused" in (place / "keeper.log").read_text()
+
+
+def test_a_keeper_of_another_user_is_not_used(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have whatever is copied."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place / "socket"))
+        listener.listen()
+        monkeypatch.setattr(keeper, "_peer_of", lambda _: (1, STRANGER))
+        with pytest.raises(CheckpointError, match="is another user's: name another directory"):
+            attach(place, 0, num_slots=1, idle_s=60.0)
+
+
+@pytest.mark.parametrize("of_parent", [False, True], ids=["own", "parent"])
+def test_a_directory_of_another_user_is_refused(
+    of_parent: bool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns it, or the one that it is in, may put a socket of theirs there."""
+    theirs = place.parent if of_parent else place
+    if os.getuid() == 0:
+        os.chown(theirs, STRANGER, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: STRANGER)
+    with pytest.raises(CheckpointError, match="is another user's: name another directory"):
+        attach(place, 0, num_slots=1, idle_s=60.0)
+
+    assert not (place / "socket").exists()
+    if os.getuid() == 0:
+        os.chown(theirs, 0, -1)
+
+
+def test_a_keeper_without_descriptors_keeps_what_it_has(place: Path) -> None:
+    """It would lose all copies if it ended; who connects waits until there are some."""
+    first = attach(place, 0, num_slots=2, idle_s=60.0)
+    os.pwrite(first.fd, b"here", 128)
+    (process,) = keepers(place)
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds(), limits[1]))
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(str(place / "socket"))
+        wait_until(lambda: "has to wait" in (place / "keeper.log").read_text())
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        other = attach(place, 1, num_slots=2, idle_s=60.0)
+    other.close()
+    first.close()
+
+    again = attach(place, 0, num_slots=2, idle_s=60.0)
+    assert os.pread(again.fd, 4, 128) == b"here"
+    again.end()

@@ -1,0 +1,88 @@
+"""Runs of a loop of one's own that begin anew, or from an older version: the newest run counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from keepers import keepers
+from planaria.engine.memory_checkpointer import MemoryCheckpointer
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """Where keepers of the test have their sockets; they end with it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield tmp_path / "place"
+    dist.destroy_process_group()
+    for process in keepers(tmp_path):
+        process.kill()
+
+
+@contextmanager
+def run(place: Path, *, slot: int, num_slots: int) -> Iterator[MemoryCheckpointer]:
+    """A run of a model that every rank holds; its memory is there when it is over, for runs that
+    have as many slots, or for those of fewer that read what is left."""
+    model = nn.Linear(2, 1, bias=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_RANK", str(slot))
+        patched.setenv("LOCAL_WORLD_SIZE", str(num_slots))
+        saver = MemoryCheckpointer(
+            model, SGD(model.parameters()), directory=str(place), copies=1, idle_s=60.0
+        )
+    yield saver
+    saver.wait_ended()
+    saver._kept.close()  # As if the rank were dead.
+    saver.close()
+
+
+def save(saver: MemoryCheckpointer, iteration: int) -> None:
+    """A version whose weights are the number of its iteration."""
+    (weight,) = saver._held.model.parameters()
+    weight.data.fill_(float(iteration))
+    assert saver.save(iteration)
+
+
+def restored(saver: MemoryCheckpointer) -> tuple[int, list[float]]:
+    first = saver.restore()
+    (weight,) = saver._held.model.parameters()
+    return first, weight.flatten().tolist()
+
+
+def test_a_run_that_began_anew_is_restored_though_an_abandoned_one_came_further(
+    place: Path,
+) -> None:
+    """The first run's node was not there when the second one began, and comes back for the third:
+    its copy is of every shard, for the model is whole on each rank."""
+    with run(place, slot=1, num_slots=2) as abandoned:
+        save(abandoned, 9)
+    with run(place, slot=0, num_slots=2) as anew:
+        assert restored(anew)[0] == 0
+        save(anew, 3)
+
+    with run(place, slot=0, num_slots=1) as third:
+        assert [label.age for label in third._restores.complete()] == [3, 9]
+        assert restored(third) == (3, [3.0, 3.0])
+        save(third, 4)
+        third.wait_ended()
+        save(third, 5)  # The version before is complete.
+    with run(place, slot=0, num_slots=1) as fourth:
+        assert [label.age for label in fourth._restores.complete()] == [5, 4]
+
+
+def test_a_run_that_went_back_counts_also_where_its_clock_did(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows the run before, so no clock is needed."""
+    with run(place, slot=0, num_slots=1) as first:
+        save(first, 9)
+    monkeypatch.setattr("planaria.engine.memory_checkpointer.time.time_ns", lambda: 0)
+    with run(place, slot=0, num_slots=1) as second:
+        save(second, 2)  # It began from scratch, and asked for no version.
+
+    with run(place, slot=0, num_slots=1) as third:
+        assert restored(third) == (2, [2.0, 2.0])

@@ -1,0 +1,45 @@
+"""How much memory a process has used at most, also where the kernel does not tell."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planaria.engine.peak import Peak
+
+NUM_BYTES = 32 << 20
+
+
+@pytest.mark.parametrize("status", ["VmHWM:\t5 kB\n", "VmRSS:\t5 kB\n"], ids=["refused", "no peak"])
+def test_a_kernel_that_measures_no_peak_ends_nothing_and_is_told_of_once(
+    status: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gVisor has no clear_refs, and containers may have a /proc that is read-only."""
+    if "VmHWM" in status:
+        (tmp_path / "clear_refs").mkdir()  # No file: not even root can write to it.
+    (tmp_path / "status").write_text(status)
+    peak = Peak(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        peak.reset()
+        before_bytes = peak.num_bytes()
+        held = np.ones(NUM_BYTES, dtype=np.uint8)
+        after_bytes = peak.num_bytes()
+        peak.reset()
+
+    assert after_bytes >= before_bytes + held.nbytes // 2
+    (record,) = caplog.records
+    assert "the kernel does not measure them" in record.message
+
+
+def test_a_peak_is_of_what_came_after_its_reset() -> None:
+    """What was given back before counts no more, and what was given back since does."""
+    peak = Peak()
+    peak.reset()
+    before_bytes = peak.num_bytes()
+    np.ones(4 * NUM_BYTES, dtype=np.uint8)
+    large_bytes = peak.num_bytes()
+    peak.reset()
+
+    assert large_bytes >= before_bytes + 3 * NUM_BYTES
+    assert peak.num_bytes() <= large_bytes - 2 * NUM_BYTES

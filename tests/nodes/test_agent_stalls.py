@@ -1,0 +1,95 @@
+"""Workers that stand still: their agent asks for their stacks, and goes on beating meanwhile."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from planaria.core.job import ClusterConfig, JobConfig
+from planaria.core.specs import NodeSpec
+from planaria.nodes import agent
+from planaria.transport import pulse
+
+LEASE_S = 12.0
+SPEC = NodeSpec(
+    job=JobConfig(cluster=ClusterConfig(lease_s=LEASE_S)),
+    node=0,
+    token=b"",
+    coordinator=("", 0),
+    worker="",
+    cache_directory="",
+)
+
+
+@pytest.fixture
+def deaf() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that write no stack when they are asked to."""
+    processes = [
+        subprocess.Popen(
+            ["sleep", "1000"], preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        )
+        for _ in range(2)
+    ]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_heartbeats_go_on_while_the_stacks_of_all_stalled_workers_are_awaited(
+    deaf: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a node is lost with its good workers. A worker here writes its stack once there was a
+    heartbeat after both were asked."""
+    happened: list[str] = []
+    pids = iter([process.pid for process in deaf])
+    monkeypatch.setattr(agent, "TICKS_PER_LEASE", 600)
+    monkeypatch.setattr(os, "fork", lambda: next(pids))
+    workers = [agent._Worker(msgspec.structs.replace(SPEC, device=n), -1) for n in range(2)]
+
+    def kill(pid: int, number: int) -> None:
+        assert pid in {process.pid for process in deaf}
+        happened.append(signal.Signals(number).name)
+
+    def stack(_: object) -> str:
+        return "a stack" if "beat" in happened[_last(happened, "SIGUSR1") :] else ""
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(pulse.Pulse, "read_stack", stack)
+
+    class Line:
+        """To the coordinator."""
+
+        def write(self, data: bytes) -> None:
+            assert b"Heartbeat" in data
+            happened.append("beat")
+
+    async def watch() -> None:
+        made = agent._Agent(SPEC, workers, -1)
+        made._lease = replace(made._lease, awake_since_s=-1e9)
+        line: Any = Line()
+        made._to_coordinator = line
+        for worker in workers:
+            worker.pulse._write(pulse._BEAT, -1e9)
+        ticks = asyncio.create_task(made._tick())
+        async with asyncio.timeout(2 * LEASE_S):
+            while happened.count("SIGKILL") < 2:
+                await asyncio.sleep(0.01)
+        ticks.cancel()
+
+    asyncio.run(watch())
+
+    signals = [what for what in happened if what != "beat"]
+    assert signals == ["SIGUSR1", "SIGCONT"] * 2 + ["SIGKILL"] * 2
+    asked, killed = _last(happened, "SIGUSR1"), happened.index("SIGKILL")
+    assert "beat" in happened[asked:killed]
+
+
+def _last(happened: list[str], what: str) -> int:
+    return len(happened) - 1 - happened[::-1].index(what)
