@@ -357,7 +357,7 @@ class SimulatedWorker:
                     epoch=start.epoch,
                     iteration=iteration,
                     loss=vector.loss,
-                    num_samples=len(vector.samples),
+                    num_samples=vector.num_samples,
                     sample_digest=vector.sample_digest,
                     seconds=0.0,
                     stall_s=0.0,
