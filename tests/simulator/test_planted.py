@@ -24,7 +24,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.layers_of_other_ages_are_kept, drawn_faults, 2340),
     (planted.epochs_do_not_fence_links, drawn_faults, 1400),
     (planted.one_report_commits, drawn_faults, 0),
-    (planted.evicted_nodes_are_admitted, drawn_faults, 30),
+    (planted.evicted_nodes_are_admitted, drawn_faults, 140),
     (planted.leases_do_not_end, drawn_faults, 30),
     (planted.agents_forget, drawn_faults, 30),
     (planted.recoveries_keep_the_plan, drawn_faults, 0),
@@ -74,7 +74,7 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
 @pytest.mark.parametrize(
     ("plant", "policies", "first"),
     [
-        (planted_copies.spoilt_copies_are_read, POLICIES, 360),
+        (planted_copies.spoilt_copies_are_read, POLICIES, 0),
         (planted_copies.damaged_saves_are_used_again, ("morph",), 210),
         (planted_copies.who_was_granted_is_not_taken, POLICIES, 1000),
     ],
