@@ -74,7 +74,7 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
 @pytest.mark.parametrize(
     ("plant", "policies", "first"),
     [
-        (planted_copies.spoilt_copies_are_read, POLICIES, 0),
+        (planted_copies.spoilt_copies_are_read, POLICIES, 360),
         (planted_copies.damaged_saves_are_used_again, ("morph",), 210),
         (planted_copies.who_was_granted_is_not_taken, POLICIES, 1000),
     ],
