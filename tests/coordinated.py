@@ -152,9 +152,8 @@ def done(rank: int, iteration: int, *, epoch: int, ends: bool = False) -> Iterat
 
 def vector(iteration: int, *, stop_votes: int = 0) -> bytes:
     """The commit vector of an iteration, whose loss is the iteration's number."""
-    losses = (float(iteration), *(0.0,) * (NUM_MICROBATCHES - 1))
-    samples = tuple(range(NUM_MICROBATCHES))
-    return encode_vector(CommitVector((1.0,) * NUM_LAYERS, losses, samples, Votes(stop_votes)))
+    norms, votes = (1.0,) * NUM_LAYERS, Votes(stop_votes)
+    return encode_vector(CommitVector(norms, float(iteration), NUM_MICROBATCHES, "00" * 16, votes))
 
 
 def stopped(

@@ -48,7 +48,7 @@ JOB = JobConfig(
     resilience=ResilienceConfig(failures_tolerated=0),
 )
 LAYOUT = vector_layout(JOB, 1)
-VECTOR = encode_vector(CommitVector((1.0,), (1.0, 1.0, 1.0), (0, 1, 2), Votes(0)))
+VECTOR = encode_vector(CommitVector((1.0,), 3.0, 3, "00" * 16, Votes(0)))
 
 
 class _Survivors:

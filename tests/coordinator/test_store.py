@@ -1,6 +1,7 @@
 """The store's promises to its callers: guards, leases and watches."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import (
     ABSENT,
     EMPTY,
+    HISTORY_BYTES_MAX,
     HISTORY_MAX,
     VALUE_BYTES_MAX,
     Entry,
@@ -15,6 +17,7 @@ from planaria.coordinator.store import (
     Expire,
     Gone,
     Grant,
+    GrantEach,
     Guard,
     KeepAlive,
     Keys,
@@ -23,6 +26,7 @@ from planaria.coordinator.store import (
     Revoke,
     Store,
     StoreState,
+    Superseded,
     applied,
     events_since,
     reopened,
@@ -130,6 +134,24 @@ def test_refused_operations_change_nothing() -> None:
     assert state == after(Put("a", b""))
 
 
+def test_what_a_write_supersedes_goes_with_it_in_one_step() -> None:
+    """So there is always a newest record; what is not there is nobody's fault, and a refused write
+    takes nothing away."""
+    state = after(Put("plan/1", b"1"), Put("plan/2", b"2"), Put("members/1", b""))
+    write = Put("plan/3", b"3", supersedes=("plan/2", "plan/1", "plan/0", "plan/1"))
+    found = step(state, write, 0.0)
+
+    assert found.changes == (
+        Entry("plan/3", b"3", 4, 0),
+        Superseded("plan/2", 5),
+        Superseded("plan/1", 6),
+    )
+    assert set(found.state.entries) == {"plan/3", "members/1"}
+    assert found.result == 6
+    with pytest.raises(ConflictError):
+        step(state, replace(write, guards=(Guard("plan/1", 9),)), 0.0)
+
+
 def test_a_value_that_etcd_would_refuse_is_refused_here() -> None:
     """What works with the embedded store must not fail on a cluster."""
     step(EMPTY, Put("a", b"x" * VALUE_BYTES_MAX), 0.0)
@@ -186,6 +208,19 @@ def test_a_key_belongs_to_the_lease_of_its_last_write() -> None:
 
     assert set(state.entries) == {"a", "b"}
     assert set(after(Revoke(2), state=state).entries) == {"b"}
+
+
+def test_many_keys_get_a_lease_each_in_one_step() -> None:
+    """In place of those that they had before, which end; another key of such a lease goes."""
+    state = after(Grant(3.0), Put("a", b"", lease=1), Put("b", b"", lease=1))
+    found = step(state, GrantEach(("a", "c"), 5.0), 10.0)
+
+    assert found.result == 3
+    assert {key: entry.lease for key, entry in found.state.entries.items()} == {"a": 2, "c": 3}
+    assert found.changes[-1] == Gone("b", 5)
+    assert found.state.deadlines == {2: 15.0, 3: 15.0}
+    with pytest.raises(ConflictError):
+        step(state, GrantEach(("a", "c"), 5.0, (Guard("a", ABSENT),)), 10.0)
 
 
 def test_lease_numbers_are_never_used_again() -> None:
@@ -264,6 +299,23 @@ def test_a_watch_that_would_miss_a_change_fails_instead() -> None:
 
     assert caught.value.first_revision == 3
     assert len(events_since(state, "a", first_revision=3)) == HISTORY_MAX
+
+
+def test_large_values_leave_the_history_first() -> None:
+    """A thousand plans of thousands of nodes would be some hundred MB, in each snapshot too; the
+    newest change is kept, however large it is."""
+    half = b"x" * (HISTORY_BYTES_MAX // 2)
+    state = after(Put("a", b""), Put("b", half), Put("c", half), Put("d", b""), Put("e", b""))
+    assert [event.key for event in state.history] == ["a", "b", "c", "d", "e"]
+
+    state = after(Put("f", b"x"), state=state)
+    assert [event.key for event in state.history] == ["c", "d", "e", "f"]
+    with pytest.raises(CompactedError):
+        events_since(state, "", first_revision=2)
+
+    state = after(Put("g", half + half), state=state)
+    assert [event.key for event in state.history] == ["g"]
+    assert state.history_bytes == HISTORY_BYTES_MAX
 
 
 def test_a_slow_watcher_gets_the_error_too() -> None:

@@ -11,7 +11,7 @@ import pytest
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import Guard, Range
 from planaria.errors import StoreError
-from planaria.nodes.journal import open_store
+from planaria.nodes.journal import open_store, superseded_entries
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
@@ -97,11 +97,11 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     """A later planaria may write what this one would misread; the way out is its own business."""
 
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planaria.nodes.journal._FORMAT", 2)
+        monkeypatch.setattr("planaria.nodes.journal._FORMAT", 3)
         await contents(tmp_path)
         monkeypatch.undo()
 
-        with pytest.raises(StoreError, match="format 2, this planaria reads 1"):
+        with pytest.raises(StoreError, match="format 3, this planaria reads 2"):
             await contents(tmp_path)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -132,6 +132,29 @@ def test_the_journal_stays_small_and_loses_nothing_by_it(tmp_path: Path) -> None
             assert ended + 1 == await store.grant(3.0)
 
     asyncio.run(run())
+
+
+def test_what_was_superseded_is_on_disk_and_no_burden(tmp_path: Path) -> None:
+    """The journal forgets it, the archive does not: not what a crash has torn behind it, and each
+    entry once, also where a crash had it written twice."""
+    archive = tmp_path / "archive"
+
+    async def run(first: int, end: int) -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=2000) as store:
+            for index in range(first, end):
+                old = (f"plan/{index - 1}",)
+                await store.put(f"plan/{index}", b"%d" % index * 50, supersedes=old)
+                assert len((await store.range("")).entries) == 1
+
+    asyncio.run(run(0, 100))
+    content = archive.read_bytes()
+    with archive.open("ab") as file:
+        file.write(content + content[:50])
+    asyncio.run(run(100, 200))
+
+    keys = [entry.key for entry in superseded_entries(tmp_path)]
+    assert [f"plan/{index}" for index in range(199)] == keys
+    assert archive.stat().st_size > 2 * len(content)
 
 
 def test_what_a_crash_leaves_of_a_snapshot_is_ignored(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard
+from planaria.coordinator.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard, Superseded
 from planaria.errors import ConflictError, LeaseLostError
 from planaria.nodes.journal import open_store
 
@@ -46,6 +46,11 @@ class Model:
     def put(self, key: str, value: bytes, lease: int) -> None:
         self.entries[key] = Entry(key, value, self.revision + 1, lease)
         self.events.append(self.entries[key])
+
+    def supersede(self, keys: list[str]) -> None:
+        for key in keys:
+            if self.entries.pop(key, None) is not None:
+                self.events.append(Superseded(key, self.revision + 1))
 
     def end(self, leases: list[int]) -> None:
         for lease in leases:
@@ -149,6 +154,30 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             revision = self.change(operation, lambda model: model.put(key, value, lease))
             assert self.model.revision == revision
+
+    @rule(key=st.sampled_from(KEYS), old=st.lists(st.sampled_from(KEYS), max_size=2, unique=True))
+    def put_in_place(self, key: str, old: list[str]) -> None:
+        """A write that supersedes others."""
+        old = [other for other in old if other != key]
+
+        def done(model: Model) -> None:
+            model.put(key, b"new", NO_LEASE)
+            model.supersede(old)
+
+        self.change(self.store.put(key, b"new", supersedes=old), done)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3, unique=True))
+    def grant_each(self, keys: list[str]) -> None:
+        def granted(model: Model) -> None:
+            old = [model.entries[key].lease for key in keys if key in model.entries]
+            for key in keys:
+                model.num_leases += 1
+                model.leases[model.num_leases] = (3.0, self.now_s + 3.0)
+                model.put(key, b"", model.num_leases)
+            model.end(sorted(set(old) & set(model.leases)))
+
+        leases = self.change(self.store.grant_each(keys, 3.0), granted)
+        assert [self.model.num_leases - len(keys) + 1 + n for n in range(len(keys))] == [*leases]
 
     @rule(ttl_s=st.sampled_from((0.5, 3.0, 20.0)))
     def grant(self, ttl_s: float) -> None:

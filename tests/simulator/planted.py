@@ -1,6 +1,6 @@
 """Bugs to plant: the rules of the commit protocol, each switched off."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from planaria.coordinator import (
     trust,
 )
 from planaria.coordinator.agent_state import AgentState
+from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
-from planaria.coordinator.store import ABSENT, Guard
+from planaria.coordinator.store import ABSENT, Entry, Guard, Keys
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     Abort,
@@ -56,7 +57,7 @@ def members_are_not_recorded(patch: pytest.MonkeyPatch) -> None:
 
     async def record(self: Logbook, members: Members) -> None:
         if members.epoch == 0:
-            await self._put(self._keys.members(0), members, is_new=True)
+            await self._put("members", 0, encode_record(members))
 
     patch.setattr(Logbook, "record_members", record)
 
@@ -101,22 +102,29 @@ def a_new_coordinator_ignores_outcomes(patch: pytest.MonkeyPatch) -> None:
 
 def outcomes_are_written_over(patch: pytest.MonkeyPatch) -> None:
     """A new coordinator decides again what the one before it had written."""
+    puts, gets = EmbeddedStore.put, EmbeddedStore.get
 
-    async def record(self: Logbook, outcome: Outcome, decision: Decision) -> None:
-        await self._put(self._keys.outcome(outcome.epoch), outcome, is_new=False)
-        await self._put(self._keys.plan(outcome.epoch), decision, is_new=False)
+    async def put(
+        self: EmbeddedStore, key: str, value: bytes, *, guards: Sequence[Guard] = (), **keys: Any
+    ) -> int:
+        old = [guard for guard in guards if guard.revision != ABSENT]
+        return await puts(self, key, value, guards=old, **keys)
 
-    patch.setattr(Logbook, "record_decision", record)
+    async def get(self: EmbeddedStore, key: str) -> Entry | None:
+        return None if "/outcome/" in key else await gets(self, key)
+
+    patch.setattr(EmbeddedStore, "put", put)
+    patch.setattr(EmbeddedStore, "get", get)
 
 
 def older_leaders_may_write(patch: pytest.MonkeyPatch) -> None:
     """The store does not ask who leads."""
+    real = Logbook.__init__
 
-    async def put(self: Logbook, key: str, record: Any, *, is_new: bool) -> None:
-        guards = (Guard(key, ABSENT),) if is_new else ()
-        await self._store.put(key, encode_record(record), guards=guards)
+    def begin(self: Logbook, store: Any, keys: Keys, *, fence: Guard, **others: Any) -> None:
+        real(self, store, keys, fence=Guard(fence.key + "/nobody", ABSENT), **others)
 
-    patch.setattr(Logbook, "_put", put)
+    patch.setattr(Logbook, "__init__", begin)
 
 
 def ranks_answer_before_they_leave(patch: pytest.MonkeyPatch) -> None:
@@ -206,7 +214,7 @@ def evicted_nodes_are_admitted(patch: pytest.MonkeyPatch) -> None:
 
     async def admit(self: Leadership[Any], node: int, line: Any) -> bool:
         line.tell(Welcome(term=self.term))
-        await self._logbook.grant(node)
+        await self._logbook.grant((node,))
         self._lines[node] = line
         return True
 

@@ -72,6 +72,8 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (1153, "adaptive"),
         (3571, "adaptive"),
         (12335, "morph"),
+        (13424, "morph"),
+        (13793, "reroute"),
         (19743, "repartition"),
         (45728, "adaptive"),
         (90987, "absorb"),
@@ -88,10 +90,12 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     worker whose predecessor a new coordinator takes for it; an iteration that one node alone did,
     which was cut off from the coordinator before it told; the price of a plan in which a node that
     has just joined takes part silently; a link that broke once a layer was sent over it, before the
-    peer was in the epoch, and that nobody missed; a stop for want of nodes that had come since. And
-    where it was the simulation that was wrong: a job that begins again late needs time until its
-    end, and so does one whose messages take half a second; a layer whose state has not come is not
-    held."""
+    peer was in the epoch, and that nobody missed; a stop for want of nodes that had come since; a
+    coordinator that was killed as it wrote its first records to a slow disk, again and again; a
+    commit that was not on record when all went back to the state behind it, and was never told.
+    And where it was the simulation that was wrong: a job that begins again late needs time until
+    its end, and so does one whose messages take half a second; a layer whose state has not come is
+    not held."""
     one = run(seed, policies=(policy,))
 
     assert not one.violations, told(one)

@@ -320,7 +320,7 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
         if iteration == state.outcome.iteration - 1 and state.outcome.vector:
             vector = decode_vector(state.outcome.vector, rules.layout)
             ends = vector.is_last(iteration, rules.job.training)
-            values = (vector.loss, len(vector.samples), vector.sample_digest)
+            values = (vector.loss, vector.num_samples, vector.sample_digest)
         elif reports:
             first = reports[min(reports)]
             ends, values = first.ends, (first.loss, first.num_samples, first.sample_digest)

@@ -7,7 +7,7 @@ It knows no event loop: what waits is the keeper's, a journal (nodes/journal.py)
 """
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Protocol
 
 from planaria.coordinator.store import (
@@ -17,6 +17,7 @@ from planaria.coordinator.store import (
     Event,
     Expire,
     Grant,
+    GrantEach,
     Guard,
     KeepAlive,
     Operation,
@@ -26,6 +27,7 @@ from planaria.coordinator.store import (
     StoreState,
     entries_under,
     events_since,
+    kept_alive,
     reopened,
     step,
 )
@@ -71,6 +73,7 @@ class EmbeddedStore:
     def recover(self) -> None:
         """Goes on from what is durable; what was decided beyond that is lost."""
         self._decided = self._keeper.durable
+        self._untold: set[int] = set()  # Leases of which no holder knows yet.
 
     def set_clock(self, now_s: Callable[[], float]) -> None:
         """Another clock counts from now on, and each lease is due a whole TTL from now."""
@@ -86,14 +89,26 @@ class EmbeddedStore:
         return entries_under(self._keeper.durable, prefix)
 
     async def put(
-        self, key: str, value: bytes, *, guards: Sequence[Guard] = (), lease: int = NO_LEASE
+        self,
+        key: str,
+        value: bytes,
+        *,
+        guards: Sequence[Guard] = (),
+        lease: int = NO_LEASE,
+        supersedes: Sequence[str] = (),
     ) -> int:
         """See Store."""
-        return await self._do(Put(key, value, tuple(guards), lease))
+        return await self._do(Put(key, value, tuple(guards), lease, tuple(supersedes)))
 
     async def grant(self, ttl_s: float) -> int:
         """See Store."""
-        return await self._do(Grant(ttl_s))
+        return (await self._grant(Grant(ttl_s), 1))[-1]
+
+    async def grant_each(
+        self, keys: Sequence[str], ttl_s: float, *, guards: Sequence[Guard] = ()
+    ) -> Sequence[int]:
+        """See Store."""
+        return await self._grant(GrantEach(tuple(keys), ttl_s, tuple(guards)), len(keys))
 
     async def keep_alive(self, lease: int) -> None:
         """See Store; never waits, so that a slow disk makes no live holder give up."""
@@ -118,12 +133,30 @@ class EmbeddedStore:
         Call it after what has arrived was handled: a keep-alive that waited while this process
         was stalled then comes in time.
         """
+        self._renew(self._untold)
         await self._do(Expire())
 
     @property
     def next_deadline_s(self) -> float:
         """When the next lease is due, by the store's clock; infinity without leases."""
         return min(self._decided.deadlines.values(), default=math.inf)
+
+    async def _grant(self, operation: Grant | GrantEach, num: int) -> Sequence[int]:
+        """So many new leases, which count from when they are told: the disk may be slow."""
+        end = self._decided.newest_lease + 1 + num
+        leases = range(end - num, end)
+        untold = self._untold
+        untold.update(leases)
+        try:
+            assert await self._do(operation) == end - 1
+            self._renew(leases)
+        finally:
+            untold.difference_update(leases)
+        return leases
+
+    def _renew(self, leases: Collection[int]) -> None:
+        if leases:
+            self._decided = kept_alive(self._decided, leases, now_s=self._now_s())
 
     async def _do(self, operation: Operation) -> int:
         try:

@@ -100,6 +100,7 @@ class Leadership(Generic[Agent]):
         self._lines: dict[int, Agent] = {}
         self._order: Tell | None = None
         self._progress: Progress | None = None
+        self._is_restored = False
         self._lost_at = 0  # The iteration whose recovery it is; the job may go back to another.
 
     @property
@@ -130,11 +131,18 @@ class Leadership(Generic[Agent]):
                 predicted_s=predicted_s,
                 now_s=now_s,
             )
-            # Members have a whole lease to find this coordinator.
-            for node in self.state.nodes:
-                await self._logbook.grant(node)
         self.state = replace(self.state, is_listing=True)
         await self._carry_out(commands)
+        self._is_restored = found is not None
+
+    async def begin_leases(self) -> None:
+        """Gives the members that are on record a whole lease to find this coordinator.
+
+        Call it when agents are about to be served: until then nobody can renew a lease, and with a
+        slow disk that takes longer than one.
+        """
+        if self._is_restored:
+            await self._logbook.grant(self.state.nodes)
 
     @property
     def has_progressed(self) -> bool:
@@ -159,7 +167,7 @@ class Leadership(Generic[Agent]):
         """
         line.tell(Welcome(term=self.term))
         if node not in self.state.gone:
-            await self._logbook.grant(node)
+            await self._logbook.grant((node,))
         if node in self.state.gone:  # Maybe only now: the connection that it had before is closed.
             await self._logbook.revoke(node)
             line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))

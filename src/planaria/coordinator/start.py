@@ -94,7 +94,7 @@ def restored_step(
         learning=restored_learning(rules, _findings(members, progress), plan),
         plan=plan,
         saves_since=members.epoch,
-        next_iteration=_num_committed(origin, progress),
+        next_iteration=_num_committed(rules, origin, progress),
         ends=progress is not None and progress.ends and progress.since == origin.epoch,
         stop_requested=bool(progress and progress.stop_reason),
         stop_reason=progress.stop_reason if progress else "",
@@ -148,10 +148,13 @@ def _start(rules: Rules) -> Origin:
     return Origin(iteration=rules.first_iteration, source=rules.source)
 
 
-def _num_committed(origin: Origin, progress: Progress | None) -> int:
-    """What counts of the progress on record, which may be of before all went back to a save."""
+def _num_committed(rules: Rules, origin: Origin, progress: Progress | None) -> int:
+    """What counts of the progress on record, which may be of before all went back to a save.
+
+    All may go back to a state of which no commit was ever recorded: that is told then.
+    """
     if progress is None:
-        return origin.iteration
+        return min(rules.first_iteration, origin.iteration)
     if progress.since != origin.epoch:
         return min(progress.num_committed, origin.iteration)
     return progress.num_committed

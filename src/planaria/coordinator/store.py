@@ -9,14 +9,14 @@ fold of all changes (`applied`), so a journal of them (nodes/journal.py) is the 
     lease      a key bound to one is gone when its holder is not heard of for its TTL
     watch      every change of a prefix from a revision on, in order, once
 
-Each change of a key has a revision of its own, one above that of the change before. No key is
-ever deleted but with its lease: what was recorded once, such as an outcome, stays recorded.
+Each change of a key has a revision of its own, one above that of the change before. A key goes
+with its lease, or with a write that supersedes it, in one step: so a store has the newest records
+alone, however old the job is, and never none of a kind that it once had.
 
 A lease lives at least its TTL and ends when that is decided (`Expire`), not at an instant: time
 in which the store does not run ends no lease by itself.
 
-Source: DESIGN 4.5, 5 (epochs fence) and 6 (Coordination); the operations are etcd's, without
-deletion.
+Source: DESIGN 4.5, 5 (epochs fence) and 6 (Coordination); the operations are etcd's.
 """
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -30,7 +30,8 @@ from planaria.errors import CompactedError, ConflictError, LeaseLostError
 ABSENT: Final = 0  # The revision of a key that is not there.
 NO_LEASE: Final = 0
 VALUE_BYTES_MAX: Final = 1 << 20  # etcd refuses requests above 1.5 MiB.
-HISTORY_MAX: Final = 1000  # Changes of keys that a watch can still begin at.
+HISTORY_MAX: Final = 1000  # Changes of keys that a watch can still begin at,
+HISTORY_BYTES_MAX: Final = 1 << 20  # unless their values are larger.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     revision: int
 
 
+class Superseded(msgspec.Struct, frozen=True, tag="superseded"):
+    """A key went with a write that supersedes it."""
+
+    key: str
+    revision: int
+
+
 class LeaseGranted(msgspec.Struct, frozen=True, tag="granted"):
     """A lease exists."""
 
@@ -74,8 +82,8 @@ class LeaseEnded(msgspec.Struct, frozen=True, tag="ended"):
     lease: int
 
 
-Event = Entry | Gone
-Change = Entry | Gone | LeaseGranted | LeaseEnded
+Event = Entry | Gone | Superseded
+Change = Event | LeaseGranted | LeaseEnded
 
 
 class Range(NamedTuple):
@@ -86,7 +94,7 @@ class Range(NamedTuple):
 
 
 class Store(Protocol):
-    """Seven operations, all that coordination needs; each is done or has not happened.
+    """Eight operations, all that coordination needs; each is done or has not happened.
 
     An operation that is cancelled, or fails with any StoreError but ConflictError and
     LeaseLostError, may or may not have happened: read before writing again. What a reader has
@@ -100,13 +108,21 @@ class Store(Protocol):
         """All entries whose keys begin with the prefix, of one moment."""
 
     async def put(
-        self, key: str, value: bytes, *, guards: Sequence[Guard] = (), lease: int = NO_LEASE
+        self,
+        key: str,
+        value: bytes,
+        *,
+        guards: Sequence[Guard] = (),
+        lease: int = NO_LEASE,
+        supersedes: Sequence[str] = (),
     ) -> int:
         """Writes a value if every guard holds; returns its revision.
 
         Args:
             value: at most VALUE_BYTES_MAX.
             lease: the key is bound to it from now on, and to no other.
+            supersedes: other keys, which go in the same step; the store may keep their values
+                where nobody has to read them.
 
         Raises:
             ConflictError: a guard does not hold.
@@ -118,6 +134,18 @@ class Store(Protocol):
 
         A holder counts ttl_s from before it asked, and stops itself when it runs out: then it
         has stopped before anyone is told that it is gone.
+        """
+
+    async def grant_each(
+        self, keys: Sequence[str], ttl_s: float, *, guards: Sequence[Guard] = ()
+    ) -> Sequence[int]:
+        """A new lease for each of the keys, which are written with empty values and bound to them.
+
+        The leases that they were bound to before end. It takes one wait for the disk, however many
+        they are.
+
+        Raises:
+            ConflictError: a guard does not hold.
         """
 
     async def keep_alive(self, lease: int) -> None:
@@ -176,19 +204,31 @@ class Keys:
     def event(self, sequence: int) -> str:
         return f"{self.prefix}event/{sequence}"
 
+    def piece(self, kind: str, epoch: int, *, term: int, index: int) -> str:
+        """Of a record that is too large for one value, as a leader of this term writes it."""
+        return f"{self.prefix}piece/{kind}-{epoch}-{term}-{index}"
 
-# What is done to a state; each of the first four is a method of Store, described there.
+
+# What is done to a state; each but the last is a method of Store, described there.
 @dataclass(frozen=True, slots=True)
 class Put:
     key: str
     value: bytes
     guards: tuple[Guard, ...] = ()
     lease: int = NO_LEASE
+    supersedes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
     ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrantEach:
+    keys: tuple[str, ...]
+    ttl_s: float
+    guards: tuple[Guard, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +246,7 @@ class Expire:
     """End the leases that are due."""
 
 
-Operation = Put | Grant | KeepAlive | Revoke | Expire
+Operation = Put | Grant | GrantEach | KeepAlive | Revoke | Expire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +259,9 @@ class StoreState:
         newest_lease: ids are never used again.
         leases: TTL by lease, in seconds.
         deadlines: when each lease is due, by the caller's clock; alone in not being durable.
-        history: the newest changes of keys, without a gap, at most HISTORY_MAX.
+        history: the newest changes of keys, without a gap: at most HISTORY_MAX, with at most
+            HISTORY_BYTES_MAX of values, but always the newest one.
+        history_bytes: of the values in it.
     """
 
     revision: int = ABSENT
@@ -229,6 +271,7 @@ class StoreState:
     leases: Mapping[int, float] = field(default_factory=dict)
     deadlines: Mapping[int, float] = field(default_factory=dict)
     history: tuple[Event, ...] = ()
+    history_bytes: int = 0
 
 
 EMPTY: Final = StoreState()
@@ -238,7 +281,7 @@ class Step(NamedTuple):
     """What an operation does: `changes` must be durable, all or none, before anyone is told."""
 
     state: StoreState
-    result: int  # The lease of a Grant, else the store's revision.
+    result: int  # The newest lease after a Grant or a GrantEach, else the store's revision.
     changes: tuple[Change, ...]
 
 
@@ -254,21 +297,24 @@ def step(state: StoreState, operation: Operation, now_s: float) -> Step:
     changes: tuple[Change, ...] = ()
     match operation:
         case Put():
-            changes = (_written(state, operation),)
+            changes = _written(state, operation)
         case Grant(ttl_s):
             assert ttl_s > 0
             changes = (LeaseGranted(state.newest_lease + 1, ttl_s),)
+        case GrantEach():
+            changes = _granted(state, operation)
         case KeepAlive(lease):
             # Nothing of it needs to be durable: see `reopened`.
-            deadlines = {**state.deadlines, lease: now_s + _ttl_s(state, lease)}
-            return Step(replace(state, deadlines=deadlines), state.revision, ())
+            _ttl_s(state, lease)
+            return Step(kept_alive(state, (lease,), now_s=now_s), state.revision, ())
         case Revoke(lease):
             changes = _ended(state, {lease} & set(state.leases))
         case Expire():
             due = {lease for lease, due_s in state.deadlines.items() if due_s <= now_s}
             changes = _ended(state, due)
     state = applied(state, changes, now_s=now_s)
-    result = state.newest_lease if isinstance(operation, Grant) else state.revision
+    is_grant = isinstance(operation, Grant | GrantEach)
+    result = state.newest_lease if is_grant else state.revision
     return Step(state, result, changes)
 
 
@@ -277,12 +323,14 @@ def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> St
     revision, newest_lease = state.revision, state.newest_lease
     entries, leases = dict(state.entries), dict(state.leases)
     deadlines, history = dict(state.deadlines), list(state.history)
+    history_bytes = state.history_bytes
     for change in changes:
         match change:
-            case Entry() | Gone():
+            case Entry() | Gone() | Superseded():
                 assert change.revision == revision + 1
                 revision = change.revision
                 history.append(change)
+                history_bytes += _value_bytes(change)
                 if isinstance(change, Entry):
                     entries[change.key] = change
                 else:
@@ -294,6 +342,11 @@ def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> St
                 deadlines[lease] = now_s + ttl_s
             case LeaseEnded(lease):
                 del leases[lease], deadlines[lease]
+    first = max(0, len(history) - HISTORY_MAX)
+    history_bytes -= sum(map(_value_bytes, history[:first]))
+    while history_bytes > HISTORY_BYTES_MAX and first < len(history) - 1:
+        history_bytes -= _value_bytes(history[first])
+        first += 1
     return StoreState(
         revision=revision,
         num_changes=state.num_changes + len(changes),
@@ -301,8 +354,16 @@ def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> St
         entries=entries,
         leases=leases,
         deadlines=deadlines,
-        history=tuple(history[-HISTORY_MAX:]),
+        history=tuple(history[first:]),
+        history_bytes=history_bytes,
     )
+
+
+def kept_alive(state: StoreState, leases: Collection[int], *, now_s: float) -> StoreState:
+    """The state with these leases, as far as they live, due a whole TTL from now_s."""
+    ttls = {lease: state.leases[lease] for lease in leases if lease in state.leases}
+    due = {lease: now_s + ttl_s for lease, ttl_s in ttls.items()}
+    return replace(state, deadlines={**state.deadlines, **due})
 
 
 def reopened(state: StoreState, *, now_s: float) -> StoreState:
@@ -311,7 +372,7 @@ def reopened(state: StoreState, *, now_s: float) -> StoreState:
     Holders could not be heard while the store was down, and its clock may be another one now: to
     count that time would declare live nodes dead. A node that did die in it is found a TTL late.
     """
-    return replace(state, deadlines={lease: now_s + ttl for lease, ttl in state.leases.items()})
+    return kept_alive(state, state.leases, now_s=now_s)
 
 
 def entries_under(state: StoreState, prefix: str) -> Range:
@@ -334,17 +395,46 @@ def events_since(state: StoreState, prefix: str, *, first_revision: int) -> tupl
     return tuple(event for event in events if event.key.startswith(prefix))
 
 
-def _written(state: StoreState, put: Put) -> Entry:
+def _written(state: StoreState, put: Put) -> tuple[Change, ...]:
+    """The value, and the end of the keys that it supersedes."""
     assert put.key
+    assert put.key not in put.supersedes
     assert len(put.value) <= VALUE_BYTES_MAX
-    for guard in put.guards:
+    _check(state, put.guards)
+    if put.lease != NO_LEASE:
+        _ttl_s(state, put.lease)
+    revision = state.revision + 1
+    old = [key for key in dict.fromkeys(put.supersedes) if key in state.entries]
+    return (
+        Entry(put.key, put.value, revision, put.lease),
+        *(Superseded(key, revision + index) for index, key in enumerate(old, 1)),
+    )
+
+
+def _granted(state: StoreState, grant: GrantEach) -> tuple[Change, ...]:
+    """Leases, the keys that are bound to them, and the end of the leases before."""
+    assert grant.ttl_s > 0
+    _check(state, grant.guards)
+    keys = tuple(dict.fromkeys(grant.keys))
+    assert keys == grant.keys
+    first = state.newest_lease + 1
+    changes: list[Change] = [LeaseGranted(first + n, grant.ttl_s) for n in range(len(keys))]
+    changes += [Entry(key, b"", state.revision + 1 + n, first + n) for n, key in enumerate(keys)]
+    bound = {state.entries[key].lease for key in keys if key in state.entries}
+    return (*changes, *_ended(applied(state, changes, now_s=0.0), bound & set(state.leases)))
+
+
+def _check(state: StoreState, guards: Sequence[Guard]) -> None:
+    """Raises a ConflictError if one of the guards does not hold."""
+    for guard in guards:
         entry = state.entries.get(guard.key)
         actual_revision = entry.revision if entry else ABSENT
         if actual_revision != guard.revision:
             raise ConflictError(guard.key, guard.revision, actual_revision)
-    if put.lease != NO_LEASE:
-        _ttl_s(state, put.lease)
-    return Entry(put.key, put.value, state.revision + 1, put.lease)
+
+
+def _value_bytes(event: Event) -> int:
+    return len(event.value) if isinstance(event, Entry) else 0
 
 
 def _ttl_s(state: StoreState, lease: int) -> float:

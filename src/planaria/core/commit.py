@@ -2,9 +2,10 @@
 
 Whoever holds the vector of an iteration knows that every gradient of it is complete everywhere.
 The ranks sum their parts; each entry is contributed by one rank alone and is +0 elsewhere, so the
-sum is exact and the same everywhere. Beside the gradient norms it carries the losses and the
+sum is exact and the same everywhere. Beside the gradient norms the parts carry the losses and the
 samples that were used, so that any one holder can tell all about the iteration, also after the
-ranks that computed those are lost.
+ranks that computed those are lost. A rank keeps one loss and one digest of them: a vector is told
+and recorded after a loss, and does not grow with the batch.
 
 Source: DESIGN 4.4 and 4.5.
 """
@@ -38,11 +39,12 @@ class Votes(NamedTuple):
 
 
 NUM_VOTES: Final = len(Votes._fields)
+_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """Where what stands: squared norms, losses, sample numbers, votes."""
+    """Where what stands in the ranks' parts: squared norms, losses, sample numbers, votes."""
 
     num_layers: int
     num_microbatches: int
@@ -64,7 +66,7 @@ class VectorLayout:
 
 
 def vector_layout(job: JobConfig, num_layers: int) -> VectorLayout:
-    """The layout of a job's commit vectors."""
+    """The layout of the parts of a job's commit vectors."""
     return VectorLayout(num_layers, job.num_microbatches, job.training.global_batch_size)
 
 
@@ -74,28 +76,21 @@ class CommitVector:
 
     Attributes:
         squared_norms: of the reduced gradients, by layer; tied ones in the layer of first use.
-        losses: by microbatch, each divided by the global count; their sum is the loss.
-        samples: sample numbers as the first stages consumed them, by microbatch.
+        loss: of the global batch.
+        num_samples: how many samples the first stages consumed.
+        sample_digest: the xxh3_128 of their sorted numbers.
         votes: of all ranks together.
     """
 
     squared_norms: tuple[float, ...]
-    losses: tuple[float, ...]
-    samples: tuple[int, ...]
+    loss: float
+    num_samples: int
+    sample_digest: str
     votes: Votes
-
-    @property
-    def loss(self) -> float:
-        return float(sum(self.losses))
 
     @property
     def gradient_norm(self) -> float:
         return float(sum(self.squared_norms) ** 0.5)
-
-    @property
-    def sample_digest(self) -> str:
-        """The xxh3_128 of the sorted sample numbers."""
-        return sample_digest(np.array(self.samples, dtype=np.int64))
 
     def is_last(self, iteration: int, training: TrainingConfig) -> bool:
         """Whether training ends after this iteration; the same for all who hold the vector."""
@@ -111,27 +106,43 @@ class CommitVector:
         return self.votes.copied == len(plan.all_ranks)
 
 
-def commit_vector(entries: Sequence[float], layout: VectorLayout) -> CommitVector:
-    """The vector as the ranks have summed it."""
-    assert len(entries) == layout.size
-    numbers = entries[layout.samples : -NUM_VOTES]
-    samples = tuple(int(number) for number in numbers)
-    assert all(int_ == float_ for int_, float_ in zip(samples, numbers, strict=True))
+def commit_vector(total: npt.NDArray[np.float64], layout: VectorLayout) -> CommitVector:
+    """The vector, from the sum of all ranks' parts."""
+    assert total.shape == (layout.size,)
+    numbers = total[layout.samples : -NUM_VOTES]
+    samples = numbers.astype(np.int64)
+    assert np.array_equal(samples, numbers)
     return CommitVector(
-        tuple(entries[: layout.num_layers]),
-        tuple(entries[layout.losses : layout.samples]),
-        samples,
-        Votes(*(int(entry) for entry in entries[-NUM_VOTES:])),
+        squared_norms=tuple(total[: layout.num_layers].tolist()),
+        # One after the other, in the order of the microbatches: numpy adds in another order.
+        loss=float(sum(total[layout.losses : layout.samples].tolist())),
+        num_samples=layout.num_samples,
+        sample_digest=sample_digest(samples),
+        votes=_votes(total[-NUM_VOTES:].tolist()),
     )
 
 
 def encode_vector(vector: CommitVector) -> bytes:
-    """The vector as little-endian float64."""
-    entries = (*vector.squared_norms, *vector.losses, *vector.samples, *vector.votes)
-    return np.array(entries, dtype="<f8").tobytes()
+    """The vector as little-endian float64, and the digest behind it."""
+    entries = (*vector.squared_norms, vector.loss, vector.num_samples, *vector.votes)
+    return np.array(entries, dtype="<f8").tobytes() + bytes.fromhex(vector.sample_digest)
 
 
 def decode_vector(data: bytes, layout: VectorLayout) -> CommitVector:
     """What `encode_vector` encoded."""
-    entries: npt.NDArray[np.float64] = np.frombuffer(data, dtype="<f8")
-    return commit_vector(entries.tolist(), layout)
+    num_entries = layout.num_layers + 2 + NUM_VOTES
+    assert len(data) == 8 * num_entries + _DIGEST_BYTES
+    entries = np.frombuffer(data, dtype="<f8", count=num_entries).tolist()
+    loss, num_samples = entries[layout.num_layers : -NUM_VOTES]
+    assert num_samples == layout.num_samples
+    return CommitVector(
+        squared_norms=tuple(entries[: layout.num_layers]),
+        loss=loss,
+        num_samples=layout.num_samples,
+        sample_digest=data[-_DIGEST_BYTES:].hex(),
+        votes=_votes(entries[-NUM_VOTES:]),
+    )
+
+
+def _votes(entries: Sequence[float]) -> Votes:
+    return Votes(*(int(entry) for entry in entries))

@@ -1,7 +1,8 @@
 """What the coordinator writes down before it tells anyone, and what it tells its launcher.
 
 Records are in the store of coordination, one of each kind an epoch; a coordinator that is
-restarted goes on from them alone. They are compressed: a plan has a route per microbatch.
+restarted goes on from them alone. They are compressed: a plan has a route per microbatch. One that
+is still too large for one value of the store is in pieces, and `Pieces` stands for it.
 
 Source: DESIGN 4.5 and 6 (Coordination).
 """
@@ -128,6 +129,23 @@ def encode_record(record: Record) -> bytes:
 def decode_record(data: bytes, kind: type[_Record]) -> _Record:
     """What `encode_record` encoded."""
     return msgspec.json.decode(zlib.decompress(data), type=kind)
+
+
+class Pieces(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands for a record that is in `num` pieces, which a leader of this term has written."""
+
+    term: int
+    num: int
+
+
+def encode_pieces(pieces: Pieces) -> bytes:
+    """What stands for a record, as the store keeps it."""
+    return msgspec.json.encode(pieces)
+
+
+def decode_pieces(data: bytes) -> Pieces | None:
+    """What `encode_pieces` encoded; None if it is a record itself, which is compressed."""
+    return msgspec.json.decode(data, type=Pieces) if data.startswith(b"{") else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -364,7 +364,7 @@ class Executor:
             vector[first : first + size] = samples
         vector[-len(votes) :] = votes
         total = self._agreed(vector, self._iteration, Channel.COMMIT)
-        return commit_vector(total.tolist(), layout)
+        return commit_vector(total, layout)
 
     def compare(self, age: int) -> None:
         """Returns if all holders of each layer have the same parameters at this age.

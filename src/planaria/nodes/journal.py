@@ -1,6 +1,7 @@
 """The journal of the embedded store: what makes its changes durable, for asyncio callers.
 
     {directory}/journal     a snapshot, then records, each the changes of one flush
+    {directory}/archive     records of entries that were superseded and are in no journal any more
     {directory}/lock        locked by the process that has the store open
 
 A record is a marker, the length of its body, the xxh3_64 of its body, and the body: JSON, which
@@ -10,7 +11,9 @@ disk; what comes in the meantime shares the next one.
 What a crash leaves at the end of the file was never acknowledged, and is cut off; a bad record
 with a good one behind it is damage, and the store refuses to open. (Damage to the very last one
 cannot be told from a torn write.) A journal that has grown is replaced by a snapshot: written
-beside it, synced, renamed over it.
+beside it, synced, renamed over it. What was superseded since the snapshot before goes to the
+archive first, which is not read at the start: so a store opens as fast on the last day of a job as
+on the first. A crash between the two leaves some entries twice there.
 """
 
 import asyncio
@@ -29,14 +32,14 @@ import msgspec
 import xxhash
 
 from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import EMPTY, Change, StoreState, applied
+from planaria.coordinator.store import EMPTY, Change, Entry, StoreState, Superseded, applied
 from planaria.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
 REWRITE_BYTES: Final = 1 << 20
 _REWRITE_FACTOR: Final = 4  # Times its snapshot: rewriting costs a quarter of appending.
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _MARKER: Final = b"\xffPLJ"
 _HEADER: Final = struct.Struct("!4sIQ")
 
@@ -168,6 +171,27 @@ async def open_store(
             await flusher.close()
 
 
+def superseded_entries(directory: Path) -> list[Entry]:
+    """All entries that a store has superseded, as far as they are on its disk, oldest write first.
+
+    Raises:
+        StoreError: they cannot be read.
+    """
+    path = directory / "archive"
+    try:
+        archived = path.read_bytes() if path.exists() else b""
+        bodies, _ = _records((directory / "journal").read_bytes())
+    except OSError as error:
+        raise _disk_error(path, error) from error
+    decoder = msgspec.json.Decoder(tuple[Entry, ...])
+    entries = _superseded(*_decoded(path, bodies))
+    for place in _marked(archived):  # One that a crash has torn has others behind it.
+        if (body := _record_body(archived, place)) is not None:
+            entries += decoder.decode(body)
+    by_revision = {entry.revision: entry for entry in entries}
+    return [by_revision[revision] for revision in sorted(by_revision)]
+
+
 class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     state: StoreState
@@ -219,7 +243,8 @@ class _FileJournal:
         os.fsync(self._fd)
         _sync_directory(self._path.parent)
         self._snapshot_bytes = len(bodies[0])
-        return _state(self._path, bodies)
+        state, changes = _decoded(self._path, bodies)
+        return applied(state, changes, now_s=0.0)
 
     async def append(self, changes: Sequence[Change], state: StoreState) -> None:
         """See MakeDurable; the event loop goes on while the disk works."""
@@ -241,9 +266,23 @@ class _FileJournal:
                 self._num_bytes += _write_synced(self._fd, _record(changes))
                 grown_bytes = _REWRITE_FACTOR * self._snapshot_bytes
                 if self._num_bytes > max(self._rewrite_bytes, grown_bytes):
+                    self._archive()
                     self._rewrite(state)
             except OSError as error:
                 raise _disk_error(self._path, error) from error
+
+    def _archive(self) -> None:
+        """Appends what was superseded since the snapshot to the archive, synced."""
+        bodies, _ = _records(self._path.read_bytes())
+        entries = _superseded(*_decoded(self._path, bodies))
+        if not entries:
+            return
+        path = self._path.with_name("archive")
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT, 0o600)
+        try:
+            _write_synced(fd, b"".join(_record((entry,)) for entry in entries))
+        finally:
+            os.close(fd)
 
     def _rewrite(self, state: StoreState) -> None:
         """Replaces the file, if any, by one that holds a snapshot alone."""
@@ -300,13 +339,18 @@ def _records(content: bytes) -> tuple[list[bytes], int]:
     return bodies, end
 
 
+def _marked(content: bytes) -> list[int]:
+    """Where a record may begin."""
+    return [match.start() for match in re.finditer(re.escape(_MARKER), content)]
+
+
 def _has_record(content: bytes, *, after: int) -> bool:
-    places = [match.start() for match in re.finditer(re.escape(_MARKER), content)]
-    return any(place > after and _record_body(content, place) is not None for place in places)
+    places = [place for place in _marked(content) if place > after]
+    return any(_record_body(content, place) is not None for place in places)
 
 
-def _state(path: Path, bodies: Sequence[bytes]) -> StoreState:
-    """The fold of a snapshot and the records behind it."""
+def _decoded(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Change]]:
+    """A snapshot, and the changes in the records behind it."""
     try:
         snapshot = msgspec.json.decode(bodies[0], type=_Snapshot)
         decoder = msgspec.json.Decoder(tuple[Change, ...])
@@ -315,7 +359,18 @@ def _state(path: Path, bodies: Sequence[bytes]) -> StoreState:
         raise StoreError(f"{path} is no journal that this planaria can read: {error}") from error
     if snapshot.version != _FORMAT:
         raise StoreError(f"{path} has format {snapshot.version}, this planaria reads {_FORMAT}")
-    return applied(snapshot.state, changes, now_s=0.0)
+    return snapshot.state, changes
+
+
+def _superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
+    """The entries that were superseded by these changes."""
+    entries, found = dict(state.entries), []
+    for change in changes:
+        if isinstance(change, Entry):
+            entries[change.key] = change
+        elif isinstance(change, Superseded):
+            found.append(entries[change.key])
+    return found
 
 
 def _write_synced(fd: int, content: bytes) -> int:

@@ -167,22 +167,30 @@ class _Leader:
         """Goes on from the records, and serves agents until the job ends."""
         logbook = await self._opened_logbook()
         self._leadership = Leadership[_Agent](self._rules, logbook, self)
-        await self._leadership.restore(
-            self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
-        )
-        self._publishing.tell_saves(source=self._spec.source)
+        beat = asyncio.create_task(self._beat())  # What it records first may take long, too.
+        try:
+            await self._leadership.restore(
+                self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
+            )
+            self._publishing.tell_saves(source=self._spec.source)
+            await self._leadership.begin_leases()
+        except BaseException:
+            beat.cancel()
+            raise
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
         tasks = [
-            asyncio.create_task(job)
-            for job in (
-                self._hear_launcher(reader),
-                self._beat(),
-                self._tick(),
-                self._leadership.watch_leases(),
-                self._record_progress(),
-            )
+            beat,
+            *(
+                asyncio.create_task(job)
+                for job in (
+                    self._hear_launcher(reader),
+                    self._tick(),
+                    self._leadership.watch_leases(),
+                    self._record_progress(),
+                )
+            ),
         ]
         if self._searcher is not None:
             await self._searcher.open()

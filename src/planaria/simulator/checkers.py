@@ -41,6 +41,7 @@ from planaria.core.records import (
     Running,
     ToLauncher,
     Warned,
+    decode_pieces,
     decode_record,
 )
 from planaria.core.samples import sample_digest
@@ -54,6 +55,7 @@ from planaria.simulator.back_checker import (
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
+from planaria.simulator.leader import CANNOT_RECORD
 from planaria.simulator.plan_checker import is_another, num_exposed, wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
@@ -81,6 +83,7 @@ class Checkers:
         self._job = cluster.job
         self._first_ages: dict[int, int] = {}
         self._records: dict[tuple[str, str], Entry] = {}
+        self._pieces: dict[str, bytes] = {}
         self._term = -1
         self._epoch = -1
         self._members: tuple[int, ...] = cluster.job.plan.nodes
@@ -156,11 +159,22 @@ class Checkers:
             self._check_term(int(event.value))
         elif name == "commit":
             self._check_progress(decode_record(event.value, Progress))
+        elif kind == "piece":
+            self._pieces[name] = event.value
         elif kind in ("members", "outcome", "plan"):
             if (kind, name) in self._records:
                 self._fail(f"{kind}/{name} is written twice")
             self._records[kind, name] = event
-            self._check_record(kind, event.value)
+            self._check_record(kind, self._whole(kind, name, event.value))
+
+    def _whole(self, kind: str, epoch: str, value: bytes) -> bytes:
+        """The record, which may be in pieces."""
+        if (pieces := decode_pieces(value)) is None:
+            return value
+        names = [f"{kind}-{epoch}-{pieces.term}-{index}" for index in range(pieces.num)]
+        if missing := [name for name in names if name not in self._pieces]:
+            self._fail(f"{kind}/{epoch} stands for pieces {missing}, which are not there")
+        return b"".join(self._pieces[name] for name in names)
 
     def _check_term(self, term: int) -> None:
         if term != self._term + 1:
@@ -336,6 +350,8 @@ class Checkers:
             self._fail(f"failed after {dict(crashes)} crashes: {ended.reason}")
 
     def _check_lost(self, ended: Ended) -> None:
+        if ended.reason.startswith(CANNOT_RECORD) and self._struck_nodes(FaultKind.FULL):
+            return
         scenario = self._job.scenario
         num_left = len(set(ended.nodes) - set(self._struck_nodes(FaultKind.NOTICE)))
         n0, f = self._job.rules.n0, scenario.failures_tolerated

@@ -162,7 +162,7 @@ class SimulatedCluster:
             rate=self.leader_rate,
         )
         store = self.disk.open(lambda: process.now_s)
-        self.leader = SimulatedLeader(process, store, self)
+        self.leader = SimulatedLeader(process, store, self, piece_bytes=self.disk.model.piece_bytes)
         process.spawn(self.leader.run())
         for node, agent in self.agents.items():
             if not agent.process.is_alive:

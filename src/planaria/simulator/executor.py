@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from planaria.core.commit import CommitVector, Votes, commit_vector
 from planaria.simulator.layout import Layout, Samples, Visit, tree_peers
 from planaria.simulator.links import SimulatedLinks
@@ -145,4 +147,4 @@ class SimulatedExecutor:
             total = await self._links.receive(peers[0], ("down", iteration))
         for child in children:
             self._links.send(child, ("down", iteration), total)
-        return commit_vector(total, self._job.rules.layout)
+        return commit_vector(np.array(total), self._job.rules.layout)

@@ -35,6 +35,7 @@ class FaultKind(Enum):
     BREAK = "the connection of the agent breaks, and is made anew"
     SLOW = "messages take long, and so pass those of other connections"
     DISK = "the store's disk is slow"
+    FULL = "the store's disk is full, for good"
     CLOCK = "a clock goes wrong by some percent"
     STOP = "the user asks to stop"
     JOIN = "a node comes"
@@ -50,7 +51,7 @@ _LOSSES: Final = (
     *(FaultKind.CUT, FaultKind.ISOLATE, FaultKind.DETACH, FaultKind.BREAK),
 )
 _OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
-_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES)
+_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, FaultKind.FULL)
 # After which a node may be given up: by itself, or anywhere; and what makes nodes leave in peace.
 LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
@@ -76,7 +77,9 @@ _CHANGING: Final = (
 _WITNESS_SHARE: Final = 0.2
 _CHANGE_SHARE: Final = 0.2
 _CONNECTED_S: Final = 0.5
+_FIRST_WRITES: Final = 8  # Until the first nodes are admitted: of which most wait for another.
 _COMING_S: Final = 0.03
+_FULL_SHARE: Final = 0.03
 _REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
 
 
@@ -154,6 +157,15 @@ def drawn_conduct(rng: Random) -> Conduct:
         refuses=refuses,
         hangs=hangs,
     )
+
+
+def disk_faults(rng: Random) -> tuple[Fault, ...]:
+    """Few disks are full some day: it ends the job, and nothing else can be seen in it then."""
+    if rng.random() > _FULL_SHARE:
+        return ()
+    at_s = rng.random() * FAULTS_S_MAX
+    full = Fault(kind=FaultKind.FULL, node=0, other=0, lasts_s=math.inf, breaks=False, at_s=at_s)
+    return (full,)
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
@@ -362,6 +374,8 @@ class Faults:
                 self._set(cluster.network, fault.lasts_s, 0.2)
             case FaultKind.DISK:
                 self._set(cluster.disk, fault.lasts_s, 0.5)
+            case FaultKind.FULL:
+                cluster.disk.fill()
             case FaultKind.STOP if not cluster.stop_requested:
                 cluster.request_stop()
             case FaultKind.JOIN:
@@ -379,7 +393,8 @@ class Faults:
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s
         # A node that never came is lost later than one that did.
-        may_be_awaited = now_s < _CONNECTED_S and math.isinf(fault.lasts_s)
+        connected_s = _CONNECTED_S + _FIRST_WRITES * 2.0 * self._cluster.disk.model.write_s
+        may_be_awaited = now_s < connected_s and math.isinf(fault.lasts_s)
         lasts_s = arrival_s(LEASE_S) if may_be_awaited else fault.lasts_s
         # What lasts for good has done what it does when it strikes.
         self._over_s = max(self._over_s, now_s + (lasts_s if math.isfinite(lasts_s) else 0.0))

@@ -6,7 +6,7 @@ Source: nodes/leader.py, whose order of things it keeps.
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
@@ -31,6 +31,7 @@ from planaria.simulator.network import End
 from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
 
+CANNOT_RECORD: Final = "the coordinator cannot keep its records"
 Item = TypeVar("Item")
 
 _LOOK_S = 0.02
@@ -79,6 +80,9 @@ class _Line:
 class SimulatedLeader:
     """One process of the coordinator.
 
+    Args:
+        piece_bytes: of a record, in one value of the store.
+
     Attributes:
         leadership: what it decides with, once it has read its records.
         is_serving: it takes connections.
@@ -86,7 +90,9 @@ class SimulatedLeader:
         spoilt: those of which it has heard that they are damaged.
     """
 
-    def __init__(self, process: Process, store: EmbeddedStore, launcher: Launcher) -> None:
+    def __init__(
+        self, process: Process, store: EmbeddedStore, launcher: Launcher, *, piece_bytes: int
+    ) -> None:
         self.process = process
         self.leadership: Leadership[_Line]
         self.is_serving = False
@@ -97,6 +103,7 @@ class SimulatedLeader:
         self._since_s = math.inf
         self._is_refused = self._is_unlisted = False
         self._store = store
+        self._piece_bytes = piece_bytes
         self._launcher = launcher
         self._lines: list[_Line] = []
         self._events: _Inbox[Event] = _Inbox()
@@ -111,7 +118,7 @@ class SimulatedLeader:
         try:
             await task
         except StoreError as error:
-            reason = f"the coordinator cannot keep its records: {error}"
+            reason = f"{CANNOT_RECORD}: {error}"
             self._end(
                 Ended(ending=Ending.LOST.value, reason=reason, failure=None, nodes=(), epoch=0)
             )
@@ -119,15 +126,18 @@ class SimulatedLeader:
 
     async def _lead(self) -> None:
         job, name = self._launcher.job, self._launcher.job.rules.job.name
-        logbook = await opened_logbook(self._store, name, lease_s=LEASE_S)
+        logbook = await opened_logbook(
+            self._store, name, lease_s=LEASE_S, piece_bytes=self._piece_bytes
+        )
         self.leadership = Leadership(job.rules, logbook, self)
+        self.process.spawn(self._beat())
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
         self.process.spawn(self._serve_saves())
+        await self.leadership.begin_leases()
         self.is_serving = True
         self.notify(Leading(term=logbook.term, now_s=self.process.now_s))
-        self.process.spawn(self._beat())
         self.process.spawn(self._end_at_errors(self._tick()))
         self.process.spawn(self._end_at_errors(self.leadership.watch_leases()))
         self.process.spawn(self._end_at_errors(self._record_progress()))

@@ -13,11 +13,13 @@ from planaria.simulator.faults import (
     Fault,
     FaultKind,
     Faults,
+    disk_faults,
     drawn_conduct,
     drawn_faults,
     more_faults,
 )
 from planaria.simulator.scenario import PLAINEST, SCENARIOS, Conduct, Scenario, planned_job
+from planaria.simulator.store import drawn_disk
 
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
@@ -74,11 +76,13 @@ def run(
     scenario = _with_copies(scenario, more)
     if scenario.copies or scenario.persist_every or scenario.num_standby:
         faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
+    faults += disk_faults(Random(f"full {seed}"))
     store_rng = Random(f"store {seed}")
     conduct = drawn_conduct(store_rng)
     cluster = SimulatedCluster(planned_job(scenario), rng, conduct=conduct, store_rng=store_rng)
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5
+    cluster.disk.model = drawn_disk(Random(f"disk {seed}"))
     checkers = cluster.watcher = Checkers(cluster)
     checkers.faults = struck = Faults(cluster, faults)
     struck.last_until(conduct.end_s if math.isfinite(conduct.end_s) else 0.0)

@@ -1,40 +1,78 @@
 """The disk of coordination under the virtual clock: the embedded store is the real one, it is slow.
 
-A crash loses what it does not have, from some change on.
+What comes while it writes shares the next write, as in nodes/journal.py. A write takes the longer,
+the more bytes it has. A crash loses what the disk does not have, from some write on; a full disk
+takes nothing any more, for ever.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
+from typing import Final
 
 from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import EMPTY, Change, Event, StoreState, applied
+from planaria.coordinator.store import EMPTY, Change, Entry, Event, Gone, StoreState, applied
+from planaria.errors import StoreError
 from planaria.simulator.loop import Loop, Waiting
+
+_FULL: Final = "the disk is full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskModel:
+    """How a disk is.
+
+    Attributes:
+        write_s: that a write takes, at least; up to twice that, beside its bytes.
+        bytes_per_s: of values, that it writes.
+        slow_s: that a write takes at most while something else slows the disk.
+        piece_bytes: the coordinator cuts larger records into pieces.
+        value_bytes_max: no value may be larger, but that of a key which is no record of an epoch.
+    """
+
+    write_s: float = 0.0005
+    bytes_per_s: float = 1e6
+    slow_s: float = 0.3
+    piece_bytes: int = 1 << 19
+    value_bytes_max: int = 1 << 20
+
+
+def drawn_disk(rng: Random) -> DiskModel:
+    """The disk of a run: most are fast; on some each record has several pieces."""
+    piece_bytes = rng.choice((1 << 19, 1 << 19, 500, 200))
+    return DiskModel(
+        write_s=rng.choice((0.0005, 0.0005, 0.0005, 0.01, 0.45, 0.9)),
+        bytes_per_s=rng.choice((1e8, 1e6, 1e5)),
+        slow_s=rng.choice((0.3, 1.0, 2.0)),
+        piece_bytes=piece_bytes,
+        value_bytes_max=2 * piece_bytes,
+    )
 
 
 class SimulatedDisk:
     """A Keeper; `open` gives its store to the next coordinator, `crash` ends the one before.
 
     Args:
-        written: is given each change of a key when it is on the disk.
+        written: is given each key that is written, or gone with its lease, once the disk has it.
 
     Attributes:
-        write_s: that the disk takes, at least; up to twice that.
-        slow_share: of writes that take up to slow_s.
+        model: how it is.
+        slow_share: of writes that take up to `model.slow_s`.
     """
 
     def __init__(self, loop: Loop, rng: Random, written: Callable[[Event], None]) -> None:
-        self.write_s = 0.0005
+        self.model = DiskModel()
         self.slow_share = 0.0
-        self.slow_s = 0.3
         self._loop = loop
         self._rng = rng
         self._written = written
         self._durable = EMPTY
         self._store = EmbeddedStore(self, now_s=lambda: 0.0)
-        self._unwritten: deque[tuple[Change, ...]] = deque()
+        self._writing: list[Change] = []
+        self._unwritten: list[Change] = []
         self._waiting: list[tuple[int, Waiting[None]]] = []
         self._generation = 0
+        self._is_full = False
 
     def open(self, now_s: Callable[[], float]) -> EmbeddedStore:
         """The store for the next coordinator, whose clock this is; one before may still use it."""
@@ -43,12 +81,20 @@ class SimulatedDisk:
 
     def crash(self) -> None:
         """Ends the process that has it open; the write under way may have reached the disk."""
-        if self._unwritten and self._rng.random() < 0.5:
-            self._write(self._unwritten.popleft())
+        if self._writing and self._rng.random() < 0.5:
+            self._write(self._writing)
         self._generation += 1
-        self._unwritten.clear()
+        self._writing, self._unwritten = [], []
         self._waiting.clear()
         self._store.recover()
+
+    def fill(self) -> None:
+        """From now on nothing can be written; what is being written is not."""
+        self._is_full = True
+        self._generation += 1
+        waiting, self._waiting = self._waiting, []
+        for _, one in waiting:
+            one.fail(StoreError(_FULL))
 
     @property
     def durable(self) -> StoreState:
@@ -57,29 +103,43 @@ class SimulatedDisk:
 
     def keep(self, changes: Sequence[Change]) -> None:
         """See Keeper."""
-        if changes:
-            self._unwritten.append(tuple(changes))
-            if len(self._unwritten) == 1:
-                self._flush()
+        if self._is_full:
+            raise StoreError(_FULL)
+        for change in changes:
+            self._check_size(change)
+        self._unwritten += changes
+        if self._unwritten and not self._writing:
+            self._flush()
 
     async def wait_durable(self, num_changes: int) -> None:
         """See Keeper."""
-        if self._durable.num_changes < num_changes:
-            waiting: Waiting[None] = Waiting()
-            self._waiting.append((num_changes, waiting))
-            await waiting
+        if self._durable.num_changes >= num_changes:
+            return
+        if self._is_full:
+            raise StoreError(_FULL)
+        waiting: Waiting[None] = Waiting()
+        self._waiting.append((num_changes, waiting))
+        await waiting
+
+    def _check_size(self, change: Change) -> None:
+        if isinstance(change, Entry) and change.key.rsplit("/", 2)[1] != "simulated":
+            assert len(change.value) <= self.model.value_bytes_max, change.key
 
     def _flush(self) -> None:
-        delay_s = self.write_s * (1.0 + self._rng.random())
+        self._writing, self._unwritten = self._unwritten, []
+        model = self.model
+        delay_s = model.write_s * (1.0 + self._rng.random())
         if self.slow_share and self._rng.random() < self.slow_share:
-            delay_s = self._rng.random() * self.slow_s
+            delay_s = max(delay_s, self._rng.random() * model.slow_s)
+        num_bytes = sum(len(one.value) for one in self._writing if isinstance(one, Entry))
         generation = self._generation
-        self._loop.after(delay_s, lambda: self._flushed(generation))
+        self._loop.after(delay_s + num_bytes / model.bytes_per_s, lambda: self._flushed(generation))
 
     def _flushed(self, generation: int) -> None:
         if generation != self._generation:
             return
-        self._write(self._unwritten.popleft())
+        written, self._writing = self._writing, []
+        self._write(written)
         if self._unwritten:
             self._flush()
         done = [one for one in self._waiting if one[0] <= self._durable.num_changes]
@@ -87,8 +147,8 @@ class SimulatedDisk:
         for _, waiting in done:
             waiting.resolve(None)
 
-    def _write(self, changes: tuple[Change, ...]) -> None:
+    def _write(self, changes: Sequence[Change]) -> None:
         self._durable = applied(self._durable, changes, now_s=0.0)
         for change in changes:
-            if isinstance(change, Event):
+            if isinstance(change, Entry | Gone):
                 self._written(change)

@@ -367,7 +367,7 @@ class SimulatedWorker:
                     epoch=start.epoch,
                     iteration=iteration,
                     loss=vector.loss,
-                    num_samples=len(vector.samples),
+                    num_samples=vector.num_samples,
                     sample_digest=vector.sample_digest,
                     seconds=end_s - before_s,
                     stall_s=0.0,
