@@ -365,7 +365,7 @@ def test_layers_that_take_longer_are_found_where_processors_are_shared() -> None
 
 
 def test_a_new_coordinator_knows_that_ranks_share_processors() -> None:
-    """It takes over in the middle of an epoch, of which nobody tells it the first iteration, and what
+    """It takes over in the middle of an epoch, of which nobody tells it the first iteration; what
     it is told then is no drift."""
     cluster = training(every=sharing(1))
     train_sharing(cluster, 2, times=1.0)

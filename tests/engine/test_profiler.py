@@ -80,7 +80,7 @@ def test_checkpointing_keeps_the_input_alone_and_pays_a_forward(tmp_path: Path) 
 def test_a_layer_is_measured_as_a_rank_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Backwards add to its sums, and its optimizer steps: both were seconds that nobody predicted."""
+    """Backwards add to its sums, and its optimizer steps: seconds that nobody predicted before."""
     added, stepped = [], []
     add, step = stage._add_gradient, stage.HeldLayer.apply
 
