@@ -32,7 +32,8 @@ def exit_codes() -> Iterator[None]:
     except TrainingError as error:
         errors.print(error.traceback.rstrip(), markup=False)
         where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
-        errors.print(f"planaria: the job's own code raised {where}; see above", markup=False)
+        left = f"; {error.standing}" if error.standing else ""
+        errors.print(f"planaria: the job's own code raised {where}; see above{left}", markup=False)
         code = 1
     except InsufficientError as error:
         errors.print(f"planaria: {error}", markup=False)

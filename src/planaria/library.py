@@ -360,7 +360,9 @@ def _failure(ended: Ended, tier: Tier) -> PlanariaError | None:
             assert ended.failure is not None
             if ended.failure.mistake is not None:
                 return mistake_error(ended.failure.mistake)
-            return TrainingError(ended.failure.rank, ended.failure.traceback)
+            return TrainingError(
+                ended.failure.rank, ended.failure.traceback, standing=standing(tier)
+            )
         case Ending.LOST:
             return InsufficientError(f"{ended.reason}; {standing(tier)}")
         case Ending.UNSAVED:

@@ -29,7 +29,16 @@ import msgspec
 from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
-from planaria.coordinator.crashes import copy_spoilt, ended, link_broken, worker_exited
+from planaria.coordinator.crashes import (
+    copy_spoilt,
+    ended,
+    is_unsavable,
+    link_broken,
+    stopping,
+    unsavable,
+    worker_exited,
+    worker_failed,
+)
 from planaria.coordinator.drift import corrected
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
@@ -57,7 +66,6 @@ from planaria.coordinator.state import (
 from planaria.core.commit import decode_vector
 from planaria.core.growing import has_all
 from planaria.core.messages import (
-    Abort,
     CopiesFailed,
     CopySpoilt,
     Corrupted,
@@ -106,6 +114,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return arrived(rules, state, event, now_s)
         case NoticeTaken() | DrainRequested():
             return leaves(rules, state, event, now_s)
+        case WorkerReady() if state.replaced.get(event.rank) == event.pid:
+            return state, ()
         case WorkerReady() if state.is_member(event.node) or event.node in state.candidates:
             return replace(state, workers=state.workers.plus(event.rank, event)), ()
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
@@ -134,8 +144,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return replace(state, stop_requested=True, stop_reason=""), (Tell(event),)
         case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
             return candidate_lost(state, event)
-        case WorkerFailed():
-            return ended(state, End(Ending.FAILED, "the code in a worker raised", event))
+        case WorkerFailed() if state.is_member(event.node):
+            return worker_failed(rules, state, event, now_s)
         case WorkerExited() if state.is_member(event.node):
             return worker_exited(rules, state, event, now_s)
         case NodeLost() if state.is_member(event.node):
@@ -147,14 +157,15 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             unreached = (*state.unreached, event.peer)
             return replace(state, unreachable_s=since_s, unreached=unreached), ()
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
-            order = Abort(epoch=state.epoch, nodes=state.nodes)
-            return replace(state, phase=Phase.STOPPING), (Tell(order),)
+            return stopping(state)
         case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
             return told(rules, state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:
             return replace(state, sought=epoch, asked=()), ()
+        case Tick() if is_unsavable(state, now_s):
+            return unsavable(state)
         case Tick():
             further = link_broken if _is_cut(rules, state, now_s) else awaited
             return further(rules, state, now_s)
@@ -212,7 +223,10 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells the order of this epoch once all whom it needs are there."""
     assert state.decision is not None
     order = state.decision.order
-    if not state.is_told_by_all(state.workers):
+    # Of a job that has failed some may never report: their code raises before they do.
+    writers = tuple(order.layers) if isinstance(order, SaveLayers) else ()
+    has_failed = state.decision.failure is not None
+    if not (has_all(state.workers, writers) if has_failed else state.is_told_by_all(state.workers)):
         return state, ()
     state, settled = _settled(rules, state, now_s)
     if isinstance(order, SaveLayers):
@@ -360,7 +374,13 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
     number = state.next_iteration + 1
     return replace(
-        state, reports=reports, next_iteration=number, ends=ends, crashes=(), broken_links=0
+        state,
+        reports=reports,
+        next_iteration=number,
+        ends=ends,
+        crashes=(),
+        raised={},
+        broken_links=0,
     )
 
 
@@ -372,17 +392,17 @@ def _saved(rules: Rules, state: JobState) -> Step:
     assert state.decision is not None
     number = state.next_iteration
     order, decision = state.decision.order, state.decision
-    failure = state.unsaved.get((number, state.epoch))
-    if decision.ending and failure is not None:
-        reason = f"{decision.reason}; what is live was not saved: {failure}"
-        return ended(state, End(Ending(decision.ending), reason))
-    if failure is not None:
-        return ended(state, End(Ending.UNSAVED, failure))
+    unsaved = state.unsaved.get((number, state.epoch))
+    if decision.ending and unsaved is not None:
+        reason = f"{decision.reason}; what is live was not saved: {unsaved}"
+        return ended(state, End(Ending(decision.ending), reason, decision.failure))
+    if unsaved is not None:
+        return ended(state, End(Ending.UNSAVED, unsaved))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
     if state.published < number and not has_nothing_to_save:
         return state, ()
     if decision.ending:
-        return ended(state, End(Ending(decision.ending), decision.reason))
+        return ended(state, End(Ending(decision.ending), decision.reason, decision.failure))
     if state.stop_reason:
         return ended(state, End(Ending.LOST, state.stop_reason))
     is_cut_short = state.stop_requested and number < rules.job.training.iterations

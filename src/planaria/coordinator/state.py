@@ -17,6 +17,7 @@ from planaria.core.messages import (
     EpochReady,
     IterationDone,
     LayerFile,
+    Raised,
     Stopped,
     ToNode,
     WorkerFailed,
@@ -227,6 +228,14 @@ class Loss:
     is_waiting: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """The code in a worker of a node raised, or its process ended."""
+
+    node: int
+    raised: Raised
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """All that the coordinator knows.
@@ -269,7 +278,12 @@ class JobState:
         learning: how far seconds are from predicted ones, and which nodes are slow.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
-        crashes: rank and exit status of workers since an iteration was committed last.
+        crashes: of workers since an iteration was committed last.
+        raised: by rank the process of a worker that raised since then, and was not replaced.
+        replaced: by rank the newest process that ends because another one takes its place.
+        holding: in an epoch that is not decided yet, the ranks that surely hold what the plan gives
+            them.
+        failure: that ends the job as soon as what is live is saved; `failed_s` is when it came.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
         unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
         broken_links: epochs that ended for that since an iteration was committed last.
@@ -314,7 +328,12 @@ class JobState:
     is_entered: bool = False
     saves_since: int = 0
     stop_reason: str = ""
-    crashes: tuple[tuple[int, int], ...] = ()
+    crashes: tuple[Crash, ...] = ()
+    raised: Mapping[int, int] = field(default_factory=dict)
+    replaced: Mapping[int, int] = field(default_factory=dict)
+    holding: frozenset[int] = frozenset()
+    failure: WorkerFailed | None = None
+    failed_s: float = 0.0
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
     broken_links: int = 0

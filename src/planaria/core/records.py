@@ -18,6 +18,7 @@ from planaria.core.messages import (
     DrainRequested,
     IterationDone,
     Message,
+    Raised,
     SaveLayers,
     StartEpoch,
     StopRequested,
@@ -93,12 +94,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         predicted_s: of an iteration.
         ending: of the job once the layers are saved; "" if it goes on.
         reason: for that ending.
+        failure: that ends the job, if it is one.
     """
 
     order: StartEpoch | SaveLayers
     predicted_s: float = 0.0
     ending: str = ""
     reason: str = ""
+    failure: WorkerFailed | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +159,7 @@ class Candidate:
 
 
 class Recovering(Message, frozen=True, kw_only=True):
-    """Nodes or workers were lost, and the others are about to answer."""
+    """Nodes or workers were lost, and the others are about to answer; `raised` in a worker."""
 
     epoch: int
     kind: str
@@ -164,6 +167,7 @@ class Recovering(Message, frozen=True, kw_only=True):
     iteration: int
     reason: str
     lost_s: float
+    raised: Raised | None = None
 
 
 class Decided(Message, frozen=True, kw_only=True):
