@@ -42,6 +42,8 @@ class FaultKind(Enum):
     DAMAGE = "the newest save is damaged"
     NOTICE = "the node is told that it will be gone, and is killed then"
     DRAIN = "the user asks that the job go on without the node"
+    RAISE = "the code in the node's workers raises for a while, and it is not the job's fault"
+    MISTAKE = "the code in one of the node's workers raises, and it is the job's fault"
 
 
 _LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # For ever, now and then.
@@ -50,7 +52,8 @@ _LOSSES: Final = (
     *(FaultKind.CUT, FaultKind.ISOLATE, FaultKind.DETACH, FaultKind.BREAK),
 )
 _OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
-_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES)
+_OF_CODE: Final = (FaultKind.RAISE, FaultKind.MISTAKE)
+_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, *_OF_CODE)
 # After which a node may be given up: by itself, or anywhere; and what makes nodes leave in peace.
 LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
@@ -140,6 +143,16 @@ def more_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
         return ()
     kinds = (*_OF_COPIES, *_OF_COPIES, FaultKind.KILL, FaultKind.CRASH)
     return tuple(_drawn(rng, rng.choice(kinds), num_nodes) for _ in range(rng.randint(1, 3)))
+
+
+def raising_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """What the code in workers raises, now and then."""
+    if rng.random() < 0.7:
+        return ()
+    kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
+    if rng.random() < 0.3:
+        kinds = (*kinds[1:], FaultKind.MISTAKE)
+    return tuple(_drawn(rng, kind, num_nodes) for kind in kinds)
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
@@ -357,6 +370,10 @@ class Faults:
                 agent.memories[fault.other % len(agent.memories)].spoil()
             case FaultKind.DAMAGE:
                 cluster.damage()
+            case FaultKind.RAISE:
+                agent.raising_until_s = cluster.loop.now_s + fault.lasts_s
+            case FaultKind.MISTAKE:
+                agent.is_mistaken = True
 
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s

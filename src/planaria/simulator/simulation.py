@@ -14,6 +14,7 @@ from planaria.simulator.faults import (
     Faults,
     drawn_faults,
     more_faults,
+    raising_faults,
 )
 from planaria.simulator.scenario import PLAINEST, SCENARIOS, Scenario, planned_job
 
@@ -71,6 +72,8 @@ def run(
     scenario = _with_copies(scenario, more)
     if scenario.copies or scenario.persist_every or scenario.num_standby:
         faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
+    if draw is drawn_faults:
+        faults += raising_faults(Random(f"raising {seed}"), scenario.num_nodes)
     cluster = SimulatedCluster(planned_job(scenario), rng)
     cluster.network.delay_s = rng.choice(_DELAYS_S)
     cluster.network.is_uneven = rng.random() < 0.5
