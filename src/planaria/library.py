@@ -270,7 +270,8 @@ class Job:
         watcher.ended(launcher.unfired)
         error = _failure(ended, tier)
         if error is not None:
-            watcher.failed(str(error), kind=ended.ending)
+            raised = ended.failure.raised if ended.failure else None
+            watcher.failed(str(error), kind=ended.ending, raised=raised)
         return TrainingResult(
             report=report_of(planned, tier, recorder, watcher, ended),
             planned=planned,

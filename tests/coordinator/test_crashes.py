@@ -70,6 +70,17 @@ def test_a_worker_that_raised_is_replaced_if_others_hold_its_layers() -> None:
     assert cluster.state.phase is Phase.TRAINING
 
 
+def test_a_worker_that_is_to_end_is_said_again_in_the_next_epoch() -> None:
+    """Its successor may have come after that order, and has to be told whose stead it is in."""
+    cluster = trained()
+    before = cluster.nodes[1].pid
+    cluster.fail(1, ELSEWHERE)
+    cluster.lose(2)
+
+    assert of_type(cluster.commands, Abort)[-1].replaced == {1: before}
+    assert cluster.state.phase is Phase.TRAINING
+
+
 def test_two_holders_that_raise_at_once_both_keep_what_they_hold() -> None:
     """If both made way the layers would be gone, and with them what was trained."""
     cluster = trained(rules=replace(small_rules(), source=""))

@@ -81,14 +81,16 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
 def stopping(state: JobState) -> Step:
     """The members are on record: all leave the epoch before, and answer. Workers that raised end
     instead, and their successors answer, where others hold their layers."""
-    replaced = {} if state.failure else _replaceable(state)
+    new = {} if state.failure else _replaceable(state)
+    # Those that were to end before may be about to, and have their successors still to come.
+    replaced = {rank: pid for rank, pid in state.replaced.items() if state.has_rank(rank)} | new
     order = Abort(epoch=state.epoch, nodes=state.nodes, replaced=replaced)
     state = replace(
         state,
         phase=Phase.STOPPING,
-        workers=Growing({r: w for r, w in state.workers.items() if r not in replaced}),
-        raised={rank: pid for rank, pid in state.raised.items() if rank not in replaced},
-        replaced={**state.replaced, **replaced},
+        workers=Growing({r: w for r, w in state.workers.items() if r not in new}),
+        raised={rank: pid for rank, pid in state.raised.items() if rank not in new},
+        replaced=replaced,
     )
     return state, (Tell(order),)
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Final
 
 from planaria.core.inject import Injection
-from planaria.core.messages import MeasuredSpan, WorkerReady
+from planaria.core.messages import MeasuredSpan, Raised, WorkerReady
 from planaria.core.records import (
     Candidate,
     Changed,
@@ -183,6 +183,7 @@ class Recorder:
                 self._await_leader(one.lost_s)
                 self._enter(Category.DETECT, max(one.lost_s, self.ledger.now_s))
                 event = replace(one.event, reason=one.event.reason or message.reason)
+                event = _with_raised(event, message.raised)
                 self._open[index] = replace(one, event=event, is_noticed=True)
                 return
         self._enter(Category.DETECT, max(message.lost_s, self.ledger.now_s))
@@ -192,6 +193,7 @@ class Recorder:
             iteration=message.iteration,
             reason=message.reason,
         )
+        event = _with_raised(event, message.raised)
         self._open.append(_Open(event, next(self._orders), message.lost_s, is_noticed=True))
 
     def _await_leader(self, lost_s: float) -> None:
@@ -280,9 +282,12 @@ class Recorder:
         self._events[index] = order, replace(event, detect_s=now_s - lost_s, reason=reason)
         self._led = (index, now_s)
 
-    def noted(self, kind: str, *, iteration: int, reason: str) -> None:
+    def noted(
+        self, kind: str, *, iteration: int, reason: str, raised: Raised | None = None
+    ) -> None:
         """Something else happened."""
-        self._add(EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason))
+        event = EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason)
+        self._add(_with_raised(event, raised))
 
     def _add(self, event: EventRecord) -> None:
         self._events.append((next(self._orders), event))
@@ -317,6 +322,13 @@ class Recorder:
 
     def _enter(self, category: Category, now_s: float) -> None:
         self.ledger = self.ledger.enter(category, max(now_s, self.ledger.now_s))
+
+
+def _with_raised(event: EventRecord, raised: Raised | None) -> EventRecord:
+    if raised is None:
+        return event
+    layers = tuple(range(raised.first_layer, raised.end_layer))
+    return replace(event, error=raised.error, message=raised.message, layers=layers)
 
 
 def _is_meant(one: _Open, kind: str, nodes: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from planaria.core.inject import Injection
+from planaria.core.messages import Raised
 from planaria.core.plan import Plan
 from planaria.core.records import (
     Changed,
@@ -127,9 +128,10 @@ class Watcher:
         """See `Observer`."""
         return msgspec.json.encode(self._recorder.events()).decode()
 
-    def failed(self, reason: str, *, kind: str) -> None:
+    def failed(self, reason: str, *, kind: str, raised: Raised | None = None) -> None:
         """Training ended before its time."""
-        self._recorder.noted(kind, iteration=self._recorder.next_iteration, reason=reason)
+        iteration = self._recorder.next_iteration
+        self._recorder.noted(kind, iteration=iteration, reason=reason, raised=raised)
 
     def ended(self, unfired: tuple[Injection, ...]) -> None:
         """The job is over; the places of these faults never came."""
