@@ -36,6 +36,7 @@ from planaria.coordinator.crashes import (
     link_broken,
     stopping,
     unsavable,
+    with_estimate,
     worker_exited,
     worker_failed,
 )
@@ -102,6 +103,9 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     """The state after an event, and what is to be done about it."""
     if state.phase is Phase.ENDED:
         return state, ()
+    if isinstance(event, WorkerFailed) and event.blame == "memory":
+        state, event = with_estimate(rules, state, event)
+    rules = state.fitted or rules
     state, noted = _noted(rules, state, event, now_s)
     state, commands = advanced(rules, state, now_s)
     return state, (*noted, *commands)

@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from planaria.coordinator.memory import with_more_room
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.shortage import shortage_text
@@ -125,6 +126,30 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
         return replace(state, crashes=(*state.crashes, crash)), ()  # All are leaving it already.
     return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
+
+
+def with_estimate(
+    rules: Rules, state: JobState, event: WorkerFailed
+) -> tuple[JobState, WorkerFailed]:
+    """The state in which the stage of a rank that ran out of memory is planned smaller, if it can
+    be; what the rank told, with what was estimated. One that is planned smaller is no failure of
+    its node."""
+    raised = event.raised
+    is_of_now = event.epoch == state.epoch and state.is_member(event.node)
+    if raised is None or not is_of_now or not raised.end_layer:
+        return state, event
+    roomier, text = with_more_room(rules, state, event.rank)
+    if text:
+        message = "; ".join(filter(None, (raised.message, text)))
+        raised = msgspec.structs.replace(raised, message=message)
+        event = msgspec.structs.replace(event, raised=raised)
+    if roomier is None:
+        return state, event
+    return replace(roomier, crashes=_others(state.crashes, raised)), event
+
+
+def _others(crashes: tuple[Crash, ...], raised: Raised) -> tuple[Crash, ...]:
+    return tuple(one for one in crashes if one.raised.error != raised.error)
 
 
 def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:

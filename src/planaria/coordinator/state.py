@@ -276,6 +276,7 @@ class JobState:
         sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
         ratios: by node, of its newest iterations in this epoch; see slowness.py.
         learning: how far seconds are from predicted ones, and which nodes are slow.
+        fitted: the rules with memory estimates that were raised, see memory.py; None: none were.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
         crashes: of workers since an iteration was committed last.
@@ -325,6 +326,7 @@ class JobState:
     sought: int = -1
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     learning: Learning = field(default_factory=Learning)
+    fitted: Rules | None = None
     is_entered: bool = False
     saves_since: int = 0
     stop_reason: str = ""
