@@ -270,8 +270,7 @@ class Job:
         watcher.ended(launcher.unfired)
         error = _failure(ended, tier)
         if error is not None:
-            raised = ended.failure.raised if ended.failure else None
-            watcher.failed(str(error), kind=ended.ending, raised=raised)
+            watcher.failed(str(error), ended)
         return TrainingResult(
             report=report_of(planned, tier, recorder, watcher, ended),
             planned=planned,

@@ -32,6 +32,7 @@ from planaria.coordinator.change import begun, continued, entered, entering, swi
 from planaria.coordinator.crashes import (
     copy_spoilt,
     ended,
+    is_awaited,
     is_unsavable,
     link_broken,
     stopping,
@@ -118,9 +119,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return arrived(rules, state, event, now_s)
         case NoticeTaken() | DrainRequested():
             return leaves(rules, state, event, now_s)
-        case WorkerReady() if state.replaced.get(event.rank) == event.pid:
-            return state, ()
-        case WorkerReady() if state.is_member(event.node) or event.node in state.candidates:
+        case WorkerReady() if is_awaited(state, event):
             return replace(state, workers=state.workers.plus(event.rank, event)), ()
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
             answer = counting(state, event)
@@ -168,12 +167,16 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return replace(state, phase=Phase.JOINING), ()
         case AnswersFound(epoch) if epoch == state.epoch:
             return replace(state, sought=epoch, asked=()), ()
-        case Tick() if is_unsavable(state, now_s):
-            return unsavable(state)
         case Tick():
-            further = link_broken if _is_cut(rules, state, now_s) else awaited
-            return further(rules, state, now_s)
+            return _ticked(rules, state, now_s)
     return state, ()
+
+
+def _ticked(rules: Rules, state: JobState, now_s: float) -> Step:
+    if is_unsavable(state, now_s):
+        return unsavable(state)
+    further = link_broken if _is_cut(rules, state, now_s) else awaited
+    return further(rules, state, now_s)
 
 
 def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:

@@ -37,7 +37,14 @@ from planaria.coordinator.state import (
     Tell,
 )
 from planaria.core.growing import Growing
-from planaria.core.messages import Abort, CopySpoilt, Raised, WorkerExited, WorkerFailed
+from planaria.core.messages import (
+    Abort,
+    CopySpoilt,
+    Raised,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
 from planaria.core.records import Recovering, Warned
 
 CRASHES_MAX: Final = 3  # Of one node, with the same error.
@@ -126,6 +133,12 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
         return replace(state, crashes=(*state.crashes, crash)), ()  # All are leaving it already.
     return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
+
+
+def is_awaited(state: JobState, event: WorkerReady) -> bool:
+    """Whether a worker is of a node that counts, and is not to make way for another."""
+    is_known = state.is_member(event.node) or event.node in state.candidates
+    return is_known and state.replaced.get(event.rank) != event.pid
 
 
 def with_estimate(

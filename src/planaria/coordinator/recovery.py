@@ -97,16 +97,8 @@ def lost(
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
     epoch = max(state.epochs) + 1
-    number = state.next_iteration
-    notice = Recovering(
-        epoch=epoch,
-        kind=kind,
-        nodes=concerned,
-        iteration=number,
-        reason=reason,
-        lost_s=now_s,
-        raised=raised,
-    )
+    loss = Loss(kind, concerned, reason, now_s, joined)
+    notice = _recovering(state, loss, epoch, raised)
     state = replace(
         state,
         epoch=epoch,
@@ -125,7 +117,7 @@ def lost(
         corrupted=Growing(),
         decision=None,
         saves={},
-        loss=Loss(kind, concerned, reason, now_s, joined),
+        loss=loss,
         history=history,
         unreachable_s=0.0,
         unreached=(),
@@ -136,6 +128,18 @@ def lost(
         end = End(Ending.LOST, "no node is left")
         return replace(state, phase=Phase.ENDED), (Notify(notice), *evict, end)
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))
+
+
+def _recovering(state: JobState, loss: Loss, epoch: int, raised: Raised | None) -> Recovering:
+    return Recovering(
+        epoch=epoch,
+        kind=loss.kind,
+        nodes=loss.nodes,
+        iteration=state.next_iteration,
+        reason=loss.reason,
+        lost_s=loss.lost_s,
+        raised=raised,
+    )
 
 
 def _holding(state: JobState) -> frozenset[int]:

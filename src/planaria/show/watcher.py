@@ -8,12 +8,12 @@ from typing import Protocol
 import msgspec
 
 from planaria.core.inject import Injection
-from planaria.core.messages import Raised
 from planaria.core.plan import Plan
 from planaria.core.records import (
     Changed,
     Committed,
     Decided,
+    Ended,
     ProfileCorrected,
     Recovering,
     Running,
@@ -128,10 +128,11 @@ class Watcher:
         """See `Observer`."""
         return msgspec.json.encode(self._recorder.events()).decode()
 
-    def failed(self, reason: str, *, kind: str, raised: Raised | None = None) -> None:
+    def failed(self, reason: str, ended: Ended) -> None:
         """Training ended before its time."""
         iteration = self._recorder.next_iteration
-        self._recorder.noted(kind, iteration=iteration, reason=reason, raised=raised)
+        raised = ended.failure.raised if ended.failure else None
+        self._recorder.noted(ended.ending, iteration=iteration, reason=reason, raised=raised)
 
     def ended(self, unfired: tuple[Injection, ...]) -> None:
         """The job is over; the places of these faults never came."""

@@ -129,6 +129,12 @@ class SimulatedAgent:
         rank = self.node * self._world.job.scenario.devices_per_node
         self.process.do(lambda: self._say(NoticeTaken(node=self.node, rank=rank, after_s=after_s)))
 
+    def raise_for(self, lasts_s: float, *, is_mistake: bool) -> None:
+        """The code in its workers raises from now on, or once if it is the job's mistake."""
+        self.is_mistaken = is_mistake
+        if not is_mistake:
+            self.raising_until_s = self._world.loop.now_s + lasts_s
+
     def break_workers(self, *, device: int) -> None:
         """A worker crashes; its node lives."""
         self.workers[device].process.kill()

@@ -370,10 +370,8 @@ class Faults:
                 agent.memories[fault.other % len(agent.memories)].spoil()
             case FaultKind.DAMAGE:
                 cluster.damage()
-            case FaultKind.RAISE:
-                agent.raising_until_s = cluster.loop.now_s + fault.lasts_s
-            case FaultKind.MISTAKE:
-                agent.is_mistaken = True
+            case FaultKind.RAISE | FaultKind.MISTAKE:
+                agent.raise_for(fault.lasts_s, is_mistake=fault.kind is FaultKind.MISTAKE)
 
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s
