@@ -25,11 +25,25 @@ def hang_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(hang_file: Path) -> Iterator[ForkServer]:
+def _strike_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("strike")
+
+
+@pytest.fixture
+def strike_file(_strike_directory: Path) -> Iterator[Path]:
+    """What is written there goes wrong in `striking_models`."""
+    yield _strike_directory / "strike"
+    for path in _strike_directory.iterdir():
+        path.unlink()
+
+
+@pytest.fixture(scope="session")
+def server(hang_file: Path, _strike_directory: Path) -> Iterator[ForkServer]:
     """Jobs of the session fork their nodes from here, so that none imports torch again."""
     preload = (*PRELOAD, "transformers.models.auto.modeling_auto", "planaria.engine.hf_layers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HANG_FILE", str(hang_file))
+        patch.setenv("STRIKE_FILE", str(_strike_directory / "strike"))
         running = ForkServer((*preload, *FAMILY_MODULES), path=[str(Path(__file__).parent)])
     yield running
     running.close()

@@ -20,6 +20,7 @@ from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
 from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig
 from planaria.core.messages import (
+    Blame,
     Corrupted,
     EpochReady,
     IterationDone,
@@ -28,9 +29,11 @@ from planaria.core.messages import (
     NodeArrived,
     NodeLost,
     NoticeTaken,
+    Raised,
     SaveFailed,
     Stopped,
     WorkerExited,
+    WorkerFailed,
     WorkerReady,
 )
 from planaria.core.plan import Pipeline, Plan, Transfer, Transition, plain_plan
@@ -44,7 +47,8 @@ NOW_S = 100.0
 
 Kind = TypeVar("Kind")
 Report = IterationDone | Corrupted | LayersSaved | SaveFailed
-Word = NodeArrived | NoticeTaken | WorkerReady | Stopped | EpochReady | WorkerExited | Report
+Ended = WorkerExited | WorkerFailed
+Word = NodeArrived | NoticeTaken | WorkerReady | Stopped | EpochReady | Ended | Report
 
 
 @dataclass
@@ -122,9 +126,25 @@ def worker(rank: int, *, pid: int = 0) -> WorkerReady:
     return WorkerReady(node=rank, rank=rank, pid=pid, pid_start=1.0, host="h", port=rank)
 
 
-def exited(rank: int, *, status: int = -9, stalled: bool = False, stack: str = "") -> WorkerExited:
-    pid = 50 + rank
+def exited(
+    rank: int, *, status: int = -9, stalled: bool = False, stack: str = "", pid: int = 0
+) -> WorkerExited:
+    pid = pid or 50 + rank
     return WorkerExited(node=rank, rank=rank, pid=pid, status=status, stalled=stalled, stack=stack)
+
+
+def failed(
+    rank: int, raised: Raised, *, epoch: int, pid: int = 0, blame: Blame = "node"
+) -> WorkerFailed:
+    return WorkerFailed(
+        node=rank,
+        rank=rank,
+        traceback=f"its traceback\n{raised.error}: {raised.message}",
+        pid=pid or 50 + rank,
+        epoch=epoch,
+        blame=blame,
+        raised=raised,
+    )
 
 
 def gone(node: int) -> NodeLost:

@@ -14,13 +14,20 @@ from coordinated import (
     Word,
     done,
     exited,
+    failed,
     ready,
     saved,
     stopped,
     unsaved,
     worker,
 )
-from planaria.coordinator.agent_state import AgentState, heard, said, said_again
+from planaria.coordinator.agent_state import (
+    AgentState,
+    heard,
+    said,
+    said_again,
+    successor_order,
+)
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
@@ -39,8 +46,10 @@ from planaria.coordinator.state import (
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    Blame,
     NodeArrived,
     NodeLost,
+    Raised,
     SaveLayers,
     StartEpoch,
     StopRequested,
@@ -66,6 +75,7 @@ class FakeNode:
     stops: bool = False
     computing_s: float = 0.0
     seconds: float = 0.1
+    pid: int = 0
 
     def take(self, message: ToNode) -> list[Word]:
         """What the node says to a message."""
@@ -78,6 +88,13 @@ class FakeNode:
         """What the worker says."""
         node = self.agent.node
         match order:
+            case Abort() if order.replaced.get(node) == self.pid:
+                words = self.say(exited(node, status=0, pid=self.pid))
+                self.pid += 1000
+                self.layers, self.age, self.started = (), FIRST, -1
+                assert successor_order(self.agent, node, self.pid - 1000) == order
+                answer = stopped(node, order.epoch)
+                return [*words, *self.say(worker(node, pid=self.pid)), *self.say(answer)]
             case Abort():
                 self.epoch = order.epoch
                 last = self.age - 1 if self.age > FIRST else -1
@@ -136,13 +153,15 @@ class FakeCluster:
         records: what is written down, in order.
         moments: a copy of the cluster after each command, from which a coordinator can restart.
         last_command: in such a copy, the one it was made after.
+        is_saving_slow: what is saved stays unsaid.
     """
 
     def __init__(self, rules: Rules, plan: Plan) -> None:
         self.rules = rules
         self.plan = plan
         self.nodes = {
-            node: FakeNode(said(AgentState(node=node), worker(node), NOW_S)) for node in plan.nodes
+            node: FakeNode(said(AgentState(node=node), worker(node), NOW_S), pid=worker(node).pid)
+            for node in plan.nodes
         }
         self.state: JobState
         self.commands: list[Command] = []
@@ -150,6 +169,7 @@ class FakeCluster:
         self.progress: Progress | None = None
         self.moments: list[FakeCluster] = []
         self.last_command: Command | None = None
+        self.is_saving_slow = False
         self._events: deque[Event] = deque()
         self._connected: set[int] = set()
         self._order: Tell | None = None
@@ -205,6 +225,15 @@ class FakeCluster:
         for number in numbers:
             events += self.nodes[number].say(worker(number))
         self.hear(*events)
+
+    def fail(self, number: int, raised: Raised, *, blame: Blame = "node") -> None:
+        """The code in a worker raises; it keeps what it holds."""
+        node = self.nodes[number]
+        self.hear(*node.say(failed(number, raised, epoch=node.epoch, pid=node.pid, blame=blame)))
+
+    def restart_epoch(self) -> None:
+        """The members of the epoch are on record, and what follows from that."""
+        self.hear(MembersRecorded(self.state.epoch))
 
     def restart(self) -> None:
         """Another coordinator goes on from the records, and everybody tells it all again."""
@@ -265,7 +294,9 @@ class FakeCluster:
                     for node in list(self.nodes.values()):
                         is_told = node.agent.node in (numbers or self.state.nodes)
                         if is_told and node.is_alive and node.agent.node in self._connected:
-                            self._events += node.take(message)
+                            words = node.take(message)
+                            is_slow = self.is_saving_slow and isinstance(message, SaveLayers)
+                            self._events += () if is_slow else words
                 case Evict(numbers):
                     self._connected -= set(numbers)
                 case Publish(iteration, epoch):

@@ -119,6 +119,7 @@ FIRST = shaped_plan((2, 2), 10)  # Nodes 0 and 2 hold the first half, 1 and 3 th
     [
         ((event("kill", 0, 1, 2),), "1 of 4 nodes were left"),
         ((event("preempt", 0), event("hang", 1), event("cut", 3)), "1 of 4 nodes were left"),
+        ((event("kill", 0, 1), *[event("crash", 2)] * 3), "1 of 4 nodes were left"),
         ((event("kill", 0, 2),), "all holders of layer 0 were struck: [0, 2]"),
         ((event("kill", 1), event("crash", 3)), "all holders of layer 5 were struck: [1, 3]"),
         ((event("flip", 1),), "of layer 5 only [1, 3] could be compared"),

@@ -36,7 +36,8 @@ def exit_codes() -> Iterator[None]:
         text, code = str(error), 2
     except TrainingError as error:
         where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
-        text, code = f"the job's own code raised {where}; see above", 1
+        left = f"; {error.standing}" if error.standing else ""
+        text, code = f"the job's own code raised {where}; see above{left}", 1
         more = (error.traceback.rstrip(),)
     except InsufficientError as error:
         text, code = str(error), 3

@@ -52,12 +52,14 @@ class TrainingError(PlanariaError):
     Attributes:
         rank: the rank that failed, -1 where no rank was involved.
         traceback: the formatted traceback of the user's error.
+        standing: what the job has left, in words; "" where it had not begun.
     """
 
-    def __init__(self, rank: int, traceback: str) -> None:
+    def __init__(self, rank: int, traceback: str, *, standing: str = "") -> None:
         super().__init__(traceback)
         self.rank = rank
         self.traceback = traceback
+        self.standing = standing
 
 
 class ScheduleError(PlanariaError):

@@ -277,7 +277,7 @@ class Job:
         watcher.ended(launcher.unfired)
         error = _failure(ended, looked_at(tier, config.checkpoint))
         if error is not None:
-            watcher.failed(str(error), kind=ended.ending)
+            watcher.failed(str(error), ended)
         return TrainingResult(
             report=report_of(planned, tier, recorder, watcher, ended),
             planned=planned,
@@ -373,7 +373,9 @@ def _failure(ended: Ended, tier: Tier) -> PlanariaError | None:
             assert ended.failure is not None
             if ended.failure.mistake is not None:
                 return mistake_error(ended.failure.mistake)
-            return TrainingError(ended.failure.rank, ended.failure.traceback)
+            return TrainingError(
+                ended.failure.rank, ended.failure.traceback, standing=standing(tier)
+            )
         case Ending.LOST:
             return InsufficientError(f"{ended.reason}; {standing(tier)}")
         case Ending.UNSAVED:

@@ -18,7 +18,9 @@ from planaria.observe.metrics import EventRecord, Report
 
 # What of a node is gone afterwards, for good or for a while.
 _TAKES_NODE = ("kill", "hang", "preempt", "flip", "cut")
-_TAKES_STATE = (*_TAKES_NODE, "crash", "stall")
+_TAKES_WORKER = ("crash", "stall")
+_TAKES_STATE = (*_TAKES_NODE, *_TAKES_WORKER)
+_EVICTED_AT = 3  # Ends of its workers.
 _LEDGER_TOLERANCE_S = 1e-6
 
 
@@ -103,7 +105,7 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
         plans: all that the run had, the first one included.
     """
     fired = [event for event in report.events if event.fired]
-    gone = _struck(fired, _TAKES_NODE)
+    gone = _struck(fired, _TAKES_NODE) | _struck_often(fired)
     known = {node for plan in plans for node in plan.nodes}
     if len(known - gone) < num_needed:
         return f"{len(known - gone)} of {len(known)} nodes were left, {num_needed} are needed"
@@ -148,6 +150,12 @@ def _holders(plan: Plan) -> dict[int, set[int]]:
         layer: {rank // per_node for rank in plan.holders(layer)}
         for layer in range(plan.num_layers)
     }
+
+
+def _struck_often(events: Iterable[EventRecord]) -> set[int]:
+    """Nodes whose workers may have ended often enough in a row to have them evicted."""
+    counts = Counter(n for event in events if event.kind in _TAKES_WORKER for n in event.nodes)
+    return {node for node, count in counts.items() if count >= _EVICTED_AT}
 
 
 def _struck(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:

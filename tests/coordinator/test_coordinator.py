@@ -375,15 +375,14 @@ PHASES: dict[Phase, list[Event]] = {
 RAISED = WorkerFailed(node=1, rank=1, traceback="the user's traceback")
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
-def test_what_a_worker_raises_ends_the_job_once_in_every_phase(phase: Phase) -> None:
-    """Its consequences (other workers fail, nodes leave) are no events of their own."""
+@pytest.mark.parametrize("phase", [Phase.DECIDING, Phase.JOINING, Phase.STARTING])
+def test_what_the_jobs_code_raises_before_it_has_trained_ends_it_at_once(phase: Phase) -> None:
+    """There is nothing to save, and what follows (other workers fail, nodes leave) is no news."""
     state, _ = after(begin_state(), PHASES[phase])
     assert state.phase is phase
 
     state, commands = after(state, [RAISED])
-    end = End(Ending.FAILED, "the code in a worker raised", RAISED)
-    assert commands == [end]
+    assert commands == [End(Ending.FAILED, "the code in a worker raised", RAISED)]
     lost = NodeLost(node=2, reason="closed")
     for other in (*EVENTS, RAISED, lost):
         assert step(RULES, state, other, NOW_S) == (state, ())

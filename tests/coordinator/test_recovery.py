@@ -331,21 +331,6 @@ def test_a_layer_that_is_left_on_too_few_nodes_is_warned_of() -> None:
     assert "only f' = 0 failures" in notice.degraded
 
 
-def test_a_worker_that_crashes_again_and_again_ends_the_job_with_its_stack() -> None:
-    """The third time with the same status and no iteration in between is the code's fault."""
-    cluster = trained(FakeCluster(RULES, PLAN))
-    for rank in (1, 1, 1):
-        cluster.crash(rank, status=-11)
-
-    end = cluster.commands[-1]
-    assert isinstance(end, End)
-    assert end.ending is Ending.FAILED
-    assert end.failure is not None
-    assert (end.failure.node, end.failure.rank) == (1, 1)
-    assert end.failure.traceback.startswith("in forward\n")
-    assert "rank 1 on node 1 was killed by signal 11" in end.failure.traceback
-
-
 def test_crashes_with_an_iteration_between_them_are_answered() -> None:
     """The job moves on, however often."""
     cluster = trained(FakeCluster(RULES, PLAN))

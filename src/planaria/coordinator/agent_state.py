@@ -49,6 +49,7 @@ class AgentState:
 
     Attributes:
         term: of the newest coordinator heard.
+        abort: the newest order to leave an epoch.
         epoch: the newest of which an order came.
         facts: what a new coordinator has to be told, by kind, rank and iteration, oldest first.
         noticed_s: by the node's clock when it was first told that it will be taken away, 0 if it
@@ -58,6 +59,7 @@ class AgentState:
     node: int
     term: int = -1
     epoch: int = -1
+    abort: Abort | None = None
     facts: Mapping[Key, Fact] = field(default_factory=dict)
     noticed_s: float = 0.0
 
@@ -126,7 +128,9 @@ def heard(state: AgentState, message: ToNode) -> Heard:
             if state.node not in message.nodes:
                 return Heard(state, ends=f"it is no member of epoch {message.epoch}")
             facts = {key: f for key, f in state.facts.items() if not _is_over(f, message.epoch)}
-            return Heard(replace(state, epoch=message.epoch, facts=facts), forwards=True)
+            return Heard(
+                replace(state, epoch=message.epoch, abort=message, facts=facts), forwards=True
+            )
         case HeartbeatTaken():
             return Heard(state)
         case StartEpoch() | SaveLayers() | StopRequested() | Shutdown():
@@ -149,9 +153,18 @@ def _acknowledged(state: AgentState, num_committed: int) -> AgentState:
     return replace(state, facts=facts)
 
 
+def successor_order(state: AgentState, rank: int, pid: int) -> Abort | None:
+    """What a worker is told that takes the place of a process that has ended: what that one was not
+    to answer itself."""
+    abort = state.abort
+    return abort if abort is not None and abort.replaced.get(rank) == pid else None
+
+
 def _is_over(fact: Fact, epoch: int) -> bool:
     """Whether an epoch that begins makes a fact worthless."""
     if isinstance(fact, WorkerExited):
         return True  # It was answered by this very epoch.
+    if isinstance(fact, WorkerFailed):  # Of one that ends the job every coordinator has to know.
+        return fact.blame != "job" and fact.epoch < epoch
     told = Stopped | EpochReady | Corrupted | PeerUnreachable | CopySpoilt | CopiesFailed
     return isinstance(fact, told) and fact.epoch < epoch

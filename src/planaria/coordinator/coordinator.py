@@ -29,7 +29,18 @@ import msgspec
 from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
-from planaria.coordinator.crashes import copy_spoilt, ended, link_broken, worker_exited
+from planaria.coordinator.crashes import (
+    copy_spoilt,
+    ended,
+    is_awaited,
+    is_unsavable,
+    link_broken,
+    stopping,
+    unsavable,
+    with_estimate,
+    worker_exited,
+    worker_failed,
+)
 from planaria.coordinator.drift import corrected
 from planaria.coordinator.foresight import with_recovery
 from planaria.coordinator.history import begun_history
@@ -67,7 +78,6 @@ from planaria.coordinator.state import (
 from planaria.core.commit import decode_vector
 from planaria.core.growing import has_all
 from planaria.core.messages import (
-    Abort,
     CopiesFailed,
     CopySpoilt,
     Corrupted,
@@ -106,6 +116,9 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
     """The state after an event, and what is to be done about it."""
     if state.phase is Phase.ENDED:
         return state, ()
+    if isinstance(event, WorkerFailed) and event.blame == "memory":
+        state, event = with_estimate(rules, state, event)
+    rules = state.fitted or rules
     state, noted = _noted(rules, state, event, now_s)
     state, commands = advanced(rules, state, now_s)
     return state, (*noted, *commands)
@@ -118,7 +131,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return arrived(rules, state, event, now_s)
         case NoticeTaken() | DrainRequested():
             return leaves(rules, state, event, now_s)
-        case WorkerReady() if state.is_member(event.node) or event.node in state.candidates:
+        case WorkerReady() if is_awaited(state, event):
             return _reported(state, event, now_s)
         case Stopped() if event.epoch == state.epoch and state.has_rank(event.rank):
             answer = counting(state, event)
@@ -148,8 +161,8 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return replace(state, must_end=reason, stop_requested=True), (Tell(StopRequested()),)
         case WorkerFailed() | WorkerExited() if event.node in _only_candidates(state):
             return candidate_lost(state, event)
-        case WorkerFailed():
-            return ended(state, End(Ending.FAILED, "the code in a worker raised", event))
+        case WorkerFailed() if state.is_member(event.node):
+            return worker_failed(rules, state, event, now_s)
         case WorkerExited() if state.is_member(event.node):
             return worker_exited(rules, state, event, now_s)
         case NodeLost() if state.is_member(event.node):
@@ -159,8 +172,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case PeerUnreachable() if event.epoch in state.epochs:
             return _unreached(state, event, now_s), ()
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
-            order = Abort(epoch=state.epoch, nodes=state.nodes)
-            return replace(state, phase=Phase.STOPPING), (Tell(order),)
+            return stopping(state)
         case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
             return told(rules, state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
@@ -168,8 +180,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case AnswersFound(epoch) if epoch == state.epoch:
             return replace(state, sought=epoch, asked=()), ()
         case Tick():
-            further = link_broken if _is_cut(rules, state, now_s) else awaited
-            return further(rules, state, now_s)
+            return _ticked(rules, state, now_s)
     return state, ()
 
 
@@ -184,6 +195,13 @@ def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
 def _unreached(state: JobState, event: PeerUnreachable, now_s: float) -> JobState:
     since_s = state.unreachable_s or now_s
     return replace(state, unreachable_s=since_s, unreached=(*state.unreached, event.peer))
+
+
+def _ticked(rules: Rules, state: JobState, now_s: float) -> Step:
+    if is_unsavable(state, now_s):
+        return unsavable(state)
+    further = link_broken if _is_cut(rules, state, now_s) else awaited
+    return further(rules, state, now_s)
 
 
 def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:
@@ -237,7 +255,10 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     """Tells the order of this epoch once all whom it needs are there."""
     assert state.decision is not None
     order = state.decision.order
-    if not state.is_told_by_all(state.workers):
+    # Of a job that has failed some may never report: their code raises before they do.
+    writers = tuple(order.layers) if isinstance(order, SaveLayers) else ()
+    has_failed = state.decision.failure is not None
+    if not (has_all(state.workers, writers) if has_failed else state.is_told_by_all(state.workers)):
         return state, ()
     state, settled = _settled(rules, state, now_s)
     if isinstance(order, SaveLayers):
@@ -386,7 +407,13 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
     number = state.next_iteration + 1
     return replace(
-        state, reports=reports, next_iteration=number, ends=ends, crashes=(), broken_links=0
+        state,
+        reports=reports,
+        next_iteration=number,
+        ends=ends,
+        crashes=(),
+        raised={},
+        broken_links=0,
     )
 
 
@@ -402,20 +429,20 @@ def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     assert state.decision is not None
     number = state.next_iteration
     order, decision = state.decision.order, state.decision
-    failure = state.unsaved.get((number, state.epoch))
-    if decision.ending and failure is not None:
-        reason = f"{decision.reason}; what is live was not saved: {failure}"
-        return ended(state, End(Ending(decision.ending), reason))
-    if failure is not None and state.must_end:
-        reason = f"{state.must_end}; what is live was not saved: {failure}"
+    unsaved = state.unsaved.get((number, state.epoch))
+    if decision.ending and unsaved is not None:
+        reason = f"{decision.reason}; what is live was not saved: {unsaved}"
+        return ended(state, End(Ending(decision.ending), reason, decision.failure))
+    if unsaved is not None and state.must_end:
+        reason = f"{state.must_end}; what is live was not saved: {unsaved}"
         return ended(state, End(Ending.LOST, reason))
-    if failure is not None:
-        return ended(state, End(Ending.UNSAVED, failure))
+    if unsaved is not None:
+        return ended(state, End(Ending.UNSAVED, unsaved))
     has_nothing_to_save = isinstance(order, SaveLayers) and not order.layers
     if state.published < number and not has_nothing_to_save:
         return last_save_awaited(rules, state, now_s)
     if decision.ending:
-        return ended(state, End(Ending(decision.ending), decision.reason))
+        return ended(state, End(Ending(decision.ending), decision.reason, decision.failure))
     is_cut_short = state.stop_requested and number < rules.job.training.iterations
     if state.must_end and is_cut_short:
         return ended(state, End(Ending.LOST, state.must_end))

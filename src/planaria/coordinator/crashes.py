@@ -1,18 +1,31 @@
-"""Workers that end though their nodes live, links that break between live nodes, spoilt copies.
+"""What goes wrong in workers whose nodes live: whether it counts against the job or the node.
 
-All end the epoch, and the first two after a few times with no iteration committed in between
-something more: a worker that always ends alike ends the job, a node that others cannot reach is
-left out.
+What raises in a worker, or ends its process, is either a mistake in the job's own code, which ends
+the job, or the world's: no memory, a device or a library that fails, data that one node cannot
+read, a signal. That counts against the node. The worker is replaced, or goes on where nobody else
+holds its layers, and the job recovers. The same error CRASHES_MAX times on one node, with no
+iteration committed in between, evicts that node; but if a second node had it too, in layers that
+both computed, it is the job's, or it would walk from node to node until none is left.
+
+Whatever ends the job, what is live is saved first, at the age that all have committed.
+
+Links that break between live nodes, and spoilt copies, end the epoch too; after BROKEN_LINKS_MAX
+epochs a node that others cannot reach is left out.
 """
 
 from collections import Counter
 from dataclasses import replace
 from typing import Final
 
+import msgspec
+
+from planaria.coordinator.memory import with_more_room
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.saves import without_spoilt
+from planaria.coordinator.saves import newest_save, without_spoilt
+from planaria.coordinator.shortage import shortage_text
 from planaria.coordinator.state import (
     Command,
+    Crash,
     End,
     Ending,
     JobState,
@@ -21,13 +34,28 @@ from planaria.coordinator.state import (
     Rules,
     SetAside,
     Step,
+    Tell,
 )
 from planaria.core.growing import Growing
-from planaria.core.messages import CopySpoilt, WorkerExited, WorkerFailed
-from planaria.core.records import Warned
+from planaria.core.messages import (
+    Abort,
+    CopySpoilt,
+    Raised,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+)
+from planaria.core.records import Recovering, Warned
 
-CRASHES_MAX: Final = 3  # Of one rank, with the same status.
+CRASHES_MAX: Final = 3  # Of one node, with the same error.
 BROKEN_LINKS_MAX: Final = 3  # Epochs.
+FAILING_S_MAX: Final = 60.0  # Until all have left the epoch in which the job failed.
+# Linux numbers them so on every processor that torch runs on.
+_SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"} | {
+    11: "SIGSEGV",
+    15: "SIGTERM",
+}
+_LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
 
 
 def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
@@ -55,30 +83,238 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
     return state, (first, *commands)
 
 
+# -- workers --------------------------------------------------------------------------------------
+
+
+def stopping(state: JobState) -> Step:
+    """The members are on record: all leave the epoch before, and answer. Workers that raised end
+    instead, and their successors answer, where others hold their layers."""
+    new = {} if state.failure else _replaceable(state)
+    # Those that were to end before may be about to, and have their successors still to come.
+    replaced = {rank: pid for rank, pid in state.replaced.items() if state.has_rank(rank)} | new
+    order = Abort(epoch=state.epoch, nodes=state.nodes, replaced=replaced)
+    state = replace(
+        state,
+        phase=Phase.STOPPING,
+        workers=Growing({r: w for r, w in state.workers.items() if r not in new}),
+        raised={rank: pid for rank, pid in state.raised.items() if rank not in new},
+        replaced=replaced,
+    )
+    return state, (Tell(order),)
+
+
+def _replaceable(state: JobState) -> dict[int, int]:
+    """The workers that raised and hold nothing that sound ones do not hold."""
+    held = state.plan.layers_by_rank
+    sound = [r for r in held if r in state.holding and r not in state.raised and state.has_rank(r)]
+    covered = {layer for rank in sound for layer in held[rank]}
+    return {
+        rank: pid
+        for rank, pid in state.raised.items()
+        if state.has_rank(rank) and covered.issuperset(held.get(rank, ()))
+    }
+
+
+def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:
+    """The code in a worker raised."""
+    raised = event.raised or Raised(error="")
+    if event.blame == "job":
+        return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
+    is_new = event.epoch < 0
+    if not is_new and event.epoch not in state.epochs and state.phase not in _LEAVING:
+        return state, ()
+    if is_new:  # It holds nothing, and ends by itself.
+        workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
+        replaced = {**state.replaced, event.rank: event.pid}
+        state = replace(state, workers=Growing(workers), replaced=replaced)
+    else:
+        state = replace(state, raised={**state.raised, event.rank: event.pid})
+    crash = Crash(event.node, raised)
+    if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
+        return replace(state, crashes=(*state.crashes, crash)), ()  # All are leaving it already.
+    return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
+
+
+def is_awaited(state: JobState, event: WorkerReady) -> bool:
+    """Whether a worker is of a node that counts, and is not to make way for another."""
+    is_known = state.is_member(event.node) or event.node in state.candidates
+    return is_known and state.replaced.get(event.rank) != event.pid
+
+
+def with_estimate(
+    rules: Rules, state: JobState, event: WorkerFailed
+) -> tuple[JobState, WorkerFailed]:
+    """The state in which the stage of a rank that ran out of memory is planned smaller, if it can
+    be; what the rank told, with what was estimated. One that is planned smaller is no failure of
+    its node."""
+    raised = event.raised
+    is_of_now = event.epoch == state.epoch and state.is_member(event.node)
+    if raised is None or not is_of_now or not raised.end_layer:
+        return state, event
+    roomier, text = with_more_room(rules, state, event.rank)
+    if text:
+        message = "; ".join(filter(None, (raised.message, text)))
+        raised = msgspec.structs.replace(raised, message=message)
+        event = msgspec.structs.replace(event, raised=raised)
+    if roomier is None:
+        return state, event
+    return replace(roomier, crashes=_others(state.crashes, raised)), event
+
+
+def _others(crashes: tuple[Crash, ...], raised: Raised) -> tuple[Crash, ...]:
+    return tuple(one for one in crashes if one.raised.error != raised.error)
+
+
 def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:
-    """A worker is gone and its node is not: the epoch ends, unless that happens in a loop."""
-    worker = state.workers.get(event.rank)
+    """A worker is gone and its node is not: the epoch ends, unless it was to be replaced."""
+    rank = event.rank
+    worker = state.workers.get(rank)
     if worker is not None and worker.pid != event.pid:  # Its successor has reported already.
         return state, ()
-    crash = (event.rank, event.status)
-    crashes = (*state.crashes, crash)
-    told = f"the worker of rank {event.rank} on node {event.node} {_told(event.status)}"
-    if crashes.count(crash) >= CRASHES_MAX:
-        reason = f"{told}, the {CRASHES_MAX}rd time in a row"
-        text = f"{event.stack.rstrip()}\n{reason}" if event.stack else reason
-        failure = WorkerFailed(node=event.node, rank=event.rank, traceback=text)
-        return ended(state, End(Ending.FAILED, reason, failure))
-    workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
-    state = replace(state, crashes=crashes, workers=Growing(workers))
-    kind, reason = "crash", told
+    if state.replaced.get(rank) == event.pid:
+        return state, ()
+    state = replace(
+        state,
+        workers=Growing({r: worker for r, worker in state.workers.items() if r != rank}),
+        raised={r: pid for r, pid in state.raised.items() if r != rank},
+        holding=state.holding - {rank},
+        ready=Growing({r: ready for r, ready in state.ready.items() if r != rank}),
+    )
+    first_layer, end_layer = event.layers
+    error = "stall" if event.stalled else _error(event.status)
+    raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
+    text = f"the worker of rank {rank} on node {event.node} {_told(event.status)}{_where(raised)}"
+    failure = WorkerFailed(
+        node=event.node, rank=rank, traceback=event.stack.rstrip(), raised=raised, blame="node"
+    )
     if event.stalled:
-        kind, reason = "stall", f"rank {event.rank} made no progress:\n{event.stack.rstrip()}"
-    return lost(rules, state, kind, (), reason=reason, now_s=now_s, node=event.node)
+        text = f"rank {rank} made no progress{_where(raised)}:\n{event.stack.rstrip()}"
+    return _crashed(rules, state, Crash(event.node, raised), text, failure, now_s)
+
+
+def _crashed(
+    rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
+) -> Step:
+    """The next epoch, without the node or not; or the end of the job."""
+    state = replace(state, crashes=(*state.crashes, crash))
+    node, raised = crash.node, crash.raised
+    alike = [one for one in state.crashes if one.raised.error == raised.error]
+    counts = Counter(one.node for one in alike)
+    is_often = counts[node] >= CRASHES_MAX
+    others = {
+        one.node
+        for one in alike
+        if one.node != node
+        and (is_often or counts[one.node] >= CRASHES_MAX)
+        and any(mine.node == node and mine.raised.is_like(one.raised) for mine in alike)
+    }
+    times = f"{text}, the {CRASHES_MAX}rd time in a row" if is_often else text
+    if others:
+        nodes = ", ".join(map(str, sorted(others)))
+        reason = f"{times}; so did node {nodes}, so it is not the fault of a node"
+        return _failing(state, rules, _with_reason(failure, reason), reason=reason, now_s=now_s)
+    if is_often and not state.failure:
+        if why := _why_needed(rules, state, node):
+            reason = f"{times}; {why}"
+            return _failing(state, rules, _with_reason(failure, reason), reason=reason, now_s=now_s)
+        return lost(rules, state, "lost", (node,), reason=times, now_s=now_s, raised=raised)
+    if is_often:  # It is to save, and cannot.
+        return _ended_unsaved(state, text)
+    kind = "stall" if raised.error == "stall" else "crash"
+    return lost(rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised)
+
+
+def _why_needed(rules: Rules, state: JobState, node: int) -> str:
+    """Why the job cannot go on without a node; empty if it can."""
+    joining = [n for n in state.candidates if state.has_workers(n)]
+    others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.leaving)]
+    if shortage := shortage_text(rules, len(others)):
+        return f"without that node {shortage}"
+    held = state.plan.layers_by_rank
+    elsewhere = {layer for r, layers in held.items() if _node(state, r) != node for layer in layers}
+    saved = newest_save(rules, state)
+    can_go_back = rules.job.checkpoint.copies > 1 or bool(saved and saved[1])
+    missing = set(range(rules.num_layers)) - elsewhere
+    if missing and not can_go_back:
+        return f"no other node holds layer {min(missing)}"
+    return ""
+
+
+def _node(state: JobState, rank: int) -> int:
+    return rank // state.devices_per_node
+
+
+def _with_reason(failure: WorkerFailed, reason: str) -> WorkerFailed:
+    text = f"{failure.traceback.rstrip()}\n{reason}" if failure.traceback else reason
+    return msgspec.structs.replace(failure, traceback=text)
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def _failing(
+    state: JobState, rules: Rules, failure: WorkerFailed, *, reason: str, now_s: float
+) -> Step:
+    """The job ends for that, once what is live is saved."""
+    if state.failure is not None and state.phase not in _LEAVING:
+        return _ended_unsaved(state, reason)
+    if failure.mistake is not None:  # What led to it is suspect: there is nothing to be saved.
+        return ended(state, End(Ending.FAILED, reason, failure))
+    is_untrained = state.next_iteration == state.origin.iteration and not state.origin.copied
+    if is_untrained and not any(state.reports.values()):
+        return ended(state, End(Ending.FAILED, reason, state.failure or failure))
+    failed_s = state.failed_s if state.failure else now_s
+    state = replace(state, failure=state.failure or failure, failed_s=failed_s)
+    if state.phase in _LEAVING:
+        return state, ()
+    state, commands = lost(rules, state, "failed", (), reason=reason, now_s=now_s)
+    # Nobody recovers from it.
+    told = (
+        c for c in commands if not (isinstance(c, Notify) and isinstance(c.message, Recovering))
+    )
+    return state, tuple(told)
+
+
+def is_unsavable(state: JobState, now_s: float) -> bool:
+    """Whether the job has failed, and some rank does not leave its epoch to save what it holds."""
+    is_late = state.failure is not None and now_s - state.failed_s > FAILING_S_MAX
+    return is_late and state.phase in (*_LEAVING, Phase.JOINING)
+
+
+def unsavable(state: JobState) -> Step:
+    """The end of such a job."""
+    silent = [rank for rank in state.ranks if rank not in state.answers]
+    return _ended_unsaved(state, f"ranks {silent} do not answer")
+
+
+def _ended_unsaved(state: JobState, why: str) -> Step:
+    assert state.failure is not None
+    failure = _with_reason(state.failure, f"what is live was not saved: {why}")
+    return ended(state, End(Ending.FAILED, "the code in a worker raised", failure))
 
 
 def ended(state: JobState, end: End) -> Step:
     """The job is over."""
     return replace(state, phase=Phase.ENDED), (end,)
+
+
+# -- in words -------------------------------------------------------------------------------------
+
+
+def _text(rank: int, node: int, raised: Raised) -> str:
+    message = f": {raised.message}" if raised.message else ""
+    return f"rank {rank} on node {node} raised {raised.error}{_where(raised)}{message}"
+
+
+def _where(raised: Raised) -> str:
+    first, last = raised.first_layer, raised.end_layer - 1
+    if last < first:
+        return ""
+    return f" in layer {first}" if first == last else f" in layers {first} to {last}"
+
+
+def _error(status: int) -> str:
+    return _SIGNALS.get(-status, f"signal {-status}") if status < 0 else f"status {status}"
 
 
 def _told(status: int) -> str:

@@ -58,7 +58,7 @@ from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing
-from planaria.core.messages import SaveLayers, StartEpoch
+from planaria.core.messages import Raised, SaveLayers, StartEpoch
 from planaria.core.plan import Transition
 from planaria.core.records import (
     Decided,
@@ -80,12 +80,14 @@ def lost(
     reason: str,
     now_s: float,
     node: int = -1,
+    raised: Raised | None = None,
 ) -> Step:
     """The next epoch, without nodes that are gone; a change that is being made ends unmade.
 
     Args:
         kind: of what happened, as the report names it.
         node: the one concerned where none is gone.
+        raised: in a worker of it.
     """
     concerned = nodes or ((node,) if node >= 0 else ())
     state = with_failures(state, nodes, now_s)
@@ -97,6 +99,7 @@ def lost(
     if state.loss is not None and state.phase in (Phase.RECORDING, Phase.STOPPING):
         joined += tuple(node for node in state.loss.joined if node in left)
     epoch = max(state.epochs) + 1
+    loss = Loss(kind, concerned, reason, now_s, joined)
     state = replace(
         state,
         epoch=epoch,
@@ -110,17 +113,18 @@ def lost(
         phase=Phase.RECORDING,
         workers=Growing({r: w for r, w in state.workers.items() if w.node not in nodes}),
         answers=Growing(),
+        holding=_holding(state),
         ready=Growing(),
         corrupted=Growing(),
         decision=None,
         saves={},
-        loss=Loss(kind, concerned, reason, now_s, joined),
+        loss=loss,
         history=history,
         unreachable_s=0.0,
         unreached=(),
     )
     state = of_members(state)
-    notice = _notice(state)
+    notice = _notice(state, raised)
     evict: tuple[Command, ...] = (Evict(nodes),) if nodes else ()
     if not left:
         end = End(Ending.LOST, "no node is left")
@@ -128,7 +132,7 @@ def lost(
     return state, (Notify(notice), *evict, RecordMembers(_members(state)))
 
 
-def _notice(state: JobState) -> Recovering:
+def _notice(state: JobState, raised: Raised | None) -> Recovering:
     """What the launcher is told of the loss that this epoch answers to."""
     loss = state.loss
     assert loss is not None
@@ -140,7 +144,16 @@ def _notice(state: JobState) -> Recovering:
         reason=loss.reason,
         lost_s=loss.lost_s,
         is_forking=state.is_forking,
+        raised=raised,
     )
+
+
+def _holding(state: JobState) -> frozenset[int]:
+    """The ranks that surely hold what the plan of the epoch that ends gives them."""
+    if state.phase in (Phase.RECORDING, Phase.STOPPING):
+        return state.holding
+    is_sure = state.phase in (Phase.STARTING, Phase.TRAINING, Phase.SAVING)
+    return frozenset(state.ready) if is_sure and state.change is None else frozenset()
 
 
 def _history(
@@ -198,6 +211,11 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         cluster, missing, ends = _cluster(rules, state, held, now_s), (), False
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
+    if state.failure is not None:
+        if missing:
+            return _end(state, f"no live node holds layer {missing[0]}, so nothing was saved")
+        reason = "the code in a worker raised"
+        return _save(state, outcome, held, ending=Ending.FAILED.value, reason=reason)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
     if state.stop_reason and not state.must_end:  # Nodes may have come since.
@@ -373,7 +391,7 @@ def _save(
         since=origin.epoch,
         copied=None if is_begun else origin.copied,
     )
-    decision = Decision(order=order, ending=ending, reason=reason)
+    decision = Decision(order=order, ending=ending, reason=reason, failure=state.failure)
     state = replace(state, phase=Phase.DECIDING, outcome=outcome, decision=decision)
     return state, (RecordDecision(outcome, decision),)
 
@@ -395,4 +413,5 @@ def _after_crash(state: JobState) -> str:
 
 def _end(state: JobState, reason: str) -> Step:
     """Ends the job: what is live is not whole."""
-    return replace(state, phase=Phase.ENDED), (End(Ending.LOST, reason),)
+    ending = Ending.FAILED if state.failure else Ending.LOST
+    return replace(state, phase=Phase.ENDED), (End(ending, reason, state.failure),)

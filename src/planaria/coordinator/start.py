@@ -5,6 +5,7 @@ from dataclasses import replace
 from planaria.coordinator.coordinator import advanced
 from planaria.coordinator.drift import restored_learning
 from planaria.coordinator.history import begun_history
+from planaria.coordinator.memory import fitted_rules
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.slowness import of_members
@@ -104,6 +105,11 @@ def restored_step(
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         is_settled=False,
     )
+    fitted = fitted_rules(rules, state.learning.findings, len(members.nodes))
+    if fitted is not None:
+        rules = fitted
+        learning = restored_learning(rules, state.learning.findings, plan)
+        state = replace(state, learning=learning, fitted=fitted)
     state = of_members(state)  # The record of a switch is from before those who leave have left.
     if decision is None and plan.epoch == members.epoch:
         # The one before was killed while it recorded how the job begins.

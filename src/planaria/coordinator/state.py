@@ -17,6 +17,7 @@ from planaria.core.messages import (
     EpochReady,
     IterationDone,
     LayerFile,
+    Raised,
     Stopped,
     ToNode,
     WorkerFailed,
@@ -244,6 +245,14 @@ class Loss:
     is_waiting: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """The code in a worker of a node raised, or its process ended."""
+
+    node: int
+    raised: Raised
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """All that the coordinator knows.
@@ -288,11 +297,17 @@ class JobState:
         sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
         ratios: by node, of its newest iterations in this epoch; see slowness.py.
         learning: how far seconds are from predicted ones, and which nodes are slow.
+        fitted: the rules with memory estimates that were raised, see memory.py; None: none were.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
         saves_since: saves of this epoch and of later ones count.
         must_end: why the job ends at its next commit, or after its next loss, saved; "" if it need
             not.
-        crashes: rank and exit status of workers since an iteration was committed last.
+        crashes: of workers since an iteration was committed last.
+        raised: by rank the process of a worker that raised since then, and was not replaced.
+        replaced: by rank the newest process that ends because another one takes its place.
+        holding: in an epoch that is not decided yet, the ranks that surely hold what the plan gives
+            them.
+        failure: that ends the job as soon as what is live is saved; `failed_s` is when it came.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
         unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
         broken_links: epochs that ended for that since an iteration was committed last.
@@ -338,11 +353,17 @@ class JobState:
     sought: int = -1
     ratios: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     learning: Learning = field(default_factory=Learning)
+    fitted: Rules | None = None
     is_entered: bool = False
     saves_since: int = 0
     stop_reason: str = ""
     must_end: str = ""
-    crashes: tuple[tuple[int, int], ...] = ()
+    crashes: tuple[Crash, ...] = ()
+    raised: Mapping[int, int] = field(default_factory=dict)
+    replaced: Mapping[int, int] = field(default_factory=dict)
+    holding: frozenset[int] = frozenset()
+    failure: WorkerFailed | None = None
+    failed_s: float = 0.0
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
     broken_links: int = 0
@@ -376,7 +397,8 @@ class JobState:
     @property
     def is_forking(self) -> bool:
         """Whether a worker of a member ended and the one that is forked anew has yet to report."""
-        return any(self.has_rank(rank) and rank not in self.workers for rank, _ in self.crashes)
+        crashed = {crash.node for crash in self.crashes}.intersection(self.nodes)
+        return any(rank not in self.workers for rank in self.ranks_of(crashed))
 
     @property
     def switch(self) -> Switch | None:

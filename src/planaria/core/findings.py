@@ -25,11 +25,13 @@ class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """How far seconds are from what a job's profile says, as measured in the job.
+    """How far seconds, and bytes, are from what a job's profile says, as found in the job.
 
     Attributes:
         layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
             coordinator/drift.py.
+        more_bytes: by layer, what a device holds of it beside what the profile says; empty: none.
+            See coordinator/memory.py.
         beside_s: that an iteration takes beside the forwards and backwards of layers.
         hop_s: processor seconds that a schedule took, for each hop that it was computed from, in
             the newest epoch. See coordinator/overhead.py.
@@ -47,6 +49,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     layer_factors: tuple[float, ...] = ()
+    more_bytes: tuple[int, ...] = ()
     beside_s: float = 0.0
     hop_s: float = 0.0
     overheads_s: tuple[float, ...] = ()

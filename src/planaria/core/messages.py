@@ -6,7 +6,7 @@ an older one can be refused. On the wire: JSON with the record's name as its tag
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -214,13 +214,47 @@ class CopiesFailed(Message, frozen=True, kw_only=True):
     reason: str
 
 
+# Whose fault an exception is: the job's own, its node's, or the node's for want of memory.
+Blame = Literal["job", "node", "memory"]
+
+
+class Raised(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong in a worker, and where.
+
+    Attributes:
+        error: the type of an exception, or the signal or status that the process ended with.
+        message: of the exception, one line.
+        first_layer, end_layer: the layers that the rank was computing; both 0 if it was not.
+    """
+
+    error: str
+    message: str = ""
+    first_layer: int = 0
+    end_layer: int = 0
+
+    def is_like(self, other: "Raised") -> bool:
+        """Whether it is the same error at the same layer, however pipelines are cut there."""
+        both = max(self.first_layer, other.first_layer), min(self.end_layer, other.end_layer)
+        is_nowhere = not self.end_layer and not other.end_layer
+        return self.error == other.error and (both[0] < both[1] or is_nowhere)
+
+
 class WorkerFailed(Message, frozen=True, kw_only=True):
-    """The code in a worker raised; `mistake` is (field, value, remedy) of a ConfigError, the
-    value as JSON."""
+    """The code in a worker raised; the worker has left its epoch, and keeps what it holds.
+
+    Attributes:
+        epoch: that it has left, -1 where it raised before it had reported; then it holds nothing,
+            and unless the job is to blame its process ends.
+        mistake: (field, value, remedy) of a ConfigError, the value as JSON.
+    """
 
     node: int
     rank: int
     traceback: str
+    pid: int = 0
+    epoch: int = -1
+    blame: Blame = "job"
+    raised: Raised | None = None
     mistake: tuple[str, str, str] | None = None
 
 
@@ -231,6 +265,7 @@ class WorkerExited(Message, frozen=True, kw_only=True):
         status: of its exit, negative for a signal.
         stalled: the agent killed it, because it made no progress.
         stack: where its threads stood, if that could be told.
+        layers: first and end of those that it was computing, both 0 if it was not.
     """
 
     node: int
@@ -239,6 +274,7 @@ class WorkerExited(Message, frozen=True, kw_only=True):
     status: int
     stalled: bool = False
     stack: str = ""
+    layers: tuple[int, int] = (0, 0)
 
 
 class PeerUnreachable(Message, frozen=True, kw_only=True):
@@ -309,10 +345,13 @@ class Abort(Message, frozen=True, kw_only=True):
 
     Attributes:
         nodes: the members of the epoch, which are on record. Any other node is dead for good.
+        replaced: by rank the process that is not to answer but to end: its code raised, and others
+            hold its layers. A new one answers in its place.
     """
 
     epoch: int
     nodes: tuple[int, ...]
+    replaced: dict[int, int] = {}
 
 
 class StartEpoch(Message, frozen=True, kw_only=True):

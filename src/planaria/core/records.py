@@ -19,6 +19,7 @@ from planaria.core.messages import (
     DrainRequested,
     IterationDone,
     Message,
+    Raised,
     SaveLayers,
     StartEpoch,
     StopRequested,
@@ -94,12 +95,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         predicted_s: of an iteration.
         ending: of the job once the layers are saved; "" if it goes on.
         reason: for that ending.
+        failure: that ends the job, if it is one.
     """
 
     order: StartEpoch | SaveLayers
     predicted_s: float = 0.0
     ending: str = ""
     reason: str = ""
+    failure: WorkerFailed | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +182,7 @@ class Recovering(Message, frozen=True, kw_only=True):
     Attributes:
         lost_s: when the coordinator noticed it.
         is_forking: all wait for a worker that is forked anew; `Forked` tells when it is there.
+        raised: what raised in a worker, if that was it.
     """
 
     epoch: int
@@ -188,6 +192,7 @@ class Recovering(Message, frozen=True, kw_only=True):
     reason: str
     lost_s: float
     is_forking: bool = False
+    raised: Raised | None = None
 
 
 class Forked(Message, frozen=True, kw_only=True):

@@ -2,16 +2,18 @@
 
 import faulthandler
 import logging
+import os
 import signal
 import sys
 
+import msgspec
 import torch
 
-from planaria.core.messages import NoticeTaken, Shutdown, WorkerFailed
+from planaria.core.messages import Abort, NoticeTaken, Shutdown, Stopped
 from planaria.core.specs import NodeSpec
+from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
 from planaria.engine.prepare import mistake_of, pacing_of
-from planaria.engine.tracebacks import user_traceback
 from planaria.engine.worker import Worker
 from planaria.errors import ConfigError
 from planaria.transport.links import Links
@@ -39,12 +41,20 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     try:
         Worker(spec, control, links, pulse).run()
         return
-    except ConfigError as error:
-        mistake = mistake_of(error)
-        text = user_traceback(error)
-        control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text, mistake=mistake))
     except (Exception, SystemExit) as error:
-        text = user_traceback(error)
-        control.send(WorkerFailed(node=spec.node, rank=spec.rank, traceback=text))
-    while not isinstance(control.wait_order(), Shutdown):
+        failure = failure_of(error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0))
+        if isinstance(error, ConfigError):
+            failure = msgspec.structs.replace(failure, mistake=mistake_of(error))
+        control.send(failure)
+        if failure.blame != "job":  # Another process may have better luck.
+            sys.exit(1)
+    _answer_nothing(spec, control)
+
+
+def _answer_nothing(spec: NodeSpec, control: Control) -> None:
+    """Says of every epoch that it holds nothing of it, until the job has ended: others are to save
+    what they hold, and wait for no answer."""
+    while not isinstance(order := control.wait_order(), Shutdown):
         logger.info("rank %s has failed and waits to be shut down", spec.rank)
+        if isinstance(order, Abort):
+            control.send(Stopped(rank=spec.rank, epoch=order.epoch, ages={}, complete=()))

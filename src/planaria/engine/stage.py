@@ -121,11 +121,15 @@ class HeldLayer:
         return total
 
     def apply(self, iteration: int, *, learning_rate: float, scale: float) -> None:
-        """Takes the optimizer step of an iteration; nothing if it was taken already."""
+        """Takes the optimizer step of an iteration; nothing if it was taken already.
+
+        A layer whose step raises is of no age, and so is neither sent nor saved.
+        """
         if self.age != iteration:
             assert self.age == iteration + 1, (self.layer, self.age, iteration)
             return
         assert self.gradients_of == iteration, (self.layer, self.gradients_of, iteration)
+        self.age = NOT_YET
         if self.optimizer is not None:
             for name, master in self._trained.items():
                 gradient = self._gradient_views[name]
@@ -137,7 +141,7 @@ class HeldLayer:
                 master.grad = None
                 if self.parameters[name] is not master:
                     self.parameters[name].data.copy_(master.data)
-        self.age += 1
+        self.age = iteration + 1
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
         """A copy of the parameters and the optimizer's state, in the disk tier's names."""

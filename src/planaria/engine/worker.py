@@ -3,7 +3,9 @@
 The compute thread (the main one) runs `Worker`: it serves one epoch after the other. Other
 threads: links, one for reductions, one for saves, one for control. `PeerLostError`, `AbortedError`
 and `CorruptedError` end an epoch here and nowhere else; then the worker waits for orders, tells
-what it holds, and goes on in the next epoch with the layers that it has.
+what it holds, and goes on in the next epoch with the layers that it has. So it does after whatever
+the job's code raises: what it holds is of an age that all know, but for a layer whose optimizer
+step raised, which is dropped.
 """
 
 import logging
@@ -43,6 +45,7 @@ from planaria.engine.apply import (
     transfer_sources,
 )
 from planaria.engine.batches import Batches
+from planaria.engine.blame import failure_of
 from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
@@ -61,6 +64,7 @@ from planaria.engine.tensor_peak import TensorPeak
 from planaria.errors import (
     AbortedError,
     CheckpointError,
+    ConfigError,
     CorruptedError,
     PeerLostError,
 )
@@ -140,9 +144,29 @@ class Worker:
             )
         )
         while not isinstance(order := self._control.wait_order(), Shutdown):
-            self._obey(order)
+            if isinstance(order, Abort) and order.replaced.get(self._spec.rank) == os.getpid():
+                return
+            self._try(order)
         self._saver.wait_written(timeout_s=_LEAVE_S)
         self._links.close()
+
+    def _try(self, order: Abort | StartEpoch | SaveLayers) -> None:
+        """Carries out an order, or tells what the job's code raised meanwhile."""
+        try:
+            self._obey(order)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:
+            failure = failure_of(
+                error,
+                self._spec,
+                pid=os.getpid(),
+                epoch=order.epoch,
+                layers=self._pulse.layers,
+            )
+            self._pulse.layers = (0, 0)
+            self._pulse.wait()
+            self._control.send(failure)
 
     def _obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
         """Carries out an order; one that came before, or is for this worker's predecessor, not."""
@@ -390,7 +414,9 @@ class Worker:
         for held in self._stage.whole().values():
             if held.gradients_of == iteration:
                 self._copying.wait_copied(held.layer)
+                self._pulse.layers = (held.layer, held.layer + 1)
                 held.apply(iteration, learning_rate=rate, scale=scale)
+                self._pulse.layers = (0, 0)
 
     def _persists(self, age: int) -> bool:
         """Whether the state of this age is to be saved while training goes on."""

@@ -44,6 +44,15 @@ def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> 
     return replace(profile, layers=layers)
 
 
+def with_more_bytes(profile: ModelProfile, more_bytes: Sequence[int]) -> ModelProfile:
+    """The profile of layers that take more memory than it says, all the time."""
+    layers = tuple(
+        replace(layer, optimizer_bytes=layer.optimizer_bytes + more)
+        for layer, more in zip(profile.layers, more_bytes, strict=True)
+    )
+    return replace(profile, layers=layers)
+
+
 def _times(layer: LayerProfile, factor: float) -> LayerProfile:
     def times(seconds: Mapping[int, float]) -> dict[int, float]:
         return {count: value * factor for count, value in seconds.items()}

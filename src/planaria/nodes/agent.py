@@ -43,7 +43,7 @@ from planaria.coordinator.agent_lease import (
     watched,
     watches_workers,
 )
-from planaria.coordinator.agent_state import AgentState, heard, said, said_again
+from planaria.coordinator.agent_state import AgentState, heard, said, said_again, successor_order
 from planaria.core.messages import (
     Fact,
     Heartbeat,
@@ -327,6 +327,7 @@ class _Agent:
                 status=status,
                 stalled=worker.is_stalled,
                 stack=worker.pulse.read_stack(),
+                layers=worker.pulse.layers,
             )
             if worker.writer is not None:
                 worker.writer.close()
@@ -336,6 +337,8 @@ class _Agent:
             # The new one is there before any order can follow on the loss of the old one.
             worker.fork()
             worker.pulse.lease_end_s = self._lease.end_s
+            if order := successor_order(self._state, worker.rank, pid):
+                worker.tell(frame(order))
             self._say(exited)
 
 

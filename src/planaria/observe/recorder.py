@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Final
 
 from planaria.core.inject import AROUND, Injection
-from planaria.core.messages import IterationDone, MeasuredSpan, WorkerReady
+from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
 from planaria.core.records import (
     AwaitingMachine,
     Candidate,
@@ -264,6 +264,7 @@ class Recorder:
                 self._await_leader(one.lost_s)
                 self._detect(message, message.lost_s if one.is_noticed else one.lost_s)
                 event = replace(one.event, reason=one.event.reason or message.reason)
+                event = _with_raised(event, message.raised)
                 self._open[index] = replace(one, event=event, is_noticed=True)
                 return
         self._detect(message, message.lost_s)
@@ -273,6 +274,7 @@ class Recorder:
             iteration=message.iteration,
             reason=message.reason,
         )
+        event = _with_raised(event, message.raised)
         self._open.append(_Open(event, next(self._orders), message.lost_s, is_noticed=True))
 
     def _detect(self, message: Recovering, lost_s: float) -> None:
@@ -386,9 +388,12 @@ class Recorder:
         self._events[index] = order, replace(event, detect_s=now_s - lost_s, reason=reason)
         self._led = (index, lost_s, now_s)
 
-    def noted(self, kind: str, *, iteration: int, reason: str) -> None:
+    def noted(
+        self, kind: str, *, iteration: int, reason: str, raised: Raised | None = None
+    ) -> None:
         """Something else happened."""
-        self._add(EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason))
+        event = EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason)
+        self._add(_with_raised(event, raised))
 
     def _add(self, event: EventRecord) -> None:
         self._events.append((next(self._orders), event))
@@ -433,6 +438,13 @@ class Recorder:
         self._move(training_s, Category.USEFUL, Category.REDO)
         self._move(leaving_s, Category.DETECT, Category.REDO)
         self._lost = _Lost()  # Nothing of it is left to be lost again.
+
+
+def _with_raised(event: EventRecord, raised: Raised | None) -> EventRecord:
+    if raised is None:
+        return event
+    layers = tuple(range(raised.first_layer, raised.end_layer))
+    return replace(event, error=raised.error, message=raised.message, layers=layers)
 
 
 def _is_meant(one: _Open, kind: str, nodes: tuple[int, ...]) -> bool:

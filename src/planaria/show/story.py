@@ -66,6 +66,8 @@ def _happened(event: EventRecord) -> str:
     if event.nodes and event.kind in _HAPPENED:
         noun = "node" if len(event.nodes) == 1 else "nodes"
         was = _HAPPENED[event.kind]
+        if event.error and event.kind == "crash" and not event.step:
+            was = f"had a worker that {_ended(event)}"
         if event.kind == "join" and not event.answer:
             was = "came to join"
         was = was if len(event.nodes) == 1 else was.replace("was ", "were ")
@@ -75,6 +77,14 @@ def _happened(event: EventRecord) -> str:
     else:
         what = _NOBODYS.get(event.kind, event.kind.replace("_", " "))
     return f"{where}: {what}" + (f" ({event.reason})" if event.reason else "")
+
+
+def _ended(event: EventRecord) -> str:
+    """How the code in a worker came to an end."""
+    verb = "was ended by" if event.error.startswith(("SIG", "signal ", "status ")) else "raised"
+    layers = ", ".join(map(str, event.layers))
+    noun = "layer" if len(event.layers) == 1 else "layers"
+    return f"{verb} {event.error}" + (f" in {noun} {layers}" if layers else "")
 
 
 def _where(event: EventRecord) -> str:

@@ -14,6 +14,7 @@ from planaria.core.records import (
     Changed,
     Committed,
     Decided,
+    Ended,
     Forked,
     ProfileCorrected,
     Recovering,
@@ -137,9 +138,11 @@ class Watcher:
         """See `Observer`."""
         return msgspec.json.encode(self._recorder.events()).decode()
 
-    def failed(self, reason: str, *, kind: str) -> None:
+    def failed(self, reason: str, ended: Ended) -> None:
         """Training ended before its time."""
-        self._recorder.noted(kind, iteration=self._recorder.next_iteration, reason=reason)
+        iteration = self._recorder.next_iteration
+        raised = ended.failure.raised if ended.failure else None
+        self._recorder.noted(ended.ending, iteration=iteration, reason=reason, raised=raised)
 
     def ended(self, unfired: tuple[Injection, ...]) -> None:
         """The job is over; the places of these faults never came."""

@@ -5,7 +5,7 @@ Source: nodes/agent.py, whose order of things it keeps.
 
 from collections.abc import Callable
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 from planaria.coordinator.agent_lease import (
     TICKS_PER_LEASE,
@@ -17,8 +17,15 @@ from planaria.coordinator.agent_lease import (
     unconnected,
     watches_workers,
 )
-from planaria.coordinator.agent_state import AgentState, heard, said, said_again
+from planaria.coordinator.agent_state import (
+    AgentState,
+    heard,
+    said,
+    said_again,
+    successor_order,
+)
 from planaria.core.messages import (
+    Blame,
     Fact,
     Heartbeat,
     HeartbeatTaken,
@@ -72,6 +79,8 @@ class SimulatedAgent:
         memories: for the copies that they keep.
         state: what the agent knows.
         left: why it ended itself, "" if it did not.
+        raising_until_s: until when the code in its workers raises as it may on one node alone.
+        is_mistaken: what its workers raise next is the job's.
     """
 
     def __init__(
@@ -85,6 +94,8 @@ class SimulatedAgent:
     ) -> None:
         self.node = node
         self.left = ""
+        self.raising_until_s = -1.0
+        self.is_mistaken = False
         self.state = AgentState(node=node)
         self.workers: list[SimulatedWorker] = []
         num_devices = world.job.scenario.devices_per_node
@@ -117,6 +128,12 @@ class SimulatedAgent:
         """The node is told that it will be gone."""
         rank = self.node * self._world.job.scenario.devices_per_node
         self.process.do(lambda: self._say(NoticeTaken(node=self.node, rank=rank, after_s=after_s)))
+
+    def raise_for(self, lasts_s: float, *, is_mistake: bool) -> None:
+        """The code in its workers raises from now on, or once if it is the job's mistake."""
+        self.is_mistaken = is_mistake
+        if not is_mistake:
+            self.raising_until_s = self._world.loop.now_s + lasts_s
 
     def break_workers(self, *, device: int) -> None:
         """A worker crashes; its node lives."""
@@ -220,7 +237,15 @@ class SimulatedAgent:
             startup_s=_STARTUP_S * (1.0 + 4.0 * self._world.rng.random()),
             memory=self.memories[device],
             may_write=self._is_member,
+            raises=self._raises,
         )
+
+    def _raises(self) -> Blame | Literal[""]:
+        """Whose fault it is that the code in a worker raises now, "" if it does not."""
+        if self.is_mistaken:
+            self.is_mistaken = False
+            return "job"
+        return "node" if self._world.loop.now_s < self.raising_until_s else ""
 
     def _joined(self, device: int) -> End:
         """Starts a worker with a line to this agent."""
@@ -242,6 +267,8 @@ class SimulatedAgent:
         self._lines[device].close()
         self.workers[device] = self._forked(device)
         self._lines[device] = self._joined(device)
+        if order := successor_order(self.state, worker.rank, worker.pid):
+            self._lines[device].send(order)
         self._say(
             WorkerExited(
                 node=self.node,

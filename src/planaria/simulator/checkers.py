@@ -344,10 +344,23 @@ class Checkers:
             self._fail(f"the newest checkpoint is of {saved}, {number} are committed")
 
     def _check_failed(self, ended: Ended) -> None:
-        """Three crashes of a rank in a row are taken for a mistake in the user's code."""
-        crashes = self._struck_nodes(FaultKind.CRASH, FaultKind.STALL)
-        if not crashes or max(crashes.values()) < CRASHES_MAX:
+        """A mistake in the job's code; or a node raised or crashed as often as evicts it, and it
+        was needed, or was not the only one. What was committed is saved, if it was there."""
+        is_mistake = bool(self._struck_nodes(FaultKind.MISTAKE))
+        if not is_mistake and not self._often_struck():
+            crashes = self._struck_nodes(FaultKind.CRASH, FaultKind.STALL)
             self._fail(f"failed after {dict(crashes)} crashes: {ended.reason}")
+        told = f"{ended.reason} {ended.failure.traceback if ended.failure else ''}"
+        is_told = "not saved" in told or "nothing was saved" in told
+        saved = max(newest_saved(self._cluster), 0)
+        if not is_told and saved < max(self._num_committed, self._origin.iteration):
+            self._fail(f"failed with {saved} saved of {self._num_committed}: {told}")
+
+    def _often_struck(self) -> set[int]:
+        """The nodes that may have raised or crashed often enough to be evicted for that."""
+        crashes = self._struck_nodes(FaultKind.CRASH, FaultKind.STALL)
+        often = {node for node, count in crashes.items() if count >= CRASHES_MAX}
+        return often | set(self._struck_nodes(FaultKind.RAISE))
 
     def _check_lost(self, ended: Ended) -> None:
         if ended.reason.startswith(CANNOT_RECORD) and self._struck_nodes(FaultKind.FULL):
@@ -355,7 +368,7 @@ class Checkers:
         scenario = self._job.scenario
         num_left = len(set(ended.nodes) - set(self._struck_nodes(FaultKind.NOTICE)))
         n0, f = self._job.rules.n0, scenario.failures_tolerated
-        kinds = (*LOOK_LIKE_LOSS, *ASKED, FaultKind.CRASH, FaultKind.STALL)
+        kinds = (*LOOK_LIKE_LOSS, *ASKED, FaultKind.CRASH, FaultKind.STALL, FaultKind.RAISE)
         causes = self._struck_nodes(*kinds)
         if causes.total() <= f and not self._struck_nodes(*ANYWHERE):
             self._fail(f"lost after {causes.total()} losses, f = {f}: {ended.reason}")
@@ -389,7 +402,7 @@ class Checkers:
 
     def _check_cause(self, node: int) -> None:
         """A node is given up only if something happened that can look like its loss."""
-        struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving()}
+        struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving(), *self._often_struck()}
         anywhere = self._struck_nodes(*ANYWHERE)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")

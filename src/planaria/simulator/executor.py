@@ -6,7 +6,7 @@ down a binary tree. Gradients are the samples that went into them.
 Source: engine/executor.py and groups.py, whose order of things it keeps.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +32,11 @@ class HeldLayer:
 
 
 class SimulatedExecutor:
-    """One rank's part of the iterations of one epoch."""
+    """One rank's part of the iterations of one epoch.
+
+    Args:
+        computed: is called with the layers of each forward and backward, and may raise.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,9 @@ class SimulatedExecutor:
         *,
         job: PlannedJob,
         reached: Callable[[str, int], None],
+        computed: Callable[[Sequence[int]], None],
     ) -> None:
+        self._computed = computed
         self._process = process
         self._links = links
         self._rank = links.rank
@@ -96,6 +102,7 @@ class SimulatedExecutor:
         else:
             samples = visit.samples(self._job, iteration)
         await self._work(visit.seconds)
+        self._computed(visit.layers)
         if visit.after >= 0:
             tag = ("forward", iteration, visit.route, visit.hop + 1)
             self._links.send(visit.after, tag, samples)
@@ -108,6 +115,7 @@ class SimulatedExecutor:
         self._reached("backward", iteration)
         is_split = self._layout.plan.splits_backward and visit.before >= 0
         await self._work(visit.seconds if is_split else 2 * visit.seconds)
+        self._computed(visit.layers)
         if visit.before >= 0:
             tag = ("backward", iteration, visit.route, visit.hop - 1)
             self._links.send(visit.before, tag, samples)

@@ -43,6 +43,8 @@ class FaultKind(Enum):
     DAMAGE = "the newest save is damaged"
     NOTICE = "the node is told that it will be gone, and is killed then"
     DRAIN = "the user asks that the job go on without the node"
+    RAISE = "the code in the node's workers raises for a while, and it is not the job's fault"
+    MISTAKE = "the code in one of the node's workers raises, and it is the job's fault"
 
 
 _LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # For ever, now and then.
@@ -51,7 +53,8 @@ _LOSSES: Final = (
     *(FaultKind.CUT, FaultKind.ISOLATE, FaultKind.DETACH, FaultKind.BREAK),
 )
 _OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
-_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, FaultKind.FULL)
+_OF_CODE: Final = (FaultKind.RAISE, FaultKind.MISTAKE)
+_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, *_OF_CODE, FaultKind.FULL)
 # After which a node may be given up: by itself, or anywhere; and what makes nodes leave in peace.
 LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
@@ -166,6 +169,16 @@ def disk_faults(rng: Random) -> tuple[Fault, ...]:
     at_s = rng.random() * FAULTS_S_MAX
     full = Fault(kind=FaultKind.FULL, node=0, other=0, lasts_s=math.inf, breaks=False, at_s=at_s)
     return (full,)
+
+
+def raising_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """What the code in workers raises, now and then."""
+    if rng.random() < 0.7:
+        return ()
+    kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
+    if rng.random() < 0.3:
+        kinds = (*kinds[1:], FaultKind.MISTAKE)
+    return tuple(_drawn(rng, kind, num_nodes) for kind in kinds)
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
@@ -389,6 +402,8 @@ class Faults:
                 agent.memories[fault.other % len(agent.memories)].spoil()
             case FaultKind.DAMAGE:
                 cluster.damage()
+            case FaultKind.RAISE | FaultKind.MISTAKE:
+                agent.raise_for(fault.lasts_s, is_mistake=fault.kind is FaultKind.MISTAKE)
 
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s

@@ -17,6 +17,7 @@ from planaria.simulator.faults import (
     drawn_conduct,
     drawn_faults,
     more_faults,
+    raising_faults,
 )
 from planaria.simulator.scenario import PLAINEST, SCENARIOS, Conduct, Scenario, planned_job
 from planaria.simulator.store import drawn_disk
@@ -76,6 +77,8 @@ def run(
     scenario = _with_copies(scenario, more)
     if scenario.copies or scenario.persist_every or scenario.num_standby:
         faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
+    if draw is drawn_faults:
+        faults += raising_faults(Random(f"raising {seed}"), scenario.num_nodes)
     faults += disk_faults(Random(f"full {seed}"))
     store_rng = Random(f"store {seed}")
     conduct = drawn_conduct(store_rng)

@@ -10,7 +10,7 @@ Source: engine/worker.py, apply.py and saver.py, whose order of things it keeps.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -19,18 +19,21 @@ from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vect
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    Blame,
     CopySpoilt,
     EpochReady,
     Fact,
     IterationDone,
     Order,
     PeerUnreachable,
+    Raised,
     SaveLayers,
     Shutdown,
     StartEpoch,
     Stopped,
     StopRequested,
     ToNode,
+    WorkerFailed,
     WorkerReady,
 )
 from planaria.core.plan import Plan
@@ -47,6 +50,19 @@ from planaria.simulator.scenario import PlannedJob, content_after
 
 _STEP_S = 0.002  # The optimizer, a layer.
 _LEAVE_S = 1.0  # For a save that is being written when the job has ended.
+
+
+class CodeError(Exception):
+    """When the code in a worker raises.
+
+    Attributes:
+        layers: that it was computing.
+    """
+
+    def __init__(self, blame: Blame, layers: Sequence[int]) -> None:
+        super().__init__(f"{blame} in {layers}")
+        self.blame: Blame = blame
+        self.layers = layers
 
 
 class Surroundings(Protocol):
@@ -76,6 +92,7 @@ class SimulatedWorker:
         startup_s: until it reports.
         memory: for the copies that it keeps.
         may_write: whether its node is a member, as far as it knows.
+        raises: whose fault it is that its code raises now, "" if it does not.
 
     Attributes:
         held: the layers that it has.
@@ -95,7 +112,9 @@ class SimulatedWorker:
         startup_s: float,
         memory: CopyMemory,
         may_write: Callable[[], bool],
+        raises: Callable[[], Blame | Literal[""]],
     ) -> None:
+        self._raises = raises
         self.process = process
         self.links = links
         self.rank = rank
@@ -162,6 +181,9 @@ class SimulatedWorker:
             )
         )
         while not isinstance(order := await self._next_order(), Shutdown):
+            if isinstance(order, Abort) and order.replaced.get(self.rank) == self.pid:
+                self.process.kill()
+                return
             await self.obey(order)
         await self._saver.wait_written(timeout_s=_LEAVE_S)
 
@@ -187,6 +209,8 @@ class SimulatedWorker:
                     await self._serve_epoch(order)
                 except AbortedError:
                     return
+                except CodeError as error:
+                    self._say(self._failure(error, order.epoch))
                 except CheckpointError as error:
                     source = error.source if isinstance(error, SpoiltError) else ""
                     rank, reason = self.rank, str(error)
@@ -199,6 +223,23 @@ class SimulatedWorker:
                             rank=self.rank, epoch=order.epoch, peer=loss.rank, reason=str(loss)
                         )
                     )
+
+    def _computed(self, layers: Sequence[int]) -> None:
+        if blame := self._raises():
+            raise CodeError(blame, layers)
+
+    def _failure(self, error: CodeError, epoch: int) -> WorkerFailed:
+        return WorkerFailed(
+            node=self._node,
+            rank=self.rank,
+            traceback="raised",
+            pid=self.pid,
+            epoch=epoch,
+            blame=error.blame,
+            raised=Raised(
+                error=error.blame, first_layer=min(error.layers), end_layer=max(error.layers) + 1
+            ),
+        )
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         own = start.addresses.get(self.rank)
@@ -300,7 +341,7 @@ class SimulatedWorker:
         try:
             self._copying.enter(start, self._contents(start.plan), is_planned=is_planned)
             await self._train(start, layout)
-        except (AbortedError, PeerLostError):
+        except (AbortedError, CodeError, PeerLostError):
             self.links.abort(first_epoch=start.epoch + 1)
             raise
         finally:
@@ -334,6 +375,7 @@ class SimulatedWorker:
             layout,
             job=self._around.job,
             reached=lambda place, number: self._around.reached(place, self, number),
+            computed=self._computed,
         )
         if start.persists:
             await self._save(start, layout, iteration)

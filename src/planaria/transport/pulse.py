@@ -6,6 +6,7 @@ two. Each field has one writer, and a field is one aligned word.
     lease_end_s   agent    until when, by the machine's monotonic clock, the node is a member
     beat_s        worker   when its control thread last ran, or by when it should have begun to
     deadline_s    worker   when the action under way is late; infinite while it waits for others
+    layers        worker   first and end of those that it is computing, both 0 if it is not
 """
 
 import math
@@ -19,7 +20,8 @@ LEASE_TIMEOUT_S: Final = 60.0  # For a coordinator that was lost to be there aga
 FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, on a machine that many share seconds.
 _WORD: Final = struct.Struct("=d")
 _LOOK_S: Final = 0.01
-_LEASE_END, _BEAT, _DEADLINE = 0, 8, 16
+_LAYERS: Final = struct.Struct("=II")
+_LEASE_END, _BEAT, _DEADLINE, _COMPUTING = 0, 8, 16, 24
 
 
 class Pulse:
@@ -70,6 +72,16 @@ class Pulse:
     def wait(self) -> None:
         """What follows takes as long as others take."""
         self._write(_DEADLINE, math.inf)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """First and end of the layers that are being computed, both 0 if none are."""
+        first_layer, end_layer = _LAYERS.unpack_from(self._memory, _COMPUTING)
+        return int(first_layer), int(end_layer)
+
+    @layers.setter
+    def layers(self, value: tuple[int, int]) -> None:
+        _LAYERS.pack_into(self._memory, _COMPUTING, *value)
 
     def silent_s(self, now_s: float) -> float:
         """For how long the control thread has not run; negative while its first beat has time."""

@@ -1,0 +1,98 @@
+"""A rank that ran out of memory needs more than was estimated: the estimate of its stage is raised.
+
+What is learned is in bytes by layer, beside the profile's: as much as makes the stage larger than
+its device. Templates and plans are cut anew with it, and only what fits is proposed from then on
+(policies/roomy.py). Each time the estimate rises so far that this stage cannot be again, so it
+ends: with stages that fit, or without any plan for f + 1 pipelines. Then the estimate stays, and
+the error counts as any other that is not the job's.
+
+Where neither the job nor its profile says what a device holds there is nothing to compare with,
+and nothing is learned.
+"""
+
+from dataclasses import replace
+
+import msgspec
+
+from planaria.coordinator.drift import restored_learning
+from planaria.coordinator.state import JobState, Rules
+from planaria.core.findings import Findings
+from planaria.core.plan import Plan
+from planaria.errors import ConfigError
+from planaria.estimator.drift import with_more_bytes
+from planaria.planner.plans import EveryPlan, every_plan
+from planaria.planner.problem import Problem
+from planaria.planner.templates import pipeline_templates
+from planaria.policies.roomy import Roomy, stage_peaks
+
+
+def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | None:
+    """The rules with the estimates that were raised, and plans cut by them; None where none were,
+    or no f + 1 pipelines fit on so many nodes."""
+    if rules.every is None or rules.policy_of is None or not findings.more_bytes:
+        return None
+    problem, policy_of = rules.every.problem, rules.policy_of
+    profile = with_more_bytes(problem.profile, findings.more_bytes)
+    f = min(problem.failures_tolerated, max(0, num_nodes // rules.n0 - 1))
+    problem = replace(problem, profile=profile)
+    try:
+        templates = pipeline_templates(
+            replace(problem, failures_tolerated=f), num_nodes, max_nodes=rules.max_nodes
+        )
+        every = every_plan(problem, rules.max_nodes, templates)
+    except ConfigError:
+        return None
+
+    def roomy(plans: EveryPlan) -> Roomy:
+        return Roomy(policy_of(plans), plans)
+
+    return replace(rules, n0=min(templates), every=every, policy=roomy(every), policy_of=roomy)
+
+
+def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState | None, str]:
+    """The state in which the stage of a rank that ran out of memory is planned smaller, None if it
+    cannot be; and what is known of it, in words.
+
+    Args:
+        rules: those that the job began with.
+    """
+    found = _stage(rules, state.plan, rank)
+    if found is None:
+        return None, ""
+    layers, held_bytes, limit_bytes = found
+    estimate = (
+        f"its stage of layers {layers.start} to {layers.stop - 1} was estimated to hold "
+        f"{held_bytes} of {limit_bytes} bytes"
+    )
+    before = state.learning.findings.more_bytes or (0,) * rules.num_layers
+    lacking_bytes = max(1, limit_bytes + 1 - held_bytes - sum(before[n] for n in layers))
+    share = -(-lacking_bytes // len(layers))
+    more = tuple(size + share * (layer in layers) for layer, size in enumerate(before))
+    findings = msgspec.structs.replace(state.learning.findings, more_bytes=more)
+    fitted = fitted_rules(rules, findings, len(state.nodes))
+    if fitted is None:
+        why = "more than that, no plan fits; give it more nodes, or devices with more memory"
+        return None, f"{estimate}; if it needs {why}"
+    policy = restored_learning(fitted, findings, state.plan).policy
+    learning = replace(state.learning, findings=findings, policy=policy)
+    roomier = replace(state, learning=learning, fitted=fitted)
+    return roomier, f"{estimate}, and is planned smaller from now on"
+
+
+def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int] | None:
+    """The layers of the rank's stage, what it was estimated to hold by the profile, and what its
+    device does; None where that is not known."""
+    if rules.every is None:
+        return None
+    problem: Problem = rules.every.problem
+    per_node = problem.devices_per_node
+    peaks = stage_peaks(problem, plan)
+    for pipeline, peak in zip(plan.pipelines, peaks, strict=True):
+        stages = zip(pipeline.template.stages, pipeline.ranks_by_stage(), peak, strict=True)
+        for stage, ranks, held_bytes in stages:
+            if rank in ranks:
+                kind = pipeline.template.node_kinds[pipeline.nodes.index(rank // per_node)]
+                limit_bytes = kind.device_memory_bytes or problem.profile.device_memory_bytes
+                layers = range(stage.first_layer, stage.end_layer)
+                return (layers, held_bytes, limit_bytes) if limit_bytes else None
+    return None

@@ -1,0 +1,81 @@
+"""Whose fault an exception in a worker is: the job's own code, or the world around the node.
+
+A mistake in a model or a data set raises on every node, and ends the job. The world's faults strike
+a node: its memory is full, its devices or their libraries fail, or it cannot read what other nodes
+can. An exception that was raised from one of the world's counts as that.
+"""
+
+import errno
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from planaria.core.messages import Blame, Raised, WorkerFailed
+from planaria.core.specs import NodeSpec
+from planaria.engine.tracebacks import user_traceback
+
+# Torch raises these as plain RuntimeErrors.
+_NO_MEMORY: Final = ("can't allocate memory", "out of memory")
+_DEVICE_FAULTS: Final = ("CUDA error", "cuDNN error", "CUBLAS_STATUS", "NCCL error", "HIP error")
+_MESSAGE_MAX: Final = 500
+
+
+def blame_of(error: BaseException) -> Blame:
+    """Whose fault it is."""
+    for link in _chain(error):
+        if _is_of_memory(link):
+            return "memory"
+        if isinstance(link, OSError | torch.AcceleratorError | dist.DistError):
+            return "node"
+        if isinstance(link, RuntimeError) and any(text in str(link) for text in _DEVICE_FAULTS):
+            return "node"
+    return "job"
+
+
+def failure_of(
+    error: BaseException, spec: NodeSpec, *, pid: int, epoch: int, layers: tuple[int, int]
+) -> WorkerFailed:
+    """What is told of an exception.
+
+    Args:
+        layers: first and end of those that were being computed, both 0 if none were.
+    """
+    first_layer, end_layer = layers
+    message = " ".join(str(error).split())[:_MESSAGE_MAX]
+    return WorkerFailed(
+        node=spec.node,
+        rank=spec.rank,
+        traceback=user_traceback(error),
+        pid=pid,
+        epoch=epoch,
+        blame=blame_of(error),
+        raised=Raised(
+            error=_name(error), message=message, first_layer=first_layer, end_layer=end_layer
+        ),
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and those that it was raised from."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or is_told
+
+
+def _name(error: BaseException) -> str:
+    """The type as its users write it."""
+    kind = type(error)
+    is_builtin = kind.__module__ == "builtins"
+    return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,145 @@
+"""A stage that ran out of memory is planned smaller, if there is a plan."""
+
+from dataclasses import replace
+
+from coordinated import FIRST, of_type, small_rules
+from fake_cluster import FakeCluster
+from jobs import template
+from planaria.coordinator.state import End, Ending, Evict, Phase
+from planaria.core.messages import Raised, SaveLayers
+from planaria.core.plan import Plan
+from planaria.core.records import Recovering
+from planaria.planner.plans import EveryPlan, bind, every_plan
+from planaria.planner.problem import Problem
+from planaria.policies.policy import profile_prices
+from planaria.policies.reinstantiate import Reinstantiate
+from planaria.policies.roomy import has_room, stage_peaks
+from planaria.policies.unequal import Unequal
+from strategies import layer_profile, model_profile
+
+NUM_LAYERS = 10
+NO_MEMORY = Raised(error="MemoryError", message="no room", first_layer=5, end_layer=10)
+
+
+def book(*, num_layers_max: int) -> EveryPlan:
+    """Plans for devices that hold so many layers, as the profile says."""
+    layers = tuple(
+        layer_profile(f"layer {i}", 0.05, parameter_bytes=1000, activation_bytes=0)
+        for i in range(NUM_LAYERS)
+    )
+    profile = model_profile(layers)
+    problem = Problem(profile=profile, devices_per_node=1, num_microbatches=6, failures_tolerated=1)
+    ((layer_bytes, *_), *_) = stage_peaks(
+        problem, bind(problem, [template(10)], range(10), epoch=0)
+    )
+    limited = replace(profile, device_memory_bytes=num_layers_max * layer_bytes)
+    problem = replace(problem, profile=limited)
+    return every_plan(problem, 6, {n: template(n) for n in (2, 3, 4)})
+
+
+def policy(every: EveryPlan) -> Unequal:
+    return Unequal(Reinstantiate(every))
+
+
+def training(*, num_layers_max: int) -> FakeCluster:
+    """A job on two pipelines of two nodes, five layers each."""
+    every = book(num_layers_max=num_layers_max)
+    rules = replace(
+        small_rules(max_nodes=6),
+        policy=policy(every),
+        policy_of=policy,
+        every=every,
+        prices=profile_prices(every.problem.profile, regroup_s=0.05),
+    )
+    plan = bind(every.problem, [template(2), template(2)], range(4), epoch=0)
+    cluster = FakeCluster(rules, plan)
+    cluster.begin()
+    cluster.train(FIRST)
+    return cluster
+
+
+def stage_of(plan: Plan, rank: int) -> range:
+    return plan.layers_by_rank[rank]
+
+
+def test_a_stage_that_ran_out_of_memory_gets_fewer_layers() -> None:
+    """In all pipelines; the estimate that was wrong is told with its figures."""
+    cluster = training(num_layers_max=7)
+    assert stage_of(cluster.state.plan, 1) == range(5, 10)
+    cluster.fail(1, NO_MEMORY, blame="memory")
+
+    state = cluster.state
+    assert state.phase is Phase.TRAINING
+    assert len(state.plan.pipelines) == 2
+    assert all(not set(range(5, 10)) <= set(s) for s in state.plan.layers_by_rank.values())
+    assert state.fitted is not None
+    assert state.fitted.every is not None
+    assert has_room(state.fitted.every.problem, state.plan)
+    (notice,) = of_type(cluster.commands, Recovering)
+    assert "was estimated to hold" in notice.reason
+    assert "is planned smaller from now on" in notice.reason
+
+
+def test_a_loss_later_is_answered_with_what_fits() -> None:
+    """What was learned stays."""
+    cluster = training(num_layers_max=7)
+    cluster.fail(1, NO_MEMORY, blame="memory")
+    cluster.train(FIRST + 1)
+    cluster.join(4)
+    cluster.lose(0)
+
+    state = cluster.state
+    assert state.fitted is not None
+    assert state.fitted.every is not None
+    assert has_room(state.fitted.every.problem, state.plan)
+
+
+def test_a_new_coordinator_knows_what_was_learned() -> None:
+    """It is on record with the members."""
+    cluster = training(num_layers_max=7)
+    cluster.fail(1, NO_MEMORY, blame="memory")
+    before = cluster.state.fitted
+    cluster.restart()
+
+    after = cluster.state.fitted
+    assert before is not None
+    assert after is not None
+    assert before.every is not None
+    assert after.every is not None
+    assert after.every.problem == before.every.problem
+
+
+def test_where_no_plan_fits_the_node_is_tried_again_and_then_evicted() -> None:
+    """It may be the only one that is short; the reason has the figures."""
+    cluster = training(num_layers_max=5)
+    for _ in range(3):
+        cluster.fail(1, NO_MEMORY, blame="memory")
+
+    assert cluster.state.fitted is None
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
+    assert "no plan fits" in of_type(cluster.commands, Recovering)[-1].reason
+
+
+def test_where_no_plan_fits_on_two_nodes_the_job_ends_saved() -> None:
+    """It says what was estimated, and what would do."""
+    cluster = training(num_layers_max=5)
+    for rank in (1, 3, 1, 3, 1):
+        cluster.fail(rank, NO_MEMORY, blame="memory")
+
+    end = cluster.commands[-1]
+    assert isinstance(end, End)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    assert "no plan fits; give it more nodes" in end.failure.traceback
+    assert of_type(cluster.commands, SaveLayers)
+
+
+def test_where_nobody_says_what_a_device_holds_nothing_is_learned() -> None:
+    """There is nothing to compare the estimate with."""
+    cluster = training(num_layers_max=0)
+    cluster.fail(1, NO_MEMORY, blame="memory")
+
+    assert cluster.state.phase is Phase.TRAINING
+    assert not cluster.state.learning.findings.more_bytes
+    (notice,) = of_type(cluster.commands, Recovering)
+    assert notice.reason.endswith("no room")

@@ -1,0 +1,320 @@
+"""What raises in a worker, or ends it: whether it counts against the job or against a node."""
+
+from dataclasses import replace
+
+import pytest
+
+from coordinated import END, FIRST, NOW_S, failed, gone, of_type, small_rules
+from fake_cluster import FakeCluster
+from jobs import shaped_plan
+from planaria.coordinator.coordinator import step
+from planaria.coordinator.crashes import FAILING_S_MAX
+from planaria.coordinator.state import End, Ending, Evict, Phase, Rules, Tick
+from planaria.core.messages import Abort, Raised, SaveLayers, WorkerExited, WorkerFailed
+from planaria.core.plan import Plan
+from planaria.core.records import Recovering
+
+PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
+SINGLE = shaped_plan((2,), 6)
+UNREADABLE = Raised(error="OSError", message="[Errno 5] data", first_layer=0, end_layer=5)
+ELSEWHERE = Raised(error="OSError", message="[Errno 5] data", first_layer=5, end_layer=10)
+MISTAKE = Raised(error="ValueError", message="a mistake", first_layer=5, end_layer=10)
+NEXT = FIRST + 2
+
+
+def trained(plan: Plan = PLAN, rules: Rules | None = None) -> FakeCluster:
+    """The cluster once it has trained two iterations."""
+    cluster = FakeCluster(rules or small_rules(), plan)
+    cluster.begin()
+    for iteration in range(FIRST, NEXT):
+        cluster.train(iteration)
+    return cluster
+
+
+def ending(cluster: FakeCluster) -> End:
+    end = cluster.commands[-1]
+    assert isinstance(end, End)
+    return end
+
+
+def saves(cluster: FakeCluster) -> list[SaveLayers]:
+    return of_type(cluster.commands, SaveLayers)
+
+
+# -- against the node -----------------------------------------------------------------------------
+
+
+def test_what_is_no_mistake_of_the_jobs_is_recovered_from() -> None:
+    """As from a worker that was killed; the report is told what raised, and where."""
+    cluster = trained()
+    cluster.fail(1, ELSEWHERE)
+
+    (notice,) = of_type(cluster.commands, Recovering)
+    assert (notice.kind, notice.nodes, notice.raised) == ("crash", (1,), ELSEWHERE)
+    assert "rank 1 on node 1 raised OSError in layers 5 to 9: [Errno 5] data" in notice.reason
+    for iteration in range(NEXT, END):
+        cluster.train(iteration)
+    assert cluster.state.next_iteration == END
+
+
+def test_a_worker_that_raised_is_replaced_if_others_hold_its_layers() -> None:
+    """Its process may hold on to what made it raise; its successor answers in its place."""
+    cluster = trained()
+    before = cluster.nodes[1].pid
+    cluster.fail(1, ELSEWHERE)
+
+    (order,) = of_type(cluster.commands, Abort)
+    assert order.replaced == {1: before}
+    assert cluster.nodes[1].pid != before
+    assert len(of_type(cluster.commands, Recovering)) == 1  # Its end is no second loss.
+    assert cluster.state.phase is Phase.TRAINING
+
+
+def test_a_worker_that_is_to_end_is_said_again_in_the_next_epoch() -> None:
+    """Its successor may have come after that order, and has to be told whose stead it is in."""
+    cluster = trained()
+    before = cluster.nodes[1].pid
+    cluster.fail(1, ELSEWHERE)
+    cluster.lose(2)
+
+    assert of_type(cluster.commands, Abort)[-1].replaced == {1: before}
+    assert cluster.state.phase is Phase.TRAINING
+
+
+def test_two_holders_that_raise_at_once_both_keep_what_they_hold() -> None:
+    """If both made way the layers would be gone, and with them what was trained."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    for rank in (1, 3):
+        event = failed(rank, ELSEWHERE, epoch=0)
+        cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    cluster.restart_epoch()
+
+    (order,) = of_type(cluster.commands, Abort)
+    assert order.replaced == {}
+    assert cluster.state.phase is Phase.TRAINING
+    assert cluster.state.next_iteration == NEXT
+
+
+def test_a_worker_whose_peer_was_just_forked_is_not_replaced() -> None:
+    """The new one reports before it has any layer: nobody else holds them."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    cluster.nodes[3].pid += 1
+    exited = WorkerExited(node=3, rank=3, pid=53, status=-9)
+    cluster.state, _ = step(cluster.rules, cluster.state, exited, NOW_S)
+    event = failed(1, ELSEWHERE, epoch=0)
+    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    cluster.nodes[3].layers = ()
+    cluster.restart_epoch()
+
+    assert of_type(cluster.commands, Abort)[-1].replaced == {}
+
+
+def test_three_times_on_one_node_evict_it_and_the_job_goes_on() -> None:
+    """Data that one node cannot read, others can."""
+    cluster = trained()
+    for _ in range(3):
+        cluster.fail(1, ELSEWHERE)
+
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
+    notice = of_type(cluster.commands, Recovering)[-1]
+    assert (notice.kind, notice.nodes, notice.raised) == ("lost", (1,), ELSEWHERE)
+    assert "raised OSError in layers 5 to 9: [Errno 5] data, the 3rd time" in notice.reason
+    for iteration in range(NEXT, END):
+        cluster.train(iteration)
+    assert cluster.state.next_iteration == END
+
+
+@pytest.mark.parametrize("status", [-7, -11, -9, 1])
+def test_a_process_that_ends_three_times_on_one_node_evicts_it(status: int) -> None:
+    """A bus error, a fault in a library, a kill and an exit are no different."""
+    cluster = trained()
+    for _ in range(3):
+        cluster.crash(1, status=status)
+
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
+    assert cluster.state.phase is Phase.TRAINING
+    assert cluster.state.nodes == (0, 2, 3)
+
+
+def test_an_iteration_in_between_forgives() -> None:
+    """Now and then is no loop."""
+    cluster = trained()
+    for iteration in range(NEXT, END - 1):
+        cluster.fail(1, ELSEWHERE)
+        cluster.fail(1, ELSEWHERE)
+        cluster.train(iteration)
+
+    assert cluster.state.phase is Phase.TRAINING
+    assert not of_type(cluster.commands, Evict)
+
+
+def test_a_worker_that_raises_before_it_has_reported_is_forked_anew() -> None:
+    """It holds nothing, and its end is no second loss."""
+    cluster = trained()
+    cluster.crash(1)
+    events = (
+        WorkerFailed(node=1, rank=1, traceback="", pid=51, blame="node", raised=UNREADABLE),
+        WorkerExited(node=1, rank=1, pid=51, status=1),
+    )
+    cluster.nodes[1].pid = 77
+    cluster.hear(*events)
+
+    assert len(of_type(cluster.commands, Recovering)) == 2
+    assert cluster.state.phase is Phase.JOINING
+    assert 1 not in cluster.state.workers
+
+
+# -- against the job ------------------------------------------------------------------------------
+
+
+def test_a_mistake_of_the_job_ends_it_once_what_is_live_is_saved() -> None:
+    """It is no loss, so it is told once, with its traceback."""
+    cluster = trained()
+    cluster.fail(1, MISTAKE, blame="job")
+
+    (order,) = saves(cluster)
+    assert order.iteration == NEXT
+    assert sorted(n for layers in order.layers.values() for n in layers) == list(range(10))
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    assert end.failure.traceback.endswith("ValueError: a mistake")
+    assert not of_type(cluster.commands, Recovering)
+
+
+def test_the_same_error_on_a_second_node_is_the_jobs() -> None:
+    """Otherwise it would walk from node to node until none is left."""
+    cluster = trained()
+    for _ in range(3):
+        cluster.fail(1, ELSEWHERE)
+    rank = next(r for r in cluster.state.plan.ranks if r != 1)
+    cluster.fail(rank, replace_layers(ELSEWHERE, 0, 10))
+
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    assert "so did node 1, so it is not the fault of a node" in end.failure.traceback
+    assert saves(cluster)
+
+
+def test_two_nodes_that_raise_in_turn_end_the_job_and_lose_nothing() -> None:
+    """The third time of either; until then it may have been bad luck."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    for rank in (0, 2, 2, 0):
+        cluster.fail(rank, UNREADABLE)
+        assert cluster.state.phase is Phase.TRAINING
+    cluster.fail(0, UNREADABLE)
+
+    assert ending(cluster).ending is Ending.FAILED
+    assert not of_type(cluster.commands, Evict)
+    assert saves(cluster)
+
+
+def test_the_same_error_in_other_layers_of_a_second_node_is_not_the_jobs() -> None:
+    """The two may have nothing to do with each other."""
+    cluster = trained()
+    cluster.fail(0, UNREADABLE)
+    for _ in range(3):
+        cluster.fail(1, replace_layers(ELSEWHERE, 6, 10))
+
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
+
+
+def test_a_job_that_needs_the_node_ends_saved_instead_of_evicting_it() -> None:
+    """Alone the others could not go on, and what only that node holds would be lost."""
+    cluster = trained(SINGLE, small_rules(failures_tolerated=0))
+    for _ in range(3):
+        cluster.fail(1, ELSEWHERE)
+
+    assert not of_type(cluster.commands, Evict)
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    assert "without that node 1 node is left, fewer than n0 = 2" in end.failure.traceback
+    assert [order.iteration for order in saves(cluster)] == [NEXT]
+
+
+def test_a_failed_job_saves_also_if_nodes_are_lost_meanwhile() -> None:
+    """As long as every layer has a live holder."""
+    cluster = trained()
+    event = failed(1, MISTAKE, epoch=0, blame="job")
+    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    cluster.lose(0)
+
+    assert [order.iteration for order in saves(cluster)] == [NEXT]
+    assert ending(cluster).ending is Ending.FAILED
+
+
+def test_a_failed_job_ends_without_a_save_where_a_layer_is_lost() -> None:
+    """With the traceback all the same."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    event = failed(1, MISTAKE, epoch=0, blame="job")
+    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    cluster.lose(0, 2)
+
+    end = ending(cluster)
+    assert (end.ending, end.reason[:30]) == (Ending.FAILED, "no live node holds layer 0, so")
+    assert end.failure is not None
+
+
+def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
+    """It may hang in the job's own code, in an iteration that is exempt from being stalled."""
+    cluster = trained()
+    event = failed(1, MISTAKE, epoch=0, blame="job")
+    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    for after_s in (0.0, FAILING_S_MAX):
+        cluster.hear(Tick(), now_s=NOW_S + after_s)
+        assert cluster.state.phase is Phase.RECORDING
+    cluster.hear(Tick(), now_s=NOW_S + FAILING_S_MAX + 1.0)
+
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    assert "was not saved: ranks [0, 1, 2, 3] do not answer" in end.failure.traceback
+
+
+def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
+    """It would raise for ever."""
+    cluster = trained()
+    cluster.is_saving_slow = True
+    cluster.fail(1, MISTAKE, blame="job")
+    assert cluster.state.phase is Phase.SAVING
+    cluster.fail(3, MISTAKE, blame="job")
+
+    end = ending(cluster)
+    assert end.failure is not None
+    assert "what is live was not saved" in end.failure.traceback
+
+
+def test_a_new_coordinator_ends_a_failed_job_like_the_one_before() -> None:
+    """Wherever that one was killed; agents tell it again what raised."""
+    cluster = trained()
+    first = len(cluster.moments)
+    cluster.fail(1, MISTAKE, blame="job")
+    moments = [moment for moment in cluster.moments[first:] if moment.state.phase.value]
+
+    assert len(moments) > 5
+    for moment in moments:
+        if moment.state.phase is not Phase.ENDED:
+            moment.restart()
+            end = ending(moment)
+            assert end.ending is Ending.FAILED, moment.last_command
+            assert end.failure is not None
+            assert end.failure.traceback.endswith("ValueError: a mistake")
+
+
+def test_what_a_node_says_that_is_no_member_any_more_changes_nothing() -> None:
+    """It may have raised because it was shut out."""
+    cluster = trained()
+    cluster.hear(gone(1))
+    state = cluster.state
+    event = failed(1, MISTAKE, epoch=0, blame="job")
+
+    assert step(cluster.rules, state, event, NOW_S)[0] is state
+
+
+def replace_layers(raised: Raised, first_layer: int, end_layer: int) -> Raised:
+    return Raised(
+        error=raised.error, message=raised.message, first_layer=first_layer, end_layer=end_layer
+    )

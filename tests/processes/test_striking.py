@@ -1,0 +1,141 @@
+"""What the code in a worker raises counts against the job or against its node, in a real job."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jobs import tiny_job
+from planaria.errors import TrainingError
+from planaria.library import Job, Silent, TrainingResult
+from planaria.nodes.forkserver import ForkServer
+from planaria.observe.metrics import EventRecord, IterationRecord
+from striking_models import Strike
+
+ITERATIONS = 6
+
+
+class _Striking(Silent):
+    """Has something go wrong once two iterations are committed."""
+
+    def __init__(self, path: Path, strike: Strike) -> None:
+        self._path = path
+        self._strike = strike
+
+    def committed(self, record: IterationRecord) -> None:
+        if record.iteration == 1:
+            new = self._path.with_suffix(".new")
+            new.write_bytes(msgspec.json.encode(self._strike))
+            new.replace(self._path)
+
+
+def job(directory: Path, *, num_nodes: int = 3) -> Job:
+    config = tiny_job("sequential", directory, iterations=ITERATIONS)
+    return Job(
+        replace(
+            config,
+            model=replace(config.model, target="striking_models:sequential"),
+            data=replace(config.data, target="striking_models:points"),
+            resilience=replace(config.resilience, failures_tolerated=1),
+            cluster=replace(config.cluster, nodes=num_nodes),
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    """The job in peace."""
+    return job(tmp_path_factory.mktemp("calm")).train(server=server)
+
+
+def crashes(result: TrainingResult) -> list[EventRecord]:
+    return [event for event in result.report.events if event.error]
+
+
+def assert_as_calm(result: TrainingResult, calm: TrainingResult) -> None:
+    assert result.error is None
+    assert result.report.final.parameters_sha256 == calm.report.final.parameters_sha256
+    assert result.report.final.optimizer_sha256 == calm.report.final.optimizer_sha256
+
+
+@pytest.mark.parametrize("what", ["memory", "allocation"])
+def test_a_node_that_runs_out_of_memory_once_ends_nothing(
+    what: str, server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
+) -> None:
+    """As Python tells it, and as torch does where the kernel refuses."""
+    strike = msgspec.convert({"what": what, "times": 1}, Strike)
+    result = job(tmp_path).run(server=server, display=_Striking(strike_file, strike))
+
+    assert_as_calm(result, calm)
+    (event,) = crashes(result)
+    assert (event.kind, event.error) == (
+        "crash",
+        "MemoryError" if what == "memory" else "RuntimeError",
+    )
+    assert 4 in event.layers
+    assert len(result.report.final.nodes) == 3
+
+
+def test_data_that_one_node_cannot_read_evict_it(
+    server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
+) -> None:
+    """After three times; the others train what is left, with the same bits."""
+    strike = Strike(what="unreadable", place="data")
+    result = job(tmp_path).run(server=server, display=_Striking(strike_file, strike))
+
+    assert_as_calm(result, calm)
+    *first, last = crashes(result)
+    assert [event.kind for event in first] == ["crash", "crash"]
+    assert last.kind == "lost"
+    assert (last.error, last.message) == ("OSError", "[Errno 5] Input/output error: 'data.bin'")
+    assert "the 3rd time in a row" in last.reason
+    assert set(result.report.final.nodes) == {0, 1, 2} - set(last.nodes)
+
+
+def test_a_node_with_bus_errors_is_evicted(
+    server: ForkServer, strike_file: Path, tmp_path: Path, calm: TrainingResult
+) -> None:
+    """Its memory or a mapped file is at fault, nobody's code."""
+    strike = Strike(what="bus")
+    result = job(tmp_path).run(server=server, display=_Striking(strike_file, strike))
+
+    assert_as_calm(result, calm)
+    events = crashes(result)
+    assert [(event.kind, event.error) for event in events] == [
+        ("crash", "SIGBUS"),
+        ("crash", "SIGBUS"),
+        ("lost", "SIGBUS"),
+    ]
+    assert all(4 in event.layers for event in events)
+    assert len(result.report.final.nodes) == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "place", "error"),
+    [("unreadable", "data", "OSError"), ("mistake", "model", "ValueError")],
+)
+def test_what_raises_everywhere_ends_the_job_saved(
+    what: str,
+    place: str,
+    error: str,
+    server: ForkServer,
+    strike_file: Path,
+    tmp_path: Path,
+    calm: TrainingResult,
+) -> None:
+    """With the traceback; mended, the job goes on where it was, and ends with the same bits."""
+    told = {"what": what, "place": place, "is_everywhere": True}
+    strike = msgspec.convert(told, Strike)
+    struck = job(tmp_path)
+    result = struck.run(server=server, display=_Striking(strike_file, strike))
+
+    assert isinstance(result.error, TrainingError)
+    assert f"\n{error}: " in result.error.traceback
+    done = len(result.report.iterations)
+    assert f"of iteration {done}, go on from it with --resume" in result.error.standing
+    event = crashes(result)[-1]
+    assert (event.kind, event.error) == ("failed", error)
+
+    strike_file.unlink()
+    assert_as_calm(struck.run(server=server, resume=True), calm)

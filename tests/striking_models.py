@@ -1,0 +1,101 @@
+"""A model and data in which something goes wrong, on one node or on all, once a test says so.
+
+The test writes a `Strike` to the file that STRIKE_FILE names. The first node that comes to the
+place is struck, as often as is said; which that is, is in a file beside it.
+"""
+
+import os
+import resource
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+import user_models
+
+
+class Strike(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes wrong.
+
+    Attributes:
+        times: on a node.
+    """
+
+    what: Literal["memory", "unreadable", "bus", "allocation", "mistake"]
+    place: Literal["data", "model"] = "model"
+    times: int = 1000
+    is_everywhere: bool = False
+
+
+def strike(place: str) -> None:
+    """Goes wrong if it is this node's turn."""
+    path = Path(os.environ.get("STRIKE_FILE", "/nowhere"))
+    with suppress(FileNotFoundError):
+        told = msgspec.json.decode(path.read_bytes(), type=Strike)
+        if told.place == place and _is_struck(path, told):
+            _go_wrong(told.what)
+
+
+def _is_struck(path: Path, told: Strike) -> bool:
+    """Whether this node is the one, and has not had enough; an agent outlives its workers."""
+    node = str(os.getppid())
+    victim = path.with_suffix(f".{node}" if told.is_everywhere else ".victim")
+    with suppress(FileExistsError), victim.open("x") as file:
+        file.write(node)
+    if victim.read_text() != node:
+        return False
+    count = path.with_suffix(f".{node}.count")
+    number = int(count.read_text()) if count.exists() else 0
+    count.write_text(str(number + 1))
+    return number < told.times
+
+
+def _go_wrong(what: str) -> None:
+    match what:
+        case "memory":
+            raise MemoryError("no memory for this")
+        case "unreadable":
+            raise OSError(5, "Input/output error", "data.bin")
+        case "bus":
+            os.kill(os.getpid(), signal.SIGBUS)
+        case "allocation":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
+            try:
+                torch.ones(1 << 30)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        case "mistake":
+            raise ValueError("a mistake in the user's model")
+
+
+class _Striking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        strike("model")
+        return x
+
+
+def sequential() -> nn.Sequential:
+    """The classifier of ten layers, and one that goes wrong."""
+    layers = list(user_models.sequential())
+    return nn.Sequential(*layers[:4], _Striking(), *layers[4:])
+
+
+class _StrikingPoints:
+    def __len__(self) -> int:
+        return len(user_models.points())
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        strike("data")
+        sample: tuple[Tensor, Tensor] = user_models.points()[index]
+        return sample
+
+
+def points() -> _StrikingPoints:
+    """The data that may not be readable."""
+    return _StrikingPoints()
