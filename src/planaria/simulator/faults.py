@@ -373,8 +373,7 @@ class Faults:
                 process = cluster.leader.process
                 self._for(fault.lasts_s, [process.stop], [process.go_on])
             case FaultKind.CUT:
-                other = fault.other if fault.other != node else fault.node
-                self._cut(node, other, fault)
+                self._cut(node, fault.other if fault.other != node else fault.node, fault)
             case FaultKind.ISOLATE:
                 for one in set(cluster.agents) - {node}:
                     self._cut(node, one, fault)
