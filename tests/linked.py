@@ -1,5 +1,6 @@
 """Links for tests: any number of ranks in this process, each closed at the end."""
 
+import gc
 import os
 import sys
 import threading
@@ -101,7 +102,11 @@ def is_blocked(thread: threading.Thread) -> Callable[[], bool]:
     """Whether the thread waits in `receive`; it is the only thing that it does."""
 
     def check() -> bool:
-        frame = sys._current_frames().get(thread.ident or 0)
+        gc.disable()  # Collecting in the middle of it may deadlock this interpreter (gh-106883).
+        try:
+            frame = sys._current_frames().get(thread.ident or 0)
+        finally:
+            gc.enable()
         names = []
         while frame is not None:
             names.append(frame.f_code.co_name)
