@@ -218,11 +218,11 @@ def dying_job(target: str, directory: Path, *more: str) -> Job:
 def test_a_worker_that_dies_again_and_again_ends_the_job(
     server: ForkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is forked anew twice; what kills it a third time will do so for ever."""
+    """It is forked anew twice; what kills it a third time, elsewhere too, will do so for ever."""
     children = set(psutil.Process(server.pid).children())
     job = dying_job("killed", tmp_path, *MANY_MICROBATCHES)
 
-    with pytest.raises(TrainingError, match="was killed by signal 9, the 3rd time in a row"):
+    with pytest.raises(TrainingError, match=r"by signal 9 .*the 3rd time in a row; so did node"):
         job.train(server=server)
 
     assert set(psutil.Process(server.pid).children()) <= children

@@ -106,15 +106,15 @@ def test_a_full_disk_costs_the_save_and_not_the_training(
 
 
 def test_a_last_save_that_fails_is_an_error_and_older_ones_stay(
-    disk: Callable[[str], Path], server: ForkServer
+    disk: Callable[[str], Path], server: ForkServer, tmp_path: Path
 ) -> None:
-    """Nobody should believe that the parameters are there."""
+    """Nobody should believe that the parameters are there. The journal has another disk."""
     directory = disk("size=4m")
     Job(saving_job(directory, iterations=6)).train(server=server)
     filling = _Filling(directory / "filler", stays=True)
 
     result = Job(saving_job(directory, iterations=60, every=100)).run(
-        resume=True, server=server, display=filling
+        resume=True, server=server, display=filling, state=str(tmp_path / "state")
     )
 
     assert isinstance(result.error, CheckpointError)

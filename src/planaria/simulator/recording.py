@@ -34,6 +34,7 @@ class Recording:
 
     def __init__(self, *, predicted_s: float) -> None:
         self.recorder = Recorder(start_s=0.0, predicted_s=predicted_s, predicted_peak_bytes=0)
+        self._committed = (-1, 0)
         self._unled_s = -1.0  # Since when there is no coordinator, negative where there is one.
         self._causes: set[Category] = set()
         self._is_training = False
@@ -64,7 +65,10 @@ class Recording:
                 if len(message.members) > len({one.node for one in message.workers.values()}):
                     self._causes.add(Category.IDLE)
                 recorder.running(message)
+            case Committed() if (message.since, message.iteration) < self._committed:
+                return  # The coordinator before this one has told it, as in nodes/launcher.py.
             case Committed():
+                self._committed = (message.since, message.iteration + 1)
                 self._has_settled = not self._is_training
                 recorder.committed(message)
             case Recovering():
