@@ -123,6 +123,8 @@ def test_what_nobody_will_take_is_dropped() -> None:
     full_fd = os.open("/dev/full", os.O_WRONLY)
 
     for descriptor in (target_fd, full_fd, -1):
+        with pytest.raises(OSError, match=r"Errno"):
+            os.write(descriptor, b"text")
         write_all(descriptor, b"text")
 
     os.close(target_fd)
