@@ -179,7 +179,10 @@ def prepare(config: JobConfig, server: ForkServer) -> Prepared:
         InsufficientError: the process was killed.
     """
     request = PrepareRequest(
-        job=config, cache_directory=cache_directory(), profile=given_profile(config)
+        job=config,
+        cache_directory=cache_directory(),
+        profile=given_profile(config),
+        processors=shared_processors(config),
     )
     answer = server.call(_PREPARE, msgspec.json.encode(request))
     prepared = msgspec.json.decode(answer, type=Prepared)

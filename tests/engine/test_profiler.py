@@ -1,6 +1,7 @@
 """The profiler measures what a layer is."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -219,12 +220,34 @@ class _Points:
         return torch.randn(self._shape, generator=generator), torch.zeros(1)
 
 
-def _profile_of(job: JobConfig, *modules: nn.Module, shape: tuple[int, ...]) -> ModelProfile:
-    """The profile of these modules on samples of a shape; the loss is a plain sum."""
+def _profile_of(
+    job: JobConfig, *modules: nn.Module, shape: tuple[int, ...], num_ranks: int = 1
+) -> ModelProfile:
+    """The profile of these modules on samples of a shape; the loss is a plain sum. All ranks share
+    two processors."""
     model = SplitModel(
         _Layers(*modules), objective="supervised", loss=lambda output, _: output.float().sum()
     )
-    return profiler.profile_model(job, model, _Points(*shape))
+    return profiler.profile_model(job, model, _Points(*shape), num_ranks=num_ranks, processors=2)
+
+
+class _Slept(nn.Linear):
+    """Takes a while in which it needs no processor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_more_ranks_than_processors_are_measured_in_processor_seconds(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """How ranks take turns is no matter of a layer. With a processor each, it waits as well."""
+    job = tiny_job("sequential", tmp_path)
+    profile = _profile_of(job, _Slept(24, 24), nn.Linear(24, 1), shape=(24,), num_ranks=num_ranks)
+
+    assert (profile.layers[0].forward_s[1] >= 0.02) == (num_ranks == 2)
 
 
 def test_activations_are_what_autograd_keeps(tmp_path: Path) -> None:

@@ -56,11 +56,13 @@ class PrepareRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         profile: given by the user; measured where it is None.
+        processors: that all ranks share; 0: each has its own.
     """
 
     job: JobConfig
     cache_directory: str
     profile: ModelProfile | None = None
+    processors: int = 0
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,7 +161,14 @@ def _prepared(request: PrepareRequest) -> Prepared:
         for layer, names in enumerate(shapes)
     )
     return Prepared(
-        profile=request.profile or profile_model(job, model, dataset),
+        profile=request.profile
+        or profile_model(
+            job,
+            model,
+            dataset,
+            num_ranks=job.cluster.nodes * job.cluster.devices_per_node,
+            processors=request.processors,
+        ),
         num_samples=len(dataset),
         vocabulary_size=dataset.vocabulary_size,
         objective=model.objective,

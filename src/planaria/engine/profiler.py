@@ -5,6 +5,10 @@ forward, the backward to its input alone, what the gradient of its weights and a
 sums add, and once an iteration the step of its optimizer with all that prepares it. The median of a
 few runs counts. Links are measured over loopback; emulated nodes have no other.
 
+Where the ranks of a job share the processors of this machine, a layer is measured while others
+compute it, too (contention.py), for they share caches, memory and often a core; and where there are
+more ranks than processors, in processor seconds: how ranks take turns is the estimator's to say.
+
 Source: Oobleck (SOSP '23), section 6 (profiler); Odyssey, section IV.
 """
 
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
 from planaria.engine.batches import Batches
+from planaria.engine.contention import Contention
 from planaria.engine.data import Dataset
 from planaria.engine.layers import SplitModel, buffer_values, refuse_changing_buffers
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
@@ -33,15 +38,51 @@ logger = logging.getLogger(__name__)
 
 NUM_RUNS = 5
 LINK_BYTES = 1 << 22
+# As many ranks that compete for each processor show what more of them would.
+_RANKS_EACH = 2
 _LINK_TIMEOUT_S = 30.0
 
 
-def profile_model(job: JobConfig, model: SplitModel, dataset: Dataset) -> ModelProfile:
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """How long something takes beside other ranks."""
+
+    contention: Contention
+    now_s: Callable[[], float]
+
+
+def profile_model(
+    job: JobConfig, model: SplitModel, dataset: Dataset, *, num_ranks: int = 1, processors: int = 0
+) -> ModelProfile:
     """The profile of a job's model on one device of this machine, and its links.
+
+    Args:
+        num_ranks, processors: of the job, and that all of them share; 0: each has its own.
 
     Raises:
         ConfigError: a layer changes a buffer in its forward.
     """
+    shares = 0 < processors < num_ranks
+    num_others = min(num_ranks, _RANKS_EACH * processors) - 1 if processors else 0
+    with Contention(num_others) as contention:
+        clock = _Clock(contention, time.process_time if shares else time.perf_counter)
+        layers = _measured_layers(job, model, dataset, clock)
+    link = measured_link()
+    return ModelProfile(
+        model=job.name,
+        microbatch_size=job.training.microbatch_size,
+        dtype=job.training.dtype,
+        device="cpu",
+        device_memory_bytes=job.cluster.device_memory_bytes,
+        layers=layers,
+        links={"intra_node": link, "inter_node": link},
+        tied=tied_parameters(model),
+    )
+
+
+def _measured_layers(
+    job: JobConfig, model: SplitModel, dataset: Dataset, clock: _Clock
+) -> tuple[LayerProfile, ...]:
     batches = Batches(dataset, job.training, iteration=0)
     hidden = batches.inputs(0)
     targets, num_targets = batches.targets(0), batches.num_targets()
@@ -66,21 +107,11 @@ def profile_model(job: JobConfig, model: SplitModel, dataset: Dataset) -> ModelP
             def loss(output: Tensor) -> Tensor:
                 return model.loss_sum(output, targets) / num_targets
 
-            known[key] = _measured(job, name, held, hidden, loss if is_last else None)
+            known[key] = _measured(job, name, held, hidden, loss if is_last else None, clock)
         output_bytes = 0 if is_last else output.numel() * output.element_size()
         layers.append(replace(known[key], name=name, output_bytes=output_bytes))
         hidden = output
-    link = measured_link()
-    return ModelProfile(
-        model=job.name,
-        microbatch_size=job.training.microbatch_size,
-        dtype=job.training.dtype,
-        device="cpu",
-        device_memory_bytes=job.cluster.device_memory_bytes,
-        layers=tuple(layers),
-        links={"intra_node": link, "inter_node": link},
-        tied=tied_parameters(model),
-    )
+    return tuple(layers)
 
 
 def tied_parameters(model: SplitModel) -> tuple[TiedParameters, ...]:
@@ -165,16 +196,19 @@ def _measured(
     held: HeldLayer,
     hidden: Tensor,
     loss: Callable[[Tensor], Tensor] | None,
+    clock: _Clock,
 ) -> LayerProfile:
     """The layer's profile, but for the bytes that it puts out."""
     module = held.module
     activation_bytes = _activation_bytes(module, hidden, loss)
-    runs = [_run(module, hidden, loss) for _ in range(NUM_RUNS + 1)][1:]
+    runs = clock.contention.repeat(lambda: _run(module, hidden, loss, clock.now_s), times=NUM_RUNS)
     forward_s = statistics.median(run.forward for run in runs)
     input_s = statistics.median(run.backward_input for run in runs)
     backward_s = statistics.median(run.backward for run in runs)
     weight_s = max(0.0, backward_s - input_s)
-    update_s = statistics.median([_update_s(held) for _ in range(NUM_RUNS + 1)][1:])
+    update_s = statistics.median(
+        clock.contention.repeat(lambda: _update_s(held, clock.now_s), times=NUM_RUNS)
+    )
     if job.training.activation_checkpointing and loss is None:
         # The backward runs the forward again, and only the input is kept until then.
         input_s += forward_s
@@ -202,34 +236,39 @@ def _forward(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor]
     return output if loss is None else loss(output)
 
 
-def _run(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | None) -> _Seconds:
+def _run(
+    module: nn.Module,
+    hidden: Tensor,
+    loss: Callable[[Tensor], Tensor] | None,
+    now_s: Callable[[], float],
+) -> _Seconds:
     leaf = _leaf(hidden)
-    start_s = time.perf_counter()
+    start_s = now_s()
     output = _forward(module, leaf, loss)
-    forward_s = time.perf_counter() - start_s
+    forward_s = now_s() - start_s
     gradient = torch.ones_like(output)
     backward_input_s = 0.0
     if leaf.requires_grad and output.requires_grad:
-        start_s = time.perf_counter()
+        start_s = now_s()
         torch.autograd.grad(output, leaf, gradient, retain_graph=True)
-        backward_input_s = time.perf_counter() - start_s
+        backward_input_s = now_s() - start_s
     backward_s = 0.0
     if output.requires_grad:
-        start_s = time.perf_counter()
+        start_s = now_s()
         torch.autograd.backward(output, gradient)
-        backward_s = time.perf_counter() - start_s
+        backward_s = now_s() - start_s
     for parameter in module.parameters():
         parameter.grad = None
     return _Seconds(forward_s, backward_input_s, backward_s)
 
 
-def _update_s(held: HeldLayer) -> float:
+def _update_s(held: HeldLayer, now_s: Callable[[], float]) -> float:
     """Seconds of what a rank does for the layer once an iteration, at a learning rate of 0."""
     held.gradients_of = held.age
-    start_s = time.perf_counter()
+    start_s = now_s()
     held.apply(held.age, learning_rate=0.0, scale=1.0)
     held.clear()
-    return time.perf_counter() - start_s
+    return now_s() - start_s
 
 
 def _activation_bytes(
