@@ -220,10 +220,12 @@ class FakeCluster:
         """Workers crash at the same time, and others take their places."""
         events: list[Event] = []
         for number in numbers:
-            self.nodes[number] = FakeNode(self.nodes[number].agent)
-            events += self.nodes[number].say(exited(number, status=status, stack="in forward\n"))
+            pid = self.nodes[number].pid
+            self.nodes[number] = FakeNode(self.nodes[number].agent, pid=pid + 1000)
+            word = exited(number, status=status, stack="in forward\n", pid=pid)
+            events += self.nodes[number].say(word)
         for number in numbers:
-            events += self.nodes[number].say(worker(number))
+            events += self.nodes[number].say(worker(number, pid=self.nodes[number].pid))
         self.hear(*events)
 
     def fail(self, number: int, raised: Raised, *, blame: Blame = "node") -> None:

@@ -2,16 +2,40 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from coordinated import END, FIRST, NOW_S, failed, gone, of_type, small_rules
+from coordinated import (
+    END,
+    FIRST,
+    NOW_S,
+    after,
+    exited,
+    failed,
+    gone,
+    of_type,
+    ready,
+    small_rules,
+    worker,
+)
 from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from jobs import shaped_plan, template
 from planaria.coordinator.coordinator import step
 from planaria.coordinator.crashes import FAILING_S_MAX
-from planaria.coordinator.state import End, Ending, Evict, Phase, Rules, Tick
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import (
+    DecisionRecorded,
+    End,
+    Ending,
+    Evict,
+    MembersRecorded,
+    Phase,
+    RecordMembers,
+    Rules,
+    Tick,
+)
 from planaria.core.messages import Abort, Raised, SaveLayers, WorkerExited, WorkerFailed
-from planaria.core.plan import Plan
+from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.records import Recovering
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
@@ -148,13 +172,86 @@ def test_an_iteration_in_between_forgives() -> None:
     assert not of_type(cluster.commands, Evict)
 
 
+def test_iterations_that_are_done_again_forgive_nothing() -> None:
+    """All go back each time, and what made them comes again: it would go on for ever."""
+    cluster = trained(SINGLE, small_rules(failures_tolerated=0))
+    for _ in range(2):
+        cluster.crash(1, status=-7)
+        assert cluster.state.next_iteration == FIRST
+        for iteration in range(FIRST, NEXT):
+            cluster.train(iteration)
+    cluster.crash(1, status=-7)
+
+    end = ending(cluster)
+    assert end.failure is not None
+    assert "the 3rd time in a row" in end.failure.traceback
+
+
+def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
+    """As where the kernel kills all of a container for want of memory."""
+    rules = small_rules(n0=1)
+    of_four = replace(template(4), num_nodes=1)
+    plan = plain_plan(0, (Pipeline(of_four, (0,)), Pipeline(of_four, (1,))), (3, 3))
+    state, _ = first_step(rules, plan, term=0, predicted_s=1.0)
+    workers = [msgspec.structs.replace(worker(rank), node=rank // 4) for rank in plan.ranks]
+    events = [DecisionRecorded(0), *workers, *(ready(rank, 0) for rank in plan.ranks)]
+    state, _ = after(state, events, rules)
+    killed = [WorkerExited(node=0, rank=rank, pid=50 + rank, status=-9) for rank in range(3)]
+    state, commands = after(state, killed, rules)
+
+    assert [crash.rank for crash in state.crashes] == [0, 1, 2]
+    assert not of_type(commands, Evict)
+    assert state.failure is None
+
+
+def test_what_is_told_again_counts_once() -> None:
+    """Agents tell it on each connection, and one may be made anew while all leave the epoch."""
+    cluster = trained()
+    event, ended = failed(1, ELSEWHERE, epoch=0), exited(3, status=-9)
+    for _ in range(4):
+        for word in (event, ended):
+            cluster.state, _ = step(cluster.rules, cluster.state, word, NOW_S)
+
+    assert [crash.rank for crash in cluster.state.crashes] == [1, 3]
+    assert not of_type(cluster.commands, Evict)
+
+
+def test_a_mistake_that_is_told_again_does_not_end_the_last_save() -> None:
+    cluster = trained()
+    cluster.is_saving_slow = True
+    event = failed(1, MISTAKE, epoch=0, pid=cluster.nodes[1].pid, blame="job")
+    cluster.hear(event)
+    assert cluster.state.phase is Phase.SAVING
+    cluster.hear(event)
+
+    assert cluster.state.phase is Phase.SAVING
+
+
+def test_the_successor_of_a_worker_whose_end_fails_the_job_is_told_to_answer() -> None:
+    """The order before was for the one that is gone; what the others hold would not be saved."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    cluster.crash(3)
+    cluster.crash(1)
+    pid = cluster.nodes[1].pid
+    cluster.state, _ = step(cluster.rules, cluster.state, exited(1, pid=pid), NOW_S)
+    epoch = cluster.state.epoch
+    cluster.state, _ = step(cluster.rules, cluster.state, worker(1, pid=pid + 1), NOW_S)
+    cluster.state, _ = step(cluster.rules, cluster.state, MembersRecorded(epoch), NOW_S)
+    assert cluster.state.phase is Phase.STOPPING
+    cluster.state, commands = step(cluster.rules, cluster.state, exited(1, pid=pid + 1), NOW_S)
+
+    assert cluster.state.failure is not None
+    assert [one.members.epoch for one in of_type(commands, RecordMembers)] == [epoch + 1]
+
+
 def test_a_worker_that_raises_before_it_has_reported_is_forked_anew() -> None:
     """It holds nothing, and its end is no second loss."""
     cluster = trained()
     cluster.crash(1)
+    pid = cluster.nodes[1].pid
     events = (
-        WorkerFailed(node=1, rank=1, traceback="", pid=51, blame="node", raised=UNREADABLE),
-        WorkerExited(node=1, rank=1, pid=51, status=1),
+        WorkerFailed(node=1, rank=1, traceback="", pid=pid, blame="node", raised=UNREADABLE),
+        WorkerExited(node=1, rank=1, pid=pid, status=1),
     )
     cluster.nodes[1].pid = 77
     cluster.hear(*events)

@@ -151,8 +151,10 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
             return state, (Notify(Warned(text=f"copies are not complete: {event.reason}")),)
         case LayersSaved():
             return layers_saved(replace(state, wrote_s=now_s), event)
-        case Published() | Pruned() | SavesListed():
+        case Published():
             return publish_next(kept(rules, replace(state, wrote_s=now_s), event))
+        case Pruned() | SavesListed():
+            return publish_next(kept(rules, state, event))
         case SaveFailed():
             return save_failed(state, event)
         case StopRequested() if state.stop_reason or not state.stop_requested:
@@ -406,15 +408,10 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
         state = replace(state, change=change)
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
     number = state.next_iteration + 1
-    return replace(
-        state,
-        reports=reports,
-        next_iteration=number,
-        ends=ends,
-        crashes=(),
-        raised={},
-        broken_links=0,
-    )
+    state = replace(state, reports=reports, next_iteration=number, ends=ends, raised={})
+    if number <= state.furthest:  # Done again: the iteration that made all go back may follow.
+        return state
+    return replace(state, furthest=number, crashes=(), broken_links=0)
 
 
 # -- losses and ends ------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 What raises in a worker, or ends its process, is either a mistake in the job's own code, which ends
 the job, or the world's: no memory, a device or a library that fails, data that one node cannot
 read, a signal. That counts against the node. The worker is replaced, or goes on where nobody else
-holds its layers, and the job recovers. The same error CRASHES_MAX times on one node, with no
-iteration committed in between, evicts that node; but if a second node had it too, in layers that
-both computed, it is the job's, or it would walk from node to node until none is left.
+holds its layers, and the job recovers. The same error CRASHES_MAX times in one rank evicts its
+node; but if a second node had it too, in layers that both computed, it is the job's, or it would
+walk from node to node until none is left. What is committed in between forgives, unless all had
+gone back behind it and do it again.
 
 Whatever ends the job, what is live is saved first, at the age that all have committed.
 
@@ -118,10 +119,14 @@ def _replaceable(state: JobState) -> dict[int, int]:
 def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:
     """The code in a worker raised."""
     raised = event.raised or Raised(error="")
-    if event.blame == "job":
-        return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
+    crash = Crash(event.node, event.rank, event.pid, event.epoch, raised)
     is_new = event.epoch < 0
-    if not is_new and event.epoch not in state.epochs and state.phase not in _LEAVING:
+    is_over = not is_new and event.epoch not in state.epochs and state.phase not in _LEAVING
+    if event.blame == "job":
+        if state.failure is not None and (is_over or crash.key == _key(state.failure)):
+            return state, ()
+        return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
+    if is_over or _is_known(state, crash):
         return state, ()
     if is_new:  # It holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
@@ -129,7 +134,6 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
         state = replace(state, workers=Growing(workers), replaced=replaced)
     else:
         state = replace(state, raised={**state.raised, event.rank: event.pid})
-    crash = Crash(event.node, raised)
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
         return replace(state, crashes=(*state.crashes, crash)), ()  # All are leaving it already.
     return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
@@ -173,6 +177,12 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
         return state, ()
     if state.replaced.get(rank) == event.pid:
         return state, ()
+    first_layer, end_layer = event.layers
+    error = "stall" if event.stalled else _error(event.status)
+    raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
+    crash = Crash(event.node, rank, event.pid, -1, raised)
+    if _is_known(state, crash):
+        return state, ()
     state = replace(
         state,
         workers=Growing({r: worker for r, worker in state.workers.items() if r != rank}),
@@ -180,16 +190,18 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
         holding=state.holding - {rank},
         ready=Growing({r: ready for r, ready in state.ready.items() if r != rank}),
     )
-    first_layer, end_layer = event.layers
-    error = "stall" if event.stalled else _error(event.status)
-    raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
     text = f"the worker of rank {rank} on node {event.node} {_told(event.status)}{_where(raised)}"
     failure = WorkerFailed(
-        node=event.node, rank=rank, traceback=event.stack.rstrip(), raised=raised, blame="node"
+        node=event.node,
+        rank=rank,
+        traceback=event.stack.rstrip(),
+        pid=event.pid,
+        raised=raised,
+        blame="node",
     )
     if event.stalled:
         text = f"rank {rank} made no progress{_where(raised)}:\n{event.stack.rstrip()}"
-    return _crashed(rules, state, Crash(event.node, raised), text, failure, now_s)
+    return _crashed(rules, state, crash, text, failure, now_s)
 
 
 def _crashed(
@@ -199,13 +211,15 @@ def _crashed(
     state = replace(state, crashes=(*state.crashes, crash))
     node, raised = crash.node, crash.raised
     alike = [one for one in state.crashes if one.raised.error == raised.error]
-    counts = Counter(one.node for one in alike)
-    is_often = counts[node] >= CRASHES_MAX
+    # What ends all workers of a node at once has happened to it once.
+    counts = Counter(one.rank for one in alike)
+    often = {one.node for one in alike if counts[one.rank] >= CRASHES_MAX}
+    is_often = node in often
     others = {
         one.node
         for one in alike
         if one.node != node
-        and (is_often or counts[one.node] >= CRASHES_MAX)
+        and (is_often or one.node in often)
         and any(mine.node == node and mine.raised.is_like(one.raised) for mine in alike)
     }
     times = f"{text}, the {CRASHES_MAX}rd time in a row" if is_often else text
@@ -240,6 +254,14 @@ def _why_needed(rules: Rules, state: JobState, node: int) -> str:
     return ""
 
 
+def _key(failure: WorkerFailed) -> tuple[int, int, int]:
+    return (failure.rank, failure.pid, failure.epoch)
+
+
+def _is_known(state: JobState, crash: Crash) -> bool:
+    return any(one.key == crash.key for one in state.crashes)
+
+
 def _node(state: JobState, rank: int) -> int:
     return rank // state.devices_per_node
 
@@ -265,7 +287,8 @@ def _failing(
         return ended(state, End(Ending.FAILED, reason, state.failure or failure))
     failed_s = state.failed_s if state.failure else now_s
     state = replace(state, failure=state.failure or failure, failed_s=failed_s)
-    if state.phase in _LEAVING:
+    still_answers = failure.epoch >= 0 or failure.blame == "job"
+    if state.phase in _LEAVING and still_answers:
         return state, ()
     state, commands = lost(rules, state, "failed", (), reason=reason, now_s=now_s)
     # Nobody recovers from it.

@@ -96,6 +96,7 @@ def restored_step(
         plan=plan,
         saves_since=members.epoch,
         next_iteration=_num_committed(rules, origin, progress),
+        furthest=progress.num_committed if progress else 0,
         ends=progress is not None and progress.ends and progress.since == origin.epoch,
         stop_requested=bool(progress and progress.stop_reason),
         stop_reason=progress.stop_reason if progress else "",

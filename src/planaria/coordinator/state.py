@@ -247,10 +247,22 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The code in a worker of a node raised, or its process ended."""
+    """The code in a worker of a node raised, or its process ended.
+
+    Attributes:
+        epoch: as in `WorkerFailed`; -1 if the process ended.
+    """
 
     node: int
+    rank: int
+    pid: int
+    epoch: int
     raised: Raised
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Nothing else has it; agents tell again what they have told."""
+        return (self.rank, self.pid, self.epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +314,8 @@ class JobState:
         saves_since: saves of this epoch and of later ones count.
         must_end: why the job ends at its next commit, or after its next loss, saved; "" if it need
             not.
-        crashes: of workers since an iteration was committed last.
+        furthest: iterations that were ever committed, even if all have gone back behind them since.
+        crashes: of workers since an iteration was committed last that never was before.
         raised: by rank the process of a worker that raised since then, and was not replaced.
         replaced: by rank the newest process that ends because another one takes its place.
         holding: in an epoch that is not decided yet, the ranks that surely hold what the plan gives
@@ -310,7 +323,7 @@ class JobState:
         failure: that ends the job as soon as what is live is saved; `failed_s` is when it came.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
         unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
-        broken_links: epochs that ended for that since an iteration was committed last.
+        broken_links: epochs that ended for that, since the same time as crashes.
     """
 
     term: int
@@ -358,6 +371,7 @@ class JobState:
     saves_since: int = 0
     stop_reason: str = ""
     must_end: str = ""
+    furthest: int = 0
     crashes: tuple[Crash, ...] = ()
     raised: Mapping[int, int] = field(default_factory=dict)
     replaced: Mapping[int, int] = field(default_factory=dict)
