@@ -85,6 +85,20 @@ def test_tokens_are_kept_elsewhere_where_the_home_cannot_be_written(
     assert cache_directory() == f"{base}/planaria"
 
 
+def test_a_job_begins_where_there_is_no_directory_for_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One without text needs none."""
+
+    def refuse() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nobody")
+
+    assert cache_directory() == "/proc/nobody/planaria"
+
+
 def test_tokens_are_kept_where_the_user_wants_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,10 @@ def cache_directory() -> str:
     path = os.path.join(base, "planaria")
     if os.path.isabs(path) and _can_write(path):  # A user whom no table knows has "~" for a home.
         return path
-    instead = os.path.join(tempfile.gettempdir(), f"planaria-cache-{os.getuid()}")
+    try:
+        instead = os.path.join(tempfile.gettempdir(), f"planaria-cache-{os.getuid()}")
+    except FileNotFoundError:  # There is none in which anything could be made.
+        return path
     is_own = _can_write(instead) and os.stat(instead).st_uid == os.getuid()
     return instead if is_own else path
 

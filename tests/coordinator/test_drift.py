@@ -10,9 +10,16 @@ import fake_cluster
 from coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import template
-from planaria.coordinator.drift import BESIDE_MIN, DRIFT_MIN, iteration_s, policy_of
+from planaria.coordinator.drift import (
+    BESIDE_MIN,
+    DRIFT_MIN,
+    iteration_s,
+    policy_of,
+    restored_learning,
+)
 from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
+from planaria.core.findings import Findings
 from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.planner.plans import EveryPlan, bind, every_plan, every_plan_of
@@ -124,6 +131,19 @@ def test_layers_that_take_longer_are_found_and_the_iteration_is_predicted_anew()
     assert "layers take 1.50 times as long as the profile says" in notice.warning
     train(cluster, 3 * WINDOW, true=dict.fromkeys(range(NUM_LAYERS), 1.5))
     assert len(of_type(cluster.commands, ProfileCorrected)) == 1
+
+
+def test_a_new_coordinator_expects_of_a_slow_node_what_the_one_before_did() -> None:
+    """Otherwise its layers would be taken for slow ones, whoever computes them."""
+    problem = replace(EVERY.problem, processors=2)
+    cluster = training(every=replace(EVERY, problem=problem))
+    plan, slow = cluster.state.plan, Findings(speeds={0: 0.5})
+    fast_s, slow_s = (
+        restored_learning(cluster.rules, findings, plan).computing_s
+        for findings in (Findings(), slow)
+    )
+
+    assert slow_s[0] > fast_s[0]
 
 
 def test_layers_of_one_stage_share_a_factor_until_other_cuts_tell_them_apart() -> None:

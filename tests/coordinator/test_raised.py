@@ -20,7 +20,7 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import shaped_plan, template
-from planaria.coordinator.coordinator import step
+from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.crashes import FAILING_S_MAX
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
@@ -36,7 +36,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.messages import Abort, Raised, SaveLayers, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, Plan, plain_plan
-from planaria.core.records import Recovering
+from planaria.core.records import Forked, Recovering
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 SINGLE = shaped_plan((2,), 6)
@@ -90,7 +90,9 @@ def test_a_worker_that_raised_is_replaced_if_others_hold_its_layers() -> None:
     (order,) = of_type(cluster.commands, Abort)
     assert order.replaced == {1: before}
     assert cluster.nodes[1].pid != before
-    assert len(of_type(cluster.commands, Recovering)) == 1  # Its end is no second loss.
+    (notice,) = of_type(cluster.commands, Recovering)  # Its end is no second loss.
+    assert notice.is_forking
+    assert len(of_type(cluster.commands, Forked)) == 1
     assert cluster.state.phase is Phase.TRAINING
 
 
@@ -194,7 +196,7 @@ def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
     plan = plain_plan(0, (Pipeline(of_four, (0,)), Pipeline(of_four, (1,))), (3, 3))
     state, _ = first_step(rules, plan, term=0, predicted_s=1.0)
     workers = [msgspec.structs.replace(worker(rank), node=rank // 4) for rank in plan.ranks]
-    events = [DecisionRecorded(0), *workers, *(ready(rank, 0) for rank in plan.ranks)]
+    events: list[Event] = [DecisionRecorded(0), *workers, *(ready(rank, 0) for rank in plan.ranks)]
     state, _ = after(state, events, rules)
     killed = [WorkerExited(node=0, rank=rank, pid=50 + rank, status=-9) for rank in range(3)]
     state, commands = after(state, killed, rules)
@@ -399,6 +401,22 @@ def test_a_new_coordinator_ends_a_failed_job_like_the_one_before() -> None:
             assert end.ending is Ending.FAILED, moment.last_command
             assert end.failure is not None
             assert end.failure.traceback.endswith("ValueError: a mistake")
+
+
+def test_a_new_coordinator_knows_from_the_records_that_the_job_has_failed() -> None:
+    """What counted against nodes no agent tells again, and it does not train on after a loss."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    for rank in (0, 2, 2, 0):
+        cluster.fail(rank, UNREADABLE)
+    cluster.is_saving_slow = True
+    cluster.fail(0, UNREADABLE)
+    assert cluster.state.phase is Phase.SAVING
+    cluster.restart()
+    cluster.is_saving_slow = False
+    cluster.lose(1)
+
+    assert ending(cluster).ending is Ending.FAILED
+    assert saves(cluster)
 
 
 def test_what_a_node_says_that_is_no_member_any_more_changes_nothing() -> None:

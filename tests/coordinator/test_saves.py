@@ -15,6 +15,7 @@ from coordinated import (
     UPPER,
     after,
     done,
+    failed,
     gone,
     of_type,
     saved,
@@ -39,8 +40,8 @@ from planaria.coordinator.state import (
     SavesListed,
     Tick,
 )
-from planaria.core.messages import BY_PUBLISHER, SaveFailed
-from planaria.core.records import Origin, Unsaved, Warned
+from planaria.core.messages import BY_PUBLISHER, Raised, SaveFailed
+from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
 
 RULES = small_rules()
 TIMEOUT_S = RULES.job.checkpoint.timeout_s
@@ -89,6 +90,8 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
     state, commands = after(state, lost((0, 2)), RULES)
     assert state.phase is Phase.STOPPING
     assert not of_type(commands, RecordDecision)
+    (notice,) = of_type(commands, AwaitingSaves)
+    assert "checkpoints has not answered yet: it is waited for, 600 s at most" in notice.text
     answered, _ = after(state, [Published(NEXT, 0), SavesListed()], RULES)
     unanswered, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S - 1.0)
     assert unanswered == state
@@ -96,6 +99,22 @@ def test_whoever_has_to_go_back_waits_for_the_disk_for_a_while(is_listing: bool)
 
     assert answered.origin == Origin(iteration=NEXT, source=f"{NEXT}-0", epoch=2)
     assert unanswered.origin == Origin(iteration=FIRST, source=SOURCE, epoch=2)
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_job_that_fails_and_has_lost_layers_goes_back_for_nothing(is_published: bool) -> None:
+    """A save that it would go back to is there already."""
+    state = publishing()
+    if is_published:
+        state, _ = after(state, [Published(NEXT, 0), SavesListed()], RULES)
+    mistake = Raised(error="ValueError", first_layer=5, end_layer=10)
+    state, _ = after(state, [failed(1, mistake, epoch=0, blame="job")], RULES)
+    left = [stopped(rank, 3, layers=UPPER, age=NEXT, last=NEXT - 1) for rank in (1, 3)]
+    state, commands = after(state, [gone(0), gone(2), MembersRecorded(3), *left], RULES)
+
+    (end,) = of_type(commands, End)
+    assert (end.ending, end.failure is not None) == (Ending.FAILED, True)
+    assert end.reason == "no live node holds layer 0, so nothing was saved"
 
 
 def test_the_last_save_is_waited_for_as_long_as_it_gets_on() -> None:

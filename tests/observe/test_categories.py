@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.core.records import AwaitingMachine, Forked
+from planaria.core.records import AwaitingMachine, AwaitingSaves, Forked
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
 from recorded import (
@@ -40,6 +40,7 @@ WORDS: dict[str, Told] = {
     "crashed": lambda run, now_s: run.recovering(lost(now_s, 5, kind="crash", is_forking=True)),
     "forked": lambda run, now_s: run.forked(Forked(now_s=now_s)),
     "waits": lambda run, now_s: run.awaiting_machine(AwaitingMachine(text="", now_s=now_s)),
+    "waits for saves": lambda run, now_s: run.awaiting_saves(AwaitingSaves(text="", now_s=now_s)),
     "decided": lambda run, now_s: run.decided(
         decided(now_s, iteration=run.next_iteration), predicted_peak_bytes=5
     ),
@@ -176,6 +177,16 @@ def test_waiting_for_a_machine_is_idle() -> None:
 
     assert parts(run, 24.25)["idle"] == 3.5
     assert parts(run, 24.25)["detect"] == 0.75
+
+
+def test_waiting_for_the_disk_of_saves_is_a_checkpoint_stall() -> None:
+    run = recorder()
+    run.recovering(lost(20.0, 6))
+    run.awaiting_saves(AwaitingSaves(text="", now_s=20.5))
+    run.decided(decided(24.0), predicted_peak_bytes=5)
+
+    assert parts(run, 24.0)["checkpoint_stall"] == 3.5
+    assert parts(run, 24.0)["detect"] == 0.5
 
 
 def test_the_first_loss_counts_where_another_follows_in_the_recovery() -> None:

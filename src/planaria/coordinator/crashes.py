@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.memory import with_more_room
-from planaria.coordinator.recovery import lost
+from planaria.coordinator.recovery import lost, replaceable
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.shortage import shortage_text
 from planaria.coordinator.state import (
@@ -90,7 +90,7 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
 def stopping(state: JobState) -> Step:
     """The members are on record: all leave the epoch before, and answer. Workers that raised end
     instead, and their successors answer, where others hold their layers."""
-    new = {} if state.failure else _replaceable(state)
+    new = replaceable(state)
     # Those that were to end before may be about to, and have their successors still to come.
     replaced = {rank: pid for rank, pid in state.replaced.items() if state.has_rank(rank)} | new
     order = Abort(epoch=state.epoch, nodes=state.nodes, replaced=replaced)
@@ -102,18 +102,6 @@ def stopping(state: JobState) -> Step:
         replaced=replaced,
     )
     return state, (Tell(order),)
-
-
-def _replaceable(state: JobState) -> dict[int, int]:
-    """The workers that raised and hold nothing that sound ones do not hold."""
-    held = state.plan.layers_by_rank
-    sound = [r for r in held if r in state.holding and r not in state.raised and state.has_rank(r)]
-    covered = {layer for rank in sound for layer in held[rank]}
-    return {
-        rank: pid
-        for rank, pid in state.raised.items()
-        if state.has_rank(rank) and covered.issuperset(held.get(rank, ()))
-    }
 
 
 def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:
@@ -307,7 +295,9 @@ def is_unsavable(state: JobState, now_s: float) -> bool:
 def unsavable(state: JobState) -> Step:
     """The end of such a job."""
     silent = [rank for rank in state.ranks if rank not in state.answers]
-    return _ended_unsaved(state, f"ranks {silent} do not answer")
+    if silent:
+        return _ended_unsaved(state, f"ranks {silent} do not answer")
+    return _ended_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")
 
 
 def _ended_unsaved(state: JobState, why: str) -> Step:

@@ -33,12 +33,12 @@ from planaria.coordinator.slowness import BACK_FACTOR, COMPUTING_S_MIN, WINDOW, 
 from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.findings import Findings
-from planaria.core.plan import Plan, Transition
+from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.core.records import ProfileCorrected
 from planaria.estimator.drift import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import expected
+from planaria.planner.reroutes import Expected, expected
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import of_kinds
 
@@ -101,8 +101,14 @@ def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
     if findings.layer_factors:
         assert rules.every is not None
         policy = _policy(rules, corrected_plans(rules.every, findings.layer_factors))
-    plan_s, computing_s = expected(problem, plan)
+    plan_s, computing_s = _expected(problem, plan, findings.speeds)
     return Learning(findings=findings, policy=policy, plan_s=plan_s, computing_s=computing_s)
+
+
+def _expected(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expected:
+    """As `expected`. A slow node that no plan betters has its speed in no plan, and policies price
+    by it."""
+    return expected(problem, of_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()}))
 
 
 def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
@@ -142,9 +148,7 @@ def _anew(rules: Rules, state: JobState) -> Learning:
     """What is known where the plan, or the speeds of its nodes, are others than were measured."""
     problem = _problem(rules, state.learning.findings.layer_factors)
     assert problem is not None
-    # A slow node that no plan betters has its speed in no plan, and policies price by it.
-    plan = of_kinds(state.plan, {node: state.kind_of(node) for node in state.speeds})
-    plan_s, computing_s = expected(problem, plan)
+    plan_s, computing_s = _expected(problem, state.plan, state.speeds)
     return replace(state.learning, ratios={}, rests=(), plan_s=plan_s, computing_s=computing_s)
 
 

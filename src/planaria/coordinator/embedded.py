@@ -148,7 +148,8 @@ class EmbeddedStore:
         untold = self._untold
         untold.update(leases)
         try:
-            assert await self._do(operation) == end - 1
+            newest = await self._do(operation)
+            assert newest == end - 1
             self._renew(leases)
         finally:
             untold.difference_update(leases)

@@ -59,13 +59,14 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     found = _stage(rules, state.plan, rank)
     if found is None:
         return None, ""
-    layers, held_bytes, limit_bytes = found
+    layers, held_bytes, limit_bytes, num_devices = found
     estimate = (
         f"its stage of layers {layers.start} to {layers.stop - 1} was estimated to hold "
         f"{held_bytes} of {limit_bytes} bytes"
     )
     before = state.learning.findings.more_bytes or (0,) * rules.num_layers
-    lacking_bytes = max(1, limit_bytes + 1 - held_bytes - sum(before[n] for n in layers))
+    known_bytes = held_bytes + sum(before[n] for n in layers) // num_devices
+    lacking_bytes = max(1, limit_bytes + 1 - known_bytes) * num_devices
     share = -(-lacking_bytes // len(layers))
     more = tuple(size + share * (layer in layers) for layer, size in enumerate(before))
     findings = msgspec.structs.replace(state.learning.findings, more_bytes=more)
@@ -79,9 +80,9 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
     return roomier, f"{estimate}, and is planned smaller from now on"
 
 
-def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int] | None:
-    """The layers of the rank's stage, what it was estimated to hold by the profile, and what its
-    device does; None where that is not known."""
+def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int, int] | None:
+    """The layers of the rank's stage, what each of its devices was estimated to hold by the
+    profile, what a device can hold, and how many share the stage; None where that is not known."""
     if rules.every is None:
         return None
     problem: Problem = rules.every.problem
@@ -94,5 +95,7 @@ def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int] | None
                 kind = pipeline.template.node_kinds[pipeline.nodes.index(rank // per_node)]
                 limit_bytes = kind.device_memory_bytes or problem.profile.device_memory_bytes
                 layers = range(stage.first_layer, stage.end_layer)
-                return (layers, held_bytes, limit_bytes) if limit_bytes else None
+                if not limit_bytes:
+                    return None
+                return layers, held_bytes, limit_bytes, stage.num_devices
     return None

@@ -35,7 +35,7 @@ from planaria.coordinator.outcomes import (
 )
 from planaria.coordinator.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
-from planaria.coordinator.saves import has_late_answer
+from planaria.coordinator.saves import awaiting_saves, has_late_answer
 from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
 from planaria.coordinator.slowness import of_members
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
@@ -143,9 +143,24 @@ def _notice(state: JobState, raised: Raised | None) -> Recovering:
         iteration=state.next_iteration,
         reason=loss.reason,
         lost_s=loss.lost_s,
-        is_forking=state.is_forking,
+        is_forking=state.is_forking or bool(replaceable(state)),
         raised=raised,
     )
+
+
+def replaceable(state: JobState) -> dict[int, int]:
+    """The workers that raised and hold nothing that sound ones do not hold. A job that
+    has failed needs no others."""
+    if state.failure is not None:
+        return {}
+    held = state.plan.layers_by_rank
+    sound = [r for r in held if r in state.holding and r not in state.raised and state.has_rank(r)]
+    covered = {layer for rank in sound for layer in held[rank]}
+    return {
+        rank: pid
+        for rank, pid in state.raised.items()
+        if state.has_rank(rank) and covered.issuperset(held.get(rank, ()))
+    }
 
 
 def _holding(state: JobState) -> frozenset[int]:
@@ -181,6 +196,8 @@ def _members(state: JobState) -> Members:
 
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
     """Every member has answered: where all go on, and how."""
+    if state.loss is not None and state.loss.awaits_saves and has_late_answer(rules, state, now_s):
+        return state, ()
     judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
     if judged.layer >= 0:
         return _without_odd(rules, state, judged, now_s)
@@ -201,19 +218,23 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         vector = decode_vector(outcome.vector, rules.layout)
         ends = vector.is_last(outcome.iteration - 1, rules.job.training)
     answered, missing = state, cluster.lost_layers(rules.num_layers)
-    if (missing or ends) and has_late_answer(rules, state, now_s):
-        return state, ()
-    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
     is_saved = ends and state.published >= outcome.iteration
-    if missing and not is_saved and (point := back_point(rules, state, outcome)):
+    point = back_point(rules, state, outcome) if missing and not is_saved else None
+    if missing and state.failure is not None and not (point and point.copied):
+        # A save that it went back to would be all that it leaves, and is there already.
+        return _end(state, _unsaved_text(missing[0]))
+    if (missing or ends) and has_late_answer(rules, state, now_s):
+        return awaiting_saves(rules, state, now_s)
+    redone = rules.job.training.global_batch_size if outcome.is_redo else 0
+    if point is not None:
         state, outcome = gone_back(state, point)
         held, redone = held_layers(rules, state, outcome), point.redone_samples
         cluster, missing, ends = _cluster(rules, state, held, now_s), (), False
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
     if state.failure is not None:
-        if missing:
-            return _end(state, f"no live node holds layer {missing[0]}, so nothing was saved")
+        if missing:  # It was to go on from copies, which are gone, too.
+            return _end(state, _unsaved_text(missing[0]))
         reason = "the code in a worker raised"
         return _save(state, outcome, held, ending=Ending.FAILED.value, reason=reason)
     if ends and (is_saved or not missing):
@@ -261,7 +282,7 @@ def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
 def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -> Step:
     """The next epoch, or the end of the job where nobody can tell whose parameters are right."""
     if judged.undecided and has_late_answer(rules, state, now_s):
-        return state, ()  # That save may be all that is left.
+        return awaiting_saves(rules, state, now_s)  # That save may be all that is left.
     if judged.undecided:
         nodes = " and ".join(map(str, judged.undecided))
         return _end(
@@ -303,7 +324,7 @@ def _resume(
     best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
     assert best is not None
     if best.goes_back and has_late_answer(rules, state, now_s):
-        return state, ()
+        return awaiting_saves(rules, state, now_s)
     if best.goes_back and event.saved is not None and is_elsewhere(state, outcome, event.saved):
         state, outcome = gone_back(state, event.saved)
     degraded = degraded_text(rules, state, best.after)
@@ -403,6 +424,10 @@ def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
         ranks = [rank for rank, layers in held.items() if layer in layers]
         writers[min(ranks, key=lambda rank: (len(writers[rank]), rank))].append(layer)
     return {rank: tuple(layers) for rank, layers in writers.items() if layers}
+
+
+def _unsaved_text(layer: int) -> str:
+    return f"no live node holds layer {layer}, so nothing was saved"
 
 
 def _after_crash(state: JobState) -> str:

@@ -22,7 +22,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.copies import version_name
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
-from planaria.core.records import Unsaved, Warned
+from planaria.core.records import AwaitingSaves, Unsaved, Warned
 
 Kept = Published | Pruned | SavesListed
 SLOW_S: Final = 10.0  # From when on it is said that a save takes long.
@@ -150,6 +150,20 @@ def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
     since_s = max(state.wrote_s, state.loss.lost_s if state.loss else 0.0)
     is_late = now_s >= since_s + rules.job.checkpoint.timeout_s
     return not is_late and (state.is_listing or bool(state.publishing))
+
+
+def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
+    """The recovery waits until the disk has answered; that is said once."""
+    loss, checkpoint = state.loss, rules.job.checkpoint
+    assert loss is not None
+    if loss.awaits_saves:
+        return state, ()
+    text = (
+        f"how the job goes on depends on what is saved, and {checkpoint.directory} has not "
+        f"answered yet: it is waited for, {checkpoint.timeout_s:g} s at most (checkpoint.timeout_s)"
+    )
+    notice = Notify(AwaitingSaves(text=text, now_s=now_s))
+    return replace(state, loss=replace(loss, awaits_saves=True)), (notice,)
 
 
 def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:

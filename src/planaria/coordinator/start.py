@@ -117,7 +117,8 @@ def restored_step(
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
         return replace(first, next_iteration=state.next_iteration), (record,)
     is_begun = decision is not None and decision.order.epoch == members.epoch
-    if is_begun and not _is_midway(decision):
+    if decision is not None and is_begun and not _is_midway(decision):
+        state = replace(state, failure=decision.failure, failed_s=now_s)
         return advanced(rules, replace(state, phase=Phase.JOINING, decision=decision), now_s)
     if members.is_planned:
         # Nobody knows who has begun this epoch, or what was to follow it: all leave it for one

@@ -235,6 +235,7 @@ class Loss:
     Attributes:
         joined: candidates that were needed, and so became members at once.
         is_waiting: too few are left, and it was said that a machine is waited for.
+        awaits_saves: all have answered, and it was said that the disk has yet to.
     """
 
     kind: str
@@ -243,6 +244,7 @@ class Loss:
     lost_s: float
     joined: tuple[int, ...] = ()
     is_waiting: bool = False
+    awaits_saves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

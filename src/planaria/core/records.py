@@ -212,6 +212,17 @@ class AwaitingMachine(Message, frozen=True, kw_only=True):
     now_s: float
 
 
+class AwaitingSaves(Message, frozen=True, kw_only=True):
+    """What is saved decides how the job goes on, and the disk has yet to say.
+
+    Attributes:
+        text: what is waited for, and how long at most.
+    """
+
+    text: str
+    now_s: float
+
+
 class Decided(Message, frozen=True, kw_only=True):
     """How the job goes on; `plan` may leave nodes out only if there is no work for them.
 
@@ -438,6 +449,7 @@ ToLauncher = (
     | Recovering
     | Forked
     | AwaitingMachine
+    | AwaitingSaves
     | Decided
     | Running
     | Changed

@@ -168,11 +168,10 @@ class _SharedRun:
         # Ranks that have not handed a bucket over; and by rank the buckets to come, in order.
         actions = (one for of_rank in schedule.actions.values() for one in of_rank)
         self._missing = Counter(one.bucket for one in actions if one.kind is REDUCE)
-        self._lanes = {
-            rank: deque(i for i, bucket in enumerate(schedule.buckets) if rank in bucket.ranks)
-            for bucket in schedule.buckets
-            for rank in bucket.ranks
-        }
+        self._lanes: defaultdict[int, deque[int]] = defaultdict(deque)
+        for index, bucket in enumerate(schedule.buckets):
+            for rank in bucket.ranks:
+                self._lanes[rank].append(index)
 
     def times(self) -> Times:
         """Runs it to its end."""

@@ -14,6 +14,7 @@ from planaria.core.inject import AROUND, Injection
 from planaria.core.messages import IterationDone, MeasuredSpan, Raised, WorkerReady
 from planaria.core.records import (
     AwaitingMachine,
+    AwaitingSaves,
     Candidate,
     Changed,
     Committed,
@@ -296,6 +297,10 @@ class Recorder:
     def awaiting_machine(self, message: AwaitingMachine) -> None:
         """All wait for a machine, until the next loss is told or decided."""
         self._enter(Category.IDLE, message.now_s)
+
+    def awaiting_saves(self, message: AwaitingSaves) -> None:
+        """All wait for the disk to say what is saved."""
+        self._enter(Category.CHECKPOINT_STALL, message.now_s)
 
     def _await_leader(self, lost_s: float) -> None:
         """A loss from before the coordinator ran again had to wait for it."""

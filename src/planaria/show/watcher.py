@@ -11,6 +11,7 @@ from planaria.core.inject import Injection
 from planaria.core.plan import Plan
 from planaria.core.records import (
     AwaitingMachine,
+    AwaitingSaves,
     Changed,
     Committed,
     Decided,
@@ -89,6 +90,9 @@ class Watcher:
                 self._recorder.forked(message)
             case AwaitingMachine():
                 self._recorder.awaiting_machine(message)
+                self._display.note(message.text)
+            case AwaitingSaves():
+                self._recorder.awaiting_saves(message)
                 self._display.note(message.text)
             case Decided():
                 self._decided(message)

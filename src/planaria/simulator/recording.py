@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from planaria.core.records import (
     AwaitingMachine,
+    AwaitingSaves,
     Changed,
     Committed,
     Decided,
@@ -84,6 +85,8 @@ class Recording:
             case AwaitingMachine():
                 self._causes.add(Category.IDLE)
                 recorder.awaiting_machine(message)
+            case AwaitingSaves():
+                recorder.awaiting_saves(message)
             case Decided():
                 self._causes |= {Category.DECIDE, Category.REGROUP, Category.TRANSFER}
                 goes_back = message.iteration < recorder.next_iteration
