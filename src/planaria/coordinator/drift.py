@@ -45,6 +45,7 @@ from planaria.policies.unequal import of_kinds
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
 BESIDE_MIN: Final = 0.02  # Of an iteration.
+_HOPS_MAX: Final = 1 << 9  # Of a plan that is run in virtual time where ranks share processors.
 
 
 def policy_of(rules: Rules, state: JobState) -> Policy:
@@ -75,12 +76,22 @@ class _Repriced:
     def _repriced(self, transition: Transition) -> Transition:
         iteration_s = transition.iteration_s
         if self.problem is not None:
-            iteration_s = expected(self.problem, transition.after).iteration_s
+            iteration_s = self._shared_s(transition)
         return replace(
             transition,
             iteration_s=iteration_s + self.beside_s,
             then=self._repriced(transition.then) if transition.then else None,
         )
+
+
+    def _shared_s(self, transition: Transition) -> float:
+        """By ranks that share processors; of a large plan as if nothing waited for anything, for
+        the coordinator has other things to do."""
+        problem, plan = self.problem, transition.after
+        assert problem is not None
+        if sum(map(len, plan.routes)) > _HOPS_MAX:
+            return transition.iteration_s * max(1.0, len(plan.ranks) / problem.processors)
+        return expected(problem, plan).iteration_s
 
 
 def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
