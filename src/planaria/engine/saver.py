@@ -3,7 +3,7 @@
 The state is copied while training waits (milliseconds), then hashed and written by one thread.
 The memory is bounded at one copy: a save that is due while the one before is still being written
 waits for it a second at most, then it is not made, and that is told. Only the job's last one waits
-as long as nobody calls it off.
+as long as its epoch lasts.
 
 The thread ends with the process, whatever it waits for: a disk or store may never answer.
 """
@@ -19,7 +19,7 @@ from planaria.engine.stage import HeldLayer, State
 from planaria.errors import CheckpointError
 
 WAIT_S: Final = 1.0  # That a save may take without being in the way of the next.
-_LOOK_S: Final = 0.02  # From one look for an order to the next.
+_LOOK_S: Final = 0.02  # From one look whether the epoch is over to the next.
 
 
 class Saver:
@@ -28,7 +28,7 @@ class Saver:
     Args:
         may_write: whether the node still belongs to the job; asked before anything is written. It
             may wait for a lease that is given again.
-        is_called_off: whether an order waits, so that nobody waits for a save any more.
+        is_over: whether nobody wants any more what is saved in an epoch.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Saver:
         rank: int,
         send: Callable[[Message], None],
         may_write: Callable[[], bool],
-        is_called_off: Callable[[], bool],
+        is_over: Callable[[int], bool],
     ) -> None:
         self._tier = tier
         self._rank = rank
         self._send = send
         self._may_write = may_write
-        self._is_called_off = is_called_off
+        self._is_over = is_over
         self._is_written = threading.Event()
         self._is_written.set()
         self._error: Exception | None = None
@@ -56,7 +56,7 @@ class Saver:
         if not layers:  # There is nothing to write, so nothing to tell.
             return 0.0
         start_s = time.monotonic()
-        if self.wait_written(timeout_s=self._begin_s + WAIT_S - start_s):
+        if self.wait_written(epoch, timeout_s=self._begin_s + WAIT_S - start_s):
             self._begin(layers, iteration, epoch)
         else:
             reason = (
@@ -68,17 +68,21 @@ class Saver:
 
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
         """Saves layers of age `iteration`, once what is being written is; blocks until that is
-        done, or called off."""
-        if layers and self.wait_written():
+        done, or the epoch is over."""
+        if layers and self.wait_written(epoch):
             self._begin(layers, iteration, epoch)
-            self.wait_written()
+            self.wait_written(epoch)
 
-    def wait_written(self, *, timeout_s: float = float("inf")) -> bool:
-        """Blocks until the save that is being written, if any, is done; False if it is called off,
-        or takes too long."""
+    def leave(self, *, timeout_s: float) -> None:
+        """Gives a save that is being written time to end; what comes of it counts no more."""
+        self._is_written.wait(timeout_s)
+
+    def wait_written(self, epoch: int, *, timeout_s: float = float("inf")) -> bool:
+        """Blocks until the save that is being written, if any, is done; False if that takes too
+        long, or the epoch in which it is waited for is over."""
         deadline_s = time.monotonic() + timeout_s
         while not self._is_written.wait(max(0.0, min(_LOOK_S, deadline_s - time.monotonic()))):
-            if self._is_called_off() or time.monotonic() >= deadline_s:
+            if self._is_over(epoch) or time.monotonic() >= deadline_s:
                 return False
         error, self._error = self._error, None
         if error is not None:

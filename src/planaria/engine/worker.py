@@ -100,7 +100,7 @@ class Worker:
             rank=spec.rank,
             send=control.send,
             may_write=pulse.wait_member,
-            is_called_off=control.has_order,
+            is_over=control.is_over,
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=PATIENT_S)
         self._slowness = Slowness(links.timekeeper)
@@ -147,7 +147,7 @@ class Worker:
             if isinstance(order, Abort) and order.replaced.get(self._spec.rank) == os.getpid():
                 return
             self._try(order)
-        self._saver.wait_written(timeout_s=_LEAVE_S)
+        self._saver.leave(timeout_s=_LEAVE_S)
         self._links.close()
 
     def _try(self, order: Abort | StartEpoch | SaveLayers) -> None:
@@ -190,7 +190,7 @@ class Worker:
                     logger.info("rank %s: %s", rank, error)
                     if isinstance(error, CorruptedError):
                         # It may be all that is left: nobody may know who of two is right.
-                        self._saver.wait_written(timeout_s=self._job.checkpoint.timeout_s)
+                        self._saver.wait_written(epoch, timeout_s=self._job.checkpoint.timeout_s)
                     if said := complaint(error, rank=rank, epoch=epoch):
                         self._control.send(said)
 
@@ -375,7 +375,7 @@ class Worker:
             if switches:
                 self._switches_at = iteration
                 return
-        self._saver.wait_written()
+        self._saver.wait_written(start.epoch)
 
     def _computed(
         self, start: StartEpoch, executor: Executor, iteration: int

@@ -128,7 +128,7 @@ class SimulatedWorker:
             write=around.write,
             say=self._say,
             may_write=may_write,
-            is_called_off=lambda: bool(self._orders),
+            is_over=lambda epoch: epoch < self._first_epoch or self._is_shut_down,
         )
         self._node = node
         self._around = around
@@ -143,6 +143,8 @@ class SimulatedWorker:
         self._next_epoch = -1
         self._takes_part, self._switches_at = False, -1
         self._orders: deque[Order] = deque()
+        self._first_epoch = -1  # Older ones are over.
+        self._is_shut_down = False
         self._ordered: Waiting[None] | None = None
 
     @property
@@ -162,7 +164,10 @@ class SimulatedWorker:
             else:
                 self._stop_requested = False
         if isinstance(message, Abort):
+            self._first_epoch = max(self._first_epoch, message.epoch)
             self.links.abort(first_epoch=message.epoch)
+        if isinstance(message, Shutdown):
+            self._is_shut_down = True
         self._orders.append(message)
         ordered, self._ordered = self._ordered, None
         if ordered is not None:
@@ -185,7 +190,7 @@ class SimulatedWorker:
                 self.process.kill()
                 return
             await self.obey(order)
-        await self._saver.wait_written(timeout_s=_LEAVE_S)
+        await self._saver.leave(timeout_s=_LEAVE_S)
 
     async def _next_order(self) -> Order:
         while not self._orders:
@@ -424,7 +429,7 @@ class SimulatedWorker:
             if switches:
                 self._switches_at = iteration
                 return
-        await self._saver.wait_written()
+        await self._saver.wait_written(start.epoch)
 
     async def _votes(self, epoch: int, iteration: int) -> Votes:
         copied, uncopied = await self._copying.votes(iteration)
