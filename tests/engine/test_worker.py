@@ -1,5 +1,6 @@
 """A worker does what its orders say, and nothing else keeps it from that."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
+from torch import Tensor
 
 from jobs import NUM_LAYERS, shaped_plan, tiny_job
 from planaria.checkpoint.tiers import Tier
@@ -16,11 +19,16 @@ from planaria.core.messages import (
     IterationDone,
     LayerFile,
     LayersSaved,
+    PeerUnreachable,
     SaveLayers,
     Shutdown,
     Stopped,
     WorkerFailed,
 )
+from planaria.engine import executor
+from planaria.engine.stage import Stage
+from planaria.errors import PeerLostError
+from planaria.transport.links import Links
 from served import TIMEOUT_S, Served
 
 Write = Callable[..., LayerFile]
@@ -123,3 +131,39 @@ def test_a_save_that_broke_does_not_keep_a_worker_from_leaving(alone: Served, di
 
     assert alone.error is None
     assert not alone.line.of(WorkerFailed)
+
+
+def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was doing had to end in time, and whatever it did then for longer had its agent kill
+    it: it wrote the last save. And its layers were to blame for that, though it had only sent."""
+    seen: dict[str, list[tuple[int, int]]] = {"forward": [], "send": []}
+    forward, send = Stage.forward, executor.send_tensor
+
+    def note_forward(stage: Stage, *arguments: Any, **others: Any) -> Tensor:
+        seen["forward"].append(served.pulse.layers)
+        return forward(stage, *arguments, **others)
+
+    def lose_second(*arguments: Any, **others: Any) -> None:
+        seen["send"].append(served.pulse.layers)
+        if len(seen["send"]) == 2:  # How long one takes is known by now.
+            raise PeerLostError(1, "its machine burns")
+        send(*arguments, **others)
+
+    monkeypatch.setattr(Stage, "forward", note_forward)
+    monkeypatch.setattr(executor, "send_tensor", lose_second)
+    plan = shaped_plan((2,), 2)
+    served = Served(tiny_job("sequential", tmp_path, global_batch_size=4), tmp_path)
+    peer = Links(1, token=b"")
+    addresses = {0: served.links.address, 1: peer.address}
+    served.line.give(replace_struct(served.start(plan), addresses=addresses))
+    peer.begin(0, addresses=addresses, peers={0}, timeout_s=TIMEOUT_S)
+    served.line.wait_told(PeerUnreachable)
+    deadline_s, layers = served.pulse.deadline_s, served.pulse.layers
+    served.close()
+    peer.close()
+
+    assert deadline_s == math.inf
+    assert layers == (0, 0)
+    assert seen == {"forward": [(0, NUM_LAYERS // 2)] * 2, "send": [(0, 0)] * 2}

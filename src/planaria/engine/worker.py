@@ -155,6 +155,7 @@ class Worker:
         try:
             self._obey(order)
         except ConfigError:
+            self._pulse.rest()
             raise
         except (Exception, SystemExit) as error:
             failure = failure_of(
@@ -164,8 +165,7 @@ class Worker:
                 epoch=order.epoch,
                 layers=self._pulse.layers,
             )
-            self._pulse.layers = (0, 0)
-            self._pulse.wait()
+            self._pulse.rest()
             self._control.send(failure)
 
     def _obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
@@ -187,6 +187,7 @@ class Worker:
                 try:
                     self._serve_epoch(order)
                 except (AbortedError, CheckpointError, CorruptedError, PeerLostError) as error:
+                    self._pulse.rest()  # Whatever it was in the middle of.
                     logger.info("rank %s: %s", rank, error)
                     if isinstance(error, CorruptedError):
                         # It may be all that is left: nobody may know who of two is right.
