@@ -65,7 +65,7 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     saver = Saver(tier, rank=4, send=sent.append, may_write=always, is_over=never)
     held = layers(0, 1)
     before = {number: layer.state() for number, layer in held.items()}
-    stall_s = saver.save(held, iteration=7, epoch=2)
+    assert saver.save(held, iteration=7, epoch=2)
     with torch.no_grad():
         for layer in held.values():
             for master in layer.masters.values():
@@ -80,7 +80,6 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     assert first.files == message.files[:1]  # Whoever waits sees that it gets on.
     assert (message.rank, message.iteration, message.epoch) == (4, 7, 2)
     assert [file.layer for file in message.files] == [0, 1]
-    assert 0.0 <= stall_s < 20.0
     manifest = Manifest(iteration=7, epoch=2, job={}, layers=message.files)
     tier.publish(manifest)
     for number, state in before.items():
@@ -121,8 +120,9 @@ def test_training_does_not_wait_for_a_save_that_takes_long(
     sent: list[Message] = []
     tier = tier_of(str(tmp_path))
     saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=never)
-    saver.save(layers(0), iteration=2, epoch=0)
-    saver.save(layers(0), iteration=4, epoch=0)
+    assert saver.save(layers(0), iteration=2, epoch=0)
+    assert not saver.save(layers(0), iteration=4, epoch=0)
+    assert saver.is_writing
 
     (message,) = sent
     assert isinstance(message, SaveFailed)
@@ -131,6 +131,7 @@ def test_training_does_not_wait_for_a_save_that_takes_long(
     assert "rank 3 was still writing that of iteration 2" in message.reason
     disk.may_write.set()
     assert saver.wait_written(0, timeout_s=20.0)
+    assert not saver.is_writing
     saver.save(layers(0), iteration=6, epoch=0)
     saver.wait_written(0)
     assert disk.iterations == [2, 6]
@@ -155,6 +156,25 @@ def test_the_last_save_waits_for_its_turn_until_its_epoch_is_over(
     assert disk.iterations == [2, 3]
     saves = [(one.iteration, one.epoch) for one in sent if isinstance(one, LayersSaved)]
     assert saves == [(2, 0), (3, 1)]
+
+
+def test_what_is_left_of_a_save_is_not_written_when_its_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of no use any more, and the save of the next epoch is in need of its place."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    over: set[int] = set()
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver.save(layers(0, 1, 2), iteration=2, epoch=0)
+    over.add(0)
+    disk.may_write.set()
+    saver.save_last(layers(0, 1), iteration=3, epoch=1)
+
+    assert disk.iterations in ([2, 3, 3], [3, 3])  # It may not have begun with the first layer.
+    saves = [(one.epoch, len(one.files)) for one in sent if isinstance(one, LayersSaved)]
+    assert saves[-2:] == [(1, 1), (1, 2)]
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(

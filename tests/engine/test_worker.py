@@ -20,6 +20,7 @@ from planaria.core.messages import (
     LayerFile,
     LayersSaved,
     PeerUnreachable,
+    SaveFailed,
     SaveLayers,
     Shutdown,
     Stopped,
@@ -116,6 +117,34 @@ def test_the_last_save_of_those_who_are_left_is_written_though_it_is_told_again(
     alone.end()
 
     assert saved(alone)[age] == NUM_LAYERS
+
+
+def test_a_save_that_was_due_after_a_loss_is_made_up_for(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of the epoch before was in its way, and of no use: a job that saved at its end alone
+    did without from then on, though it survived fewer failures."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
+    job = tiny_job("sequential", tmp_path, iterations=1_000_000, global_batch_size=2)
+    served = Served(job, tmp_path)
+    served.line.give(replace_struct(served.start(ALONE), persists=True))
+    served.line.wait_told(IterationDone)
+    served.line.give(Abort(epoch=1, nodes=(0,)))
+    (stopped,) = served.line.wait_told(Stopped)
+    assert isinstance(stopped, Stopped)
+    start = served.start(ALONE, epoch=1, iteration=stopped.vector_iteration + 1)
+    served.line.give(replace_struct(start, vector=stopped.vector, persists=True))
+    (skipped,) = served.line.wait_told(SaveFailed)
+    disk.may_write.set()
+    served.line.wait_told(LayersSaved, NUM_LAYERS)
+    served.close()
+
+    assert isinstance(skipped, SaveFailed)
+    assert (skipped.epoch, skipped.is_skipped) == (1, True)
+    (*_, newest) = served.line.of(LayersSaved)
+    assert isinstance(newest, LayersSaved)
+    assert (newest.epoch, len(newest.files)) == (1, NUM_LAYERS)
+    assert newest.iteration > start.iteration
 
 
 def test_a_save_that_broke_does_not_keep_a_worker_from_leaving(alone: Served, disk: Disk) -> None:

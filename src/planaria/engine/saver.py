@@ -3,7 +3,7 @@
 The state is copied while training waits (milliseconds), then hashed and written by one thread.
 The memory is bounded at one copy: a save that is due while the one before is still being written
 waits for it a second at most, then it is not made, and that is told. Only the job's last one waits
-as long as its epoch lasts.
+as long as its epoch lasts. What is left of a save when its epoch is over is not written.
 
 The thread ends with the process, whatever it waits for: a disk or store may never answer.
 """
@@ -50,21 +50,25 @@ class Saver:
         self._error: Exception | None = None
         self._iteration, self._begin_s = -1, 0.0
 
-    def save(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> float:
-        """Starts to save layers of age `iteration`, if there are any and the save before is not in
-        the way; returns the seconds that training waited."""
+    @property
+    def is_writing(self) -> bool:
+        """Whether another save could not begin now."""
+        return not self._is_written.is_set()
+
+    def save(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> bool:
+        """Starts to save layers of age `iteration`, if there are any; False if the save before is
+        in the way."""
         if not layers:  # There is nothing to write, so nothing to tell.
-            return 0.0
-        start_s = time.monotonic()
-        if self.wait_written(epoch, timeout_s=self._begin_s + WAIT_S - start_s):
+            return True
+        if self.wait_written(epoch, timeout_s=self._begin_s + WAIT_S - time.monotonic()):
             self._begin(layers, iteration, epoch)
-        else:
-            reason = (
-                f"rank {self._rank} was still writing that of iteration {self._iteration}, "
-                f"for {time.monotonic() - self._begin_s:.1f} s"
-            )
-            self._failed(iteration, epoch, reason, is_skipped=True)
-        return time.monotonic() - start_s
+            return True
+        reason = (
+            f"rank {self._rank} was still writing that of iteration {self._iteration}, "
+            f"for {time.monotonic() - self._begin_s:.1f} s"
+        )
+        self._failed(iteration, epoch, reason, is_skipped=True)
+        return False
 
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
         """Saves layers of age `iteration`, once what is being written is; blocks until that is
@@ -111,6 +115,8 @@ class Saver:
         """Tells after each layer what is written so far: whoever waits sees that it gets on."""
         files = []
         for layer, state in states.items():
+            if self._is_over(epoch):  # Another save may wait for its turn.
+                return
             file = self._tier.write_layer(iteration, epoch, layer, state, may_write=self._may_write)
             files.append(file)
             self._send(

@@ -116,6 +116,7 @@ class Worker:
             probe.heed(cutter(links, devices_per_node=spec.job.cluster.devices_per_node))
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
+        self._owes_save = False  # The one with which the epoch was to begin.
         self._stopped_at = -1  # The iteration whose recovery it is, -1 while all is well.
         self._takes_part = False  # In the newest epoch that this rank was told to begin.
         self._switches_at = -1  # Where the ranks agreed that the next epoch begins.
@@ -173,7 +174,7 @@ class Worker:
         rank, epoch = self._spec.rank, order.epoch
         match order:
             case Abort() if order.epoch >= self._epoch:
-                self._epoch = order.epoch
+                self._epoch, self._owes_save = order.epoch, False
                 self._stopped_at = self._vector[0] + 1 if self._vector else 0
                 hashes = sampled_hashes(self._stage.whole().values(), self._job.resilience)
                 told = answer(self._stage, rank, epoch, self._vector, hashes, since=self._since)
@@ -328,7 +329,7 @@ class Worker:
         ends = iteration >= training.iterations
         if start.persists:
             executor.compare(iteration)
-            self._save(start, iteration)
+            self._owes_save = not self._save(start, iteration)
         end_s = self._links.timekeeper.now_s()
         while not ends:
             self._peak.reset()
@@ -343,10 +344,14 @@ class Worker:
             goes_on = not ends and not switches
             self._copying.applied(vector, start.plan, age=iteration + 1, goes_on=goes_on)
             stall_s = self._copying.take_stall_s()
-            if ends or self._persists(iteration + 1):
+            saves = not ends and (vector.saves or self._persists(iteration + 1))
+            if ends or saves:
                 executor.compare(iteration + 1)
-            if not ends and self._persists(iteration + 1):
-                stall_s += self._save(start, iteration + 1)
+            if saves:
+                begin_s = time.monotonic()
+                self._save(start, iteration + 1)
+                stall_s += time.monotonic() - begin_s
+            self._owes_save = vector.votes.unsaved > 0 and not vector.saves
             before_s, end_s = end_s, self._links.timekeeper.now_s()
             self._control.send(
                 IterationDone(
@@ -399,7 +404,8 @@ class Worker:
     def _votes(self, epoch: int, iteration: int) -> Votes:
         copied, uncopied = self._copying.votes(iteration)
         stops = self._control.stop_requested.is_set()
-        return Votes(int(stops), int(self._control.next_epoch > epoch), copied, uncopied)
+        switches, writes = self._control.next_epoch > epoch, self._saver.is_writing
+        return Votes(int(stops), int(switches), copied, uncopied, int(self._owes_save), int(writes))
 
     def _received(self, start: StartEpoch, iteration: int) -> int:
         """Waits for the layers that this rank is to have silently; the bytes that came."""
@@ -424,8 +430,8 @@ class Worker:
         every = self._job.checkpoint.persist_every
         return every > 0 and age % every == 0
 
-    def _save(self, start: StartEpoch, age: int) -> float:
-        """Saves what this rank owns; the seconds that training waited for it."""
+    def _save(self, start: StartEpoch, age: int) -> bool:
+        """Saves what this rank owns, if it can begin to."""
         return self._saver.save(self._owned(start.plan), iteration=age, epoch=start.epoch)
 
     def _owned(self, plan: Plan) -> dict[int, HeldLayer]:
