@@ -208,6 +208,62 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
     assert isinstance(sent[2], LayersSaved)
 
 
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("for 5 bytes")
+
+
+def _no_tensor(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes")
+
+
+def _no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "refuse"),
+    [
+        (HeldLayer, "state", _no_tensor),
+        (threading.Thread, "start", _no_thread),
+        (Tier, "write_layer", _no_memory),
+    ],
+    ids=["to copy", "for a thread", "to write"],
+)
+def test_a_save_that_finds_no_memory_is_told_and_training_goes_on(
+    owner: type, name: str, refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the epoch, the third time the node; or only the next save told of it."""
+    sent: list[Message] = []
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=never)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, refuse)
+        assert saver.save(layers(0), iteration=4, epoch=1)
+        assert saver.wait_written(1, timeout_s=20.0)
+    assert saver.save(layers(0), iteration=5, epoch=1)
+    saver.wait_written(1)
+
+    failed, saved = sent
+    assert isinstance(failed, SaveFailed)
+    assert (failed.iteration, failed.is_skipped) == (4, False)
+    assert "rank 3 has no memory" in failed.reason
+    assert isinstance(saved, LayersSaved)
+
+
+def test_a_last_save_that_finds_no_memory_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is over, and in the next epoch another holder of the layers may have memory."""
+    saver = Saver(
+        tier_of(str(tmp_path)), rank=3, send=lambda _: None, may_write=always, is_over=never
+    )
+    monkeypatch.setattr(Tier, "write_layer", _no_memory)
+
+    with pytest.raises(MemoryError):
+        saver.save_last(layers(0), iteration=4, epoch=1)
+    assert not saver.is_writing
+
+
 def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 
 from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import LayersSaved, Message, SaveFailed
+from planaria.engine.blame import is_of_memory
 from planaria.engine.stage import HeldLayer, State
 from planaria.errors import CheckpointError
 
@@ -61,7 +62,7 @@ class Saver:
         if not layers:  # There is nothing to write, so nothing to tell.
             return True
         if self.wait_written(epoch, timeout_s=self._begin_s + WAIT_S - time.monotonic()):
-            self._begin(layers, iteration, epoch)
+            self._attempt(layers, iteration, epoch)
             return True
         reason = (
             f"rank {self._rank} was still writing that of iteration {self._iteration}, "
@@ -72,9 +73,12 @@ class Saver:
 
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
         """Saves layers of age `iteration`, once what is being written is; blocks until that is
-        done, or the epoch is over."""
+        done, or the epoch is over.
+
+        What it has no memory for it raises: holders of the same layers may have some.
+        """
         if layers and self.wait_written(epoch):
-            self._begin(layers, iteration, epoch)
+            self._begin(layers, iteration, epoch, is_told=_is_refusal)
             self.wait_written(epoch)
 
     def leave(self, *, timeout_s: float) -> None:
@@ -93,23 +97,55 @@ class Saver:
             raise error
         return True
 
-    def _begin(self, layers: Mapping[int, HeldLayer], iteration: int, epoch: int) -> None:
+    def _attempt(self, layers: Mapping[int, HeldLayer], iteration: int, epoch: int) -> None:
+        """Begins a save without which training goes on."""
+        try:
+            self._begin(layers, iteration, epoch, is_told=_is_refusal_or_of_memory)
+        except Exception as error:
+            if not is_of_memory(error):
+                raise
+            self._failed(iteration, epoch, self._text(error), is_skipped=False)
+
+    def _begin(
+        self,
+        layers: Mapping[int, HeldLayer],
+        iteration: int,
+        epoch: int,
+        *,
+        is_told: Callable[[Exception], bool],
+    ) -> None:
+        """Copies the layers and starts to write them.
+
+        Args:
+            is_told: whether what writing raises is a failure of the save; all else is raised by
+                who waits for it.
+        """
         states = {layer: held.state() for layer, held in layers.items()}
+
+        def write() -> None:
+            try:
+                self._write_layers(states, iteration, epoch)
+            except Exception as error:
+                if is_told(error):
+                    self._failed(iteration, epoch, self._text(error), is_skipped=False)
+                else:
+                    self._error = error
+            finally:
+                self._is_written.set()
+
         self._iteration, self._begin_s = iteration, time.monotonic()
         self._is_written.clear()
-        threading.Thread(
-            target=self._write, args=(states, iteration, epoch), name="save", daemon=True
-        ).start()
-
-    def _write(self, states: Mapping[int, State], iteration: int, epoch: int) -> None:
         try:
-            self._write_layers(states, iteration, epoch)
-        except CheckpointError as error:
-            self._failed(iteration, epoch, str(error), is_skipped=False)
-        except Exception as error:  # Ours, and raised where somebody hears of it.
-            self._error = error
-        finally:
+            threading.Thread(target=write, name="save", daemon=True).start()
+        except RuntimeError as error:
             self._is_written.set()
+            raise MemoryError(str(error)) from error  # For a thread, or for one more of them.
+
+    def _text(self, error: Exception) -> str:
+        """What is told of a save that failed."""
+        if _is_refusal(error):
+            return str(error)
+        return f"rank {self._rank} has no memory for a copy of what it saves: {error!r}"
 
     def _write_layers(self, states: Mapping[int, State], iteration: int, epoch: int) -> None:
         """Tells after each layer what is written so far: whoever waits sees that it gets on."""
@@ -133,3 +169,11 @@ class Saver:
                 is_skipped=is_skipped,
             )
         )
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, CheckpointError)
+
+
+def _is_refusal_or_of_memory(error: Exception) -> bool:
+    return _is_refusal(error) or is_of_memory(error)
