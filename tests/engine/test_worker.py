@@ -1,6 +1,8 @@
 """A worker does what its orders say, and nothing else keeps it from that."""
 
+import faulthandler
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
 from jobs import NUM_LAYERS, shaped_plan, tiny_job
 from planaria.checkpoint.tiers import Tier
+from planaria.core.job import JobConfig
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
     IterationDone,
     LayerFile,
     LayersSaved,
+    Message,
     PeerUnreachable,
     SaveFailed,
     SaveLayers,
@@ -26,10 +31,13 @@ from planaria.core.messages import (
     Stopped,
     WorkerFailed,
 )
-from planaria.engine import executor
+from planaria.core.specs import NodeSpec
+from planaria.engine import process
 from planaria.engine.stage import Stage
+from planaria.engine.tensors import send_tensor
 from planaria.errors import PeerLostError
 from planaria.transport.links import Links
+from planaria.transport.pulse import Pulse
 from served import TIMEOUT_S, Served
 
 Write = Callable[..., LayerFile]
@@ -168,7 +176,7 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
     """What it was doing had to end in time, and whatever it did then for longer had its agent kill
     it: it wrote the last save. And its layers were to blame for that, though it had only sent."""
     seen: dict[str, list[tuple[int, int]]] = {"forward": [], "send": []}
-    forward, send = Stage.forward, executor.send_tensor
+    forward = Stage.forward
 
     def note_forward(stage: Stage, *arguments: Any, **others: Any) -> Tensor:
         seen["forward"].append(served.pulse.layers)
@@ -178,10 +186,10 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
         seen["send"].append(served.pulse.layers)
         if len(seen["send"]) == 2:  # How long one takes is known by now.
             raise PeerLostError(1, "its machine burns")
-        send(*arguments, **others)
+        send_tensor(*arguments, **others)
 
     monkeypatch.setattr(Stage, "forward", note_forward)
-    monkeypatch.setattr(executor, "send_tensor", lose_second)
+    monkeypatch.setattr("planaria.engine.executor.send_tensor", lose_second)
     plan = shaped_plan((2,), 2)
     served = Served(tiny_job("sequential", tmp_path, global_batch_size=4), tmp_path)
     peer = Links(1, token=b"")
@@ -196,3 +204,39 @@ def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
     assert deadline_s == math.inf
     assert layers == (0, 0)
     assert seen == {"forward": [(0, NUM_LAYERS // 2)] * 2, "send": [(0, 0)] * 2}
+
+
+def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It left by an exception, whose traceback was printed below the one that was told."""
+    told: list[Message] = []
+
+    class Failing:
+        """A worker that cannot read what others can."""
+
+        def __init__(self, *_: object) -> None:
+            self.send = told.append
+
+        def run(self) -> None:
+            raise OSError("Input/output error")
+
+    pulse = Pulse()
+    spec = NodeSpec(
+        job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+    )
+    monkeypatch.setattr(process, "Worker", Failing)
+    monkeypatch.setattr(process, "Control", lambda *_, **__: Failing())
+    for place, name in (
+        (torch, "set_num_threads"),
+        (sys, "setswitchinterval"),
+        (faulthandler, "register"),
+        (faulthandler, "enable"),
+    ):
+        monkeypatch.setattr(place, name, lambda *_, **__: None)
+    process.main(spec, -1, -1, pulse)
+    pulse.close()
+
+    (failed,) = told
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.blame, failed.epoch) == ("node", -1)

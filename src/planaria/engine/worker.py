@@ -49,7 +49,7 @@ from planaria.engine.blame import failure_of
 from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
-from planaria.engine.entry import LINK_TIMEOUT_S, exchanged
+from planaria.engine.entry import exchanged
 from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
@@ -77,6 +77,7 @@ from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
+_LINK_TIMEOUT_S: Final = 60.0  # For links to be made.
 _LEAVE_S: Final = 1.0  # For a save that is being written when the job has ended.
 
 
@@ -257,7 +258,7 @@ class Worker:
         start, received_bytes = exchanged(
             start, self._links, self._stage, self._tier, self._copying, storage=self._storage
         )
-        self._links.wait_linked(timeout_s=LINK_TIMEOUT_S)
+        self._links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
         if not self._takes_part:
             return
         self._recovers("resume", start.iteration)
