@@ -54,12 +54,14 @@ class Line:
                 self._links.abort("a member is lost", first_epoch=order.epoch)
             self._orders.put(order)
 
-    def wait_told(self, kind: type[Fact], number: int = 1) -> list[Message]:
-        """Blocks until the worker has said so many of a kind."""
+    def wait(self, is_told: Callable[[], bool]) -> None:
+        """Blocks until the worker has said what is waited for."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.of(kind)) >= number, TIMEOUT_S), (
-                self.told
-            )
+            assert self._changed.wait_for(is_told, TIMEOUT_S), self.told
+
+    def wait_told(self, kind: type[Fact]) -> list[Message]:
+        """Blocks until the worker has said something of a kind."""
+        self.wait(lambda: bool(self.of(kind)))
         return self.of(kind)
 
     def of(self, kind: type[Fact]) -> list[Message]:
