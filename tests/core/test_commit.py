@@ -47,8 +47,8 @@ def vector_of(entries: Sequence[float], layout: VectorLayout) -> CommitVector:
     return commit_vector(np.array(entries, dtype=np.float64), layout)
 
 
-def vector(*, loss: float = 0.75, stop: int = 0) -> CommitVector:
-    return CommitVector((9.0, 16.0), loss, 2, "ab" * 16, Votes(stop))
+def vector(*, loss: float = 0.75, votes: Sequence[int] = (0,)) -> CommitVector:
+    return CommitVector((9.0, 16.0), loss, 2, "ab" * 16, Votes(*votes))
 
 
 @given(totals())
@@ -134,7 +134,18 @@ def test_the_layout_follows_the_job() -> None:
     layout = vector_layout(job, num_layers=7)
 
     assert layout == VectorLayout(num_layers=7, num_microbatches=4, num_samples=12)
-    assert (layout.losses, layout.samples, layout.size) == (7, 11, 27)
+    assert (layout.losses, layout.samples, layout.size) == (7, 11, 29)
+
+
+def test_a_save_that_any_rank_owes_begins_once_none_is_writing() -> None:
+    """On all ranks at the same age, else it would be whole at none."""
+    votes = {
+        (owes, writes): vector(votes=(0, 0, 0, 0, owes, writes)).saves
+        for owes in range(2)
+        for writes in range(2)
+    }
+
+    assert votes == {(0, 0): False, (0, 1): False, (1, 0): True, (1, 1): False}
 
 
 def test_loss_and_norm_are_those_of_the_global_batch() -> None:
@@ -164,7 +175,7 @@ def test_training_ends_for_all_who_hold_the_vector(case: str) -> None:
     iteration, target_loss, stop_votes, is_last = ENDS[case]
     training = TrainingConfig(iterations=10, target_loss=target_loss)
 
-    assert vector(loss=0.75, stop=stop_votes).is_last(iteration, training) == is_last
+    assert vector(loss=0.75, votes=(stop_votes,)).is_last(iteration, training) == is_last
 
 
 def test_without_a_target_no_loss_ends_training() -> None:

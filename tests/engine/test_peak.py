@@ -1,9 +1,11 @@
 """How much memory a process has used at most, also where the kernel does not tell."""
 
+import errno
 import logging
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from planaria.engine.peak import Peak
@@ -43,3 +45,25 @@ def test_a_peak_is_of_what_came_after_its_reset() -> None:
 
     assert large_bytes >= before_bytes + 3 * NUM_BYTES
     assert peak.num_bytes() <= large_bytes - 2 * NUM_BYTES
+
+
+def test_a_peak_that_cannot_be_read_for_a_moment_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that may open no more files failed its iteration, for a statistic."""
+    (tmp_path / "status").write_text("VmHWM:\t5 kB\n")
+    peak = Peak(tmp_path)
+    peak.reset()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(psutil, "Process", refuse)
+    with caplog.at_level(logging.WARNING):
+        sizes = [peak.num_bytes(), peak.num_bytes()]
+        peak.reset()
+
+    assert min(sizes) > NUM_BYTES // 2  # Of a process with numpy in it.
+    (record,) = caplog.records
+    assert "the kernel does not measure them" in record.message

@@ -33,7 +33,8 @@ def always() -> bool:
     return True
 
 
-def never() -> bool:
+def never(epoch: int) -> bool:
+    del epoch
     return False
 
 
@@ -61,17 +62,17 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     """Training goes on while the disk is slow; what it changes then is not in the save."""
     disk, tier = _SlowDisk(monkeypatch), tier_of(str(tmp_path))
     sent: list[Message] = []
-    saver = Saver(tier, rank=4, send=sent.append, may_write=always, is_called_off=never)
+    saver = Saver(tier, rank=4, send=sent.append, may_write=always, is_over=never)
     held = layers(0, 1)
     before = {number: layer.state() for number, layer in held.items()}
-    stall_s = saver.save(held, iteration=7, epoch=2)
+    assert saver.save(held, iteration=7, epoch=2)
     with torch.no_grad():
         for layer in held.values():
             for master in layer.masters.values():
                 master.add_(1.0)
     assert sent == []
     disk.may_write.set()
-    saver.wait_written()
+    saver.wait_written(0)
 
     first, message = sent
     assert isinstance(first, LayersSaved)
@@ -79,7 +80,6 @@ def test_a_save_holds_the_layers_of_the_moment_it_was_asked_for(
     assert first.files == message.files[:1]  # Whoever waits sees that it gets on.
     assert (message.rank, message.iteration, message.epoch) == (4, 7, 2)
     assert [file.layer for file in message.files] == [0, 1]
-    assert 0.0 <= stall_s < 20.0
     manifest = Manifest(iteration=7, epoch=2, job={}, layers=message.files)
     tier.publish(manifest)
     for number, state in before.items():
@@ -95,9 +95,7 @@ def test_the_next_save_waits_for_the_one_before(
     monkeypatch.setattr("planaria.engine.saver.WAIT_S", 20.0)
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    saver = Saver(
-        tier_of(str(tmp_path)), rank=0, send=sent.append, may_write=always, is_called_off=never
-    )
+    saver = Saver(tier_of(str(tmp_path)), rank=0, send=sent.append, may_write=always, is_over=never)
     saver.save(layers(0), iteration=1, epoch=0)
     second = threading.Thread(
         target=lambda: saver.save(layers(0), iteration=2, epoch=0), daemon=True
@@ -107,7 +105,7 @@ def test_the_next_save_waits_for_the_one_before(
     assert disk.iterations == []
     disk.may_write.set()
     second.join(20.0)
-    saver.wait_written()
+    saver.wait_written(0)
 
     assert disk.iterations == [1, 2]
     assert [message.iteration for message in sent if isinstance(message, LayersSaved)] == [1, 2]
@@ -121,9 +119,10 @@ def test_training_does_not_wait_for_a_save_that_takes_long(
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
     tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_called_off=never)
-    saver.save(layers(0), iteration=2, epoch=0)
-    saver.save(layers(0), iteration=4, epoch=0)
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=never)
+    assert saver.save(layers(0), iteration=2, epoch=0)
+    assert not saver.save(layers(0), iteration=4, epoch=0)
+    assert saver.is_writing
 
     (message,) = sent
     assert isinstance(message, SaveFailed)
@@ -131,32 +130,51 @@ def test_training_does_not_wait_for_a_save_that_takes_long(
     assert (message.rank, message.iteration) == (3, 4)
     assert "rank 3 was still writing that of iteration 2" in message.reason
     disk.may_write.set()
-    assert saver.wait_written(timeout_s=20.0)
+    assert saver.wait_written(0, timeout_s=20.0)
+    assert not saver.is_writing
     saver.save(layers(0), iteration=6, epoch=0)
-    saver.wait_written()
+    saver.wait_written(0)
     assert disk.iterations == [2, 6]
 
 
-def test_the_last_save_waits_for_its_turn_until_it_is_called_off(
+def test_the_last_save_waits_for_its_turn_until_its_epoch_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an order: the job has ended without it, or goes on in another epoch."""
+    """The job has ended without it, or goes on in another epoch."""
     disk = _SlowDisk(monkeypatch)
     sent: list[Message] = []
-    called_off = threading.Event()
+    over: set[int] = set()
     tier = tier_of(str(tmp_path))
-    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_called_off=called_off.is_set)
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
     saver.save(layers(0), iteration=2, epoch=0)
-    called_off.set()
+    over.add(0)
     saver.save_last(layers(0), iteration=3, epoch=0)
     assert not sent
-    called_off.clear()
     disk.may_write.set()
     saver.save_last(layers(0), iteration=3, epoch=1)
 
     assert disk.iterations == [2, 3]
     saves = [(one.iteration, one.epoch) for one in sent if isinstance(one, LayersSaved)]
     assert saves == [(2, 0), (3, 1)]
+
+
+def test_what_is_left_of_a_save_is_not_written_when_its_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of no use any more, and the save of the next epoch is in need of its place."""
+    disk = _SlowDisk(monkeypatch)
+    sent: list[Message] = []
+    over: set[int] = set()
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=over.__contains__)
+    saver.save(layers(0, 1, 2), iteration=2, epoch=0)
+    over.add(0)
+    disk.may_write.set()
+    saver.save_last(layers(0, 1), iteration=3, epoch=1)
+
+    assert disk.iterations in ([2, 3, 3], [3, 3])  # It may not have begun with the first layer.
+    saves = [(one.epoch, len(one.files)) for one in sent if isinstance(one, LayersSaved)]
+    assert saves[-2:] == [(1, 1), (1, 2)]
 
 
 def test_a_save_that_fails_is_told_and_training_goes_on(
@@ -180,16 +198,70 @@ def test_a_save_that_fails_is_told_and_training_goes_on(
         return write(tier, iteration, epoch, layer, tensors, may_write=may_write)
 
     monkeypatch.setattr(Tier, "write_layer", refuse)
-    saver = Saver(
-        tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_called_off=never
-    )
+    saver = Saver(tier_of(str(tmp_path)), rank=3, send=sent.append, may_write=always, is_over=never)
     saver.save(layers(0, 1), iteration=4, epoch=1)
-    saver.wait_written()
+    saver.wait_written(0)
     saver.save(layers(0), iteration=5, epoch=1)
-    saver.wait_written()
+    saver.wait_written(0)
 
     assert sent[1] == SaveFailed(rank=3, epoch=1, iteration=4, reason="no space left")
     assert isinstance(sent[2], LayersSaved)
+
+
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("for 5 bytes")
+
+
+def _no_tensor(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes")
+
+
+def _no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "refuse"),
+    [
+        (HeldLayer, "state", _no_tensor),
+        (threading.Thread, "start", _no_thread),
+        (Tier, "write_layer", _no_memory),
+    ],
+    ids=["to copy", "for a thread", "to write"],
+)
+def test_a_save_that_finds_no_memory_is_told_and_training_goes_on(
+    owner: type, name: str, refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the epoch, the third time the node; or only the next save told of it."""
+    sent: list[Message] = []
+    tier = tier_of(str(tmp_path))
+    saver = Saver(tier, rank=3, send=sent.append, may_write=always, is_over=never)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, refuse)
+        assert saver.save(layers(0), iteration=4, epoch=1)
+        assert saver.wait_written(1, timeout_s=20.0)
+    assert saver.save(layers(0), iteration=5, epoch=1)
+    saver.wait_written(1)
+
+    failed, saved = sent
+    assert isinstance(failed, SaveFailed)
+    assert (failed.iteration, failed.is_skipped) == (4, False)
+    assert "rank 3 has no memory" in failed.reason
+    assert isinstance(saved, LayersSaved)
+
+
+def test_a_last_save_that_finds_no_memory_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is over, and in the next epoch another holder of the layers may have memory."""
+    saver = Saver(
+        tier_of(str(tmp_path)), rank=3, send=lambda _: None, may_write=always, is_over=never
+    )
+    monkeypatch.setattr(Tier, "write_layer", _no_memory)
+
+    with pytest.raises(MemoryError):
+        saver.save_last(layers(0), iteration=4, epoch=1)
+    assert not saver.is_writing
 
 
 def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
@@ -205,12 +277,12 @@ def test_a_node_that_lost_its_place_while_the_disk_was_slow_writes_nothing(
         rank=2,
         send=sent.append,
         may_write=is_member.is_set,
-        is_called_off=never,
+        is_over=never,
     )
     saver.save(layers(0, 1), iteration=4, epoch=1)
     is_member.clear()
     disk.may_write.set()
-    saver.wait_written()
+    saver.wait_written(0)
 
     (message,) = sent
     assert isinstance(message, SaveFailed)
@@ -225,19 +297,17 @@ def test_a_mistake_in_writing_reaches_the_training_thread(tmp_path: Path) -> Non
     def broken(message: Message) -> None:
         raise RuntimeError(f"cannot send {type(message).__name__}")
 
-    saver = Saver(
-        tier_of(str(tmp_path)), rank=0, send=broken, may_write=always, is_called_off=never
-    )
+    saver = Saver(tier_of(str(tmp_path)), rank=0, send=broken, may_write=always, is_over=never)
     saver.save(layers(0), iteration=1, epoch=0)
 
     with pytest.raises(RuntimeError, match="cannot send LayersSaved"):
-        saver.wait_written()
+        saver.wait_written(0)
 
 
 def test_nothing_is_waited_for_where_nothing_was_saved(tmp_path: Path) -> None:
     """The end of a run that another rank saves."""
     Saver(
-        tier_of(str(tmp_path)), rank=0, send=lambda _: None, may_write=always, is_called_off=never
-    ).wait_written()
+        tier_of(str(tmp_path)), rank=0, send=lambda _: None, may_write=always, is_over=never
+    ).wait_written(0)
 
     assert not any(tmp_path.iterdir())

@@ -30,12 +30,16 @@ class Votes(NamedTuple):
         switch: it knows the plan of the next epoch, and waits for the others to.
         copied: it is through with the newest version of the copies in memory.
         uncopied: it could not keep, or give, all of that.
+        unsaved: it could not begin the save with which its epoch was to begin.
+        writing: it still writes a save.
     """
 
     stop: int
     switch: int = 0
     copied: int = 0
     uncopied: int = 0
+    unsaved: int = 0
+    writing: int = 0
 
 
 NUM_VOTES: Final = len(Votes._fields)
@@ -104,6 +108,11 @@ class CommitVector:
     def copied(self, plan: Plan) -> bool:
         """Whether all ranks are through with the newest version of the copies in memory."""
         return self.votes.copied == len(plan.all_ranks)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a save that is owed begins after this iteration: all ranks can begin it."""
+        return self.votes.unsaved > 0 and not self.votes.writing
 
 
 def commit_vector(total: npt.NDArray[np.float64], layout: VectorLayout) -> CommitVector:

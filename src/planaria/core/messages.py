@@ -369,7 +369,8 @@ class StartEpoch(Message, frozen=True, kw_only=True):
             if the seed or given weights tell them.
         rounds: of transfers of the layers that a rank lacks; those of the silent ones arrive while
             training goes on.
-        persists: save to disk before the first iteration.
+        persists: save to disk before the first iteration, or after the first commit at which no
+            rank is writing another save.
         since: the epoch in which the job last went back, to a save or to copies in memory, -1 if
             never. What a rank has from before that counts no more, and is dropped.
         copies: who keeps which in memory, besides what the plan gives to each.

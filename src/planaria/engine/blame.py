@@ -2,7 +2,7 @@
 
 A mistake in a model or a data set raises on every node, and ends the job. The world's faults strike
 a node: its memory is full, its devices or their libraries fail, or it cannot read what other nodes
-can. An exception that was raised from one of the world's counts as that.
+can. An exception that was raised from one of the world's, or while one was handled, counts as that.
 """
 
 import errno
@@ -25,7 +25,7 @@ _MESSAGE_MAX: Final = 500
 def blame_of(error: BaseException) -> Blame:
     """Whose fault it is."""
     for link in _chain(error):
-        if _is_of_memory(link):
+        if is_of_memory(link):
             return "memory"
         if isinstance(link, OSError | torch.AcceleratorError | dist.DistError):
             return "node"
@@ -58,16 +58,17 @@ def failure_of(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it was raised from."""
+    """The exception, and those that it was raised from, or while they were handled."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _is_of_memory(error: BaseException) -> bool:
+def is_of_memory(error: BaseException) -> bool:
+    """Whether it tells that memory is full; what it was raised from is not looked at."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)

@@ -17,10 +17,47 @@ import sys
 import threading
 import traceback
 
-from planaria.core.messages import AT_COMMIT, Abort, Message, Order, StartEpoch, StopRequested
+from planaria.core.messages import (
+    AT_COMMIT,
+    Abort,
+    Message,
+    Order,
+    Shutdown,
+    StartEpoch,
+    StopRequested,
+)
 from planaria.transport.frames import FrameDecoder, frame, order_of
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
+
+
+class Orders:
+    """What a worker is told to do, in order; one thread puts, another one waits."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[Order] = queue.Queue()
+        self._first_epoch = -1  # Older ones are over.
+        self._is_shut_down = False
+
+    def put(self, order: Order) -> None:
+        """Takes in an order, for its turn."""
+        if isinstance(order, Abort):
+            self._first_epoch = max(self._first_epoch, order.epoch)
+        if isinstance(order, Shutdown):
+            self._is_shut_down = True
+        self._waiting.put(order)
+
+    def wait(self) -> Order:
+        """Blocks until there is one, and takes it out."""
+        return self._waiting.get()
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether nobody wants any more what is saved in this epoch.
+
+        Orders to begin it, or to save in it, come again from a coordinator that was restarted, and
+        one to begin the next at a commit says nothing of this one: these end nothing.
+        """
+        return epoch < self._first_epoch or self._is_shut_down
 
 
 class Control:
@@ -51,7 +88,7 @@ class Control:
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
-        self._orders: queue.Queue[Order] = queue.Queue()
+        self._orders = Orders()
         self._links = links
         self._pulse = pulse
         self._beat_s = beat_s
@@ -67,13 +104,13 @@ class Control:
         with self._lock:
             self._socket.sendall(frame(message))
 
-    def has_order(self) -> bool:
-        """Whether an order waits to be carried out."""
-        return not self._orders.empty()
+    def is_over(self, epoch: int) -> bool:
+        """Whether the newest orders make worthless what is saved in this epoch."""
+        return self._orders.is_over(epoch)
 
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
-        return self._orders.get()
+        return self._orders.wait()
 
     def _listen(self) -> None:
         """Never returns: when this thread ends, for whatever reason, so does the process. Without

@@ -23,8 +23,6 @@ from planaria.engine.stage import Stage, State
 from planaria.errors import CheckpointError, SpoiltError, UnreadableError
 from planaria.transport.links import PATIENT_S, Links
 
-LINK_TIMEOUT_S = 60.0  # For links to be made.
-
 
 def exchanged(
     start: StartEpoch,

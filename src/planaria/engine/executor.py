@@ -178,7 +178,9 @@ class Executor:
         longest_s = self._longest_s.get(action.kind)
         if longest_s is not None and action.kind not in _WAITING:
             self._pulse.act(max(self._lease_s, _LATE_FACTOR * longest_s))
-        self._pulse.layers = self._layers(action)
+        if action.kind in _COMPUTING or action.kind is Kind.SHADOW:
+            hop = self._schedule.routes[action.microbatch][action.hop]
+            self._pulse.layers = hop.first_layer, hop.end_layer
         self._handlers[action.kind](action)
         self._pulse.layers = (0, 0)
         if action.kind in _COMPUTING:
@@ -193,14 +195,6 @@ class Executor:
         self._longest_s[action.kind] = max(longest_s or 0.0, self._now_s() - start_s)
         if action.kind is not Kind.REDUCE:
             self._record("compute", action, start_s)
-
-    def _layers(self, action: Action) -> tuple[int, int]:
-        """First and end of the layers that an action is of."""
-        if action.kind is Kind.REDUCE:
-            layers = self._schedule.buckets[action.bucket].layers
-            return min(layers), max(layers) + 1
-        hop = self._schedule.routes[action.microbatch][action.hop]
-        return hop.first_layer, hop.end_layer
 
     def _waiting(self) -> Iterator[Tensor]:
         """What is kept for actions to come, beside what autograd keeps itself."""

@@ -1,6 +1,7 @@
 """How much memory this process has used at most (Linux)."""
 
 import logging
+import resource
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,8 @@ class Peak:
     """The most memory that is resident from one `reset` to the next.
 
     Where the kernel does not let that be measured (gVisor, a /proc that is read-only), it is what
-    is resident at the two moments, which may be less; that is told once.
+    is resident at the two moments, which may be less; that is told once. So it is from the first
+    time on that it cannot be read: a statistic ends no iteration.
 
     Args:
         process: what the kernel tells of this process.
@@ -34,16 +36,22 @@ class Peak:
                 self._kernel_bytes()
                 return
             except (OSError, LookupError) as error:
-                self._can_reset = False
-                what = "peaks of memory are what is resident between iterations"
-                logger.warning("%s: the kernel does not measure them: %r", what, error)
-        self._first_bytes = psutil.Process().memory_info().rss
+                self._give_up(error)
+        self._first_bytes = _resident_bytes()
 
     def num_bytes(self) -> int:
         """The most since `reset`."""
         if self._can_reset:
-            return self._kernel_bytes()
-        return max(self._first_bytes, psutil.Process().memory_info().rss)
+            try:
+                return self._kernel_bytes()
+            except (OSError, LookupError) as error:
+                self._give_up(error)
+        return max(self._first_bytes, _resident_bytes())
+
+    def _give_up(self, error: Exception) -> None:
+        self._can_reset = False
+        what = "peaks of memory are what is resident between iterations"
+        logger.warning("%s: the kernel does not measure them: %r", what, error)
 
     def _kernel_bytes(self) -> int:
         """What the kernel has measured.
@@ -55,3 +63,11 @@ class Peak:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
         raise LookupError("status has no VmHWM")
+
+
+def _resident_bytes() -> int:
+    """What is resident now, or, where no more files can be opened, was at most."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

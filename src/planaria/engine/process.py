@@ -47,7 +47,7 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
             failure = msgspec.structs.replace(failure, mistake=mistake_of(error))
         control.send(failure)
         if failure.blame != "job":  # Another process may have better luck.
-            sys.exit(1)
+            return
     _answer_nothing(spec, control)
 
 

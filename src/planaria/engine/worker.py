@@ -49,7 +49,7 @@ from planaria.engine.blame import failure_of
 from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
-from planaria.engine.entry import LINK_TIMEOUT_S, exchanged
+from planaria.engine.entry import exchanged
 from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
@@ -77,6 +77,7 @@ from planaria.transport.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
+_LINK_TIMEOUT_S: Final = 60.0  # For links to be made.
 _LEAVE_S: Final = 1.0  # For a save that is being written when the job has ended.
 
 
@@ -100,7 +101,7 @@ class Worker:
             rank=spec.rank,
             send=control.send,
             may_write=pulse.wait_member,
-            is_called_off=control.has_order,
+            is_over=control.is_over,
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=PATIENT_S)
         self._slowness = Slowness(links.timekeeper)
@@ -116,6 +117,7 @@ class Worker:
             probe.heed(cutter(links, devices_per_node=spec.job.cluster.devices_per_node))
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
+        self._owes_save = False  # The one with which the epoch was to begin.
         self._stopped_at = -1  # The iteration whose recovery it is, -1 while all is well.
         self._takes_part = False  # In the newest epoch that this rank was told to begin.
         self._switches_at = -1  # Where the ranks agreed that the next epoch begins.
@@ -147,7 +149,7 @@ class Worker:
             if isinstance(order, Abort) and order.replaced.get(self._spec.rank) == os.getpid():
                 return
             self._try(order)
-        self._saver.wait_written(timeout_s=_LEAVE_S)
+        self._saver.leave(timeout_s=_LEAVE_S)
         self._links.close()
 
     def _try(self, order: Abort | StartEpoch | SaveLayers) -> None:
@@ -155,6 +157,7 @@ class Worker:
         try:
             self._obey(order)
         except ConfigError:
+            self._pulse.rest()
             raise
         except (Exception, SystemExit) as error:
             failure = failure_of(
@@ -164,8 +167,7 @@ class Worker:
                 epoch=order.epoch,
                 layers=self._pulse.layers,
             )
-            self._pulse.layers = (0, 0)
-            self._pulse.wait()
+            self._pulse.rest()
             self._control.send(failure)
 
     def _obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
@@ -173,7 +175,7 @@ class Worker:
         rank, epoch = self._spec.rank, order.epoch
         match order:
             case Abort() if order.epoch >= self._epoch:
-                self._epoch = order.epoch
+                self._epoch, self._owes_save = order.epoch, False
                 self._stopped_at = self._vector[0] + 1 if self._vector else 0
                 hashes = sampled_hashes(self._stage.whole().values(), self._job.resilience)
                 told = answer(self._stage, rank, epoch, self._vector, hashes, since=self._since)
@@ -187,10 +189,11 @@ class Worker:
                 try:
                     self._serve_epoch(order)
                 except (AbortedError, CheckpointError, CorruptedError, PeerLostError) as error:
+                    self._pulse.rest()  # Whatever it was in the middle of.
                     logger.info("rank %s: %s", rank, error)
                     if isinstance(error, CorruptedError):
                         # It may be all that is left: nobody may know who of two is right.
-                        self._saver.wait_written(timeout_s=self._job.checkpoint.timeout_s)
+                        self._saver.wait_written(epoch, timeout_s=self._job.checkpoint.timeout_s)
                     if said := complaint(error, rank=rank, epoch=epoch):
                         self._control.send(said)
 
@@ -255,7 +258,7 @@ class Worker:
         start, received_bytes = exchanged(
             start, self._links, self._stage, self._tier, self._copying, storage=self._storage
         )
-        self._links.wait_linked(timeout_s=LINK_TIMEOUT_S)
+        self._links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
         if not self._takes_part:
             return
         self._recovers("resume", start.iteration)
@@ -327,7 +330,7 @@ class Worker:
         ends = iteration >= training.iterations
         if start.persists:
             executor.compare(iteration)
-            self._save(start, iteration)
+            self._owes_save = not self._save(start, iteration)
         end_s = self._links.timekeeper.now_s()
         while not ends:
             self._peak.reset()
@@ -342,10 +345,14 @@ class Worker:
             goes_on = not ends and not switches
             self._copying.applied(vector, start.plan, age=iteration + 1, goes_on=goes_on)
             stall_s = self._copying.take_stall_s()
-            if ends or self._persists(iteration + 1):
+            saves = not ends and (vector.saves or self._persists(iteration + 1))
+            if ends or saves:
                 executor.compare(iteration + 1)
-            if not ends and self._persists(iteration + 1):
-                stall_s += self._save(start, iteration + 1)
+            if saves:
+                begin_s = time.monotonic()
+                self._save(start, iteration + 1)
+                stall_s += time.monotonic() - begin_s
+            self._owes_save = vector.votes.unsaved > 0 and not vector.saves
             before_s, end_s = end_s, self._links.timekeeper.now_s()
             self._control.send(
                 IterationDone(
@@ -375,7 +382,7 @@ class Worker:
             if switches:
                 self._switches_at = iteration
                 return
-        self._saver.wait_written()
+        self._saver.wait_written(start.epoch)
 
     def _computed(
         self, start: StartEpoch, executor: Executor, iteration: int
@@ -398,7 +405,8 @@ class Worker:
     def _votes(self, epoch: int, iteration: int) -> Votes:
         copied, uncopied = self._copying.votes(iteration)
         stops = self._control.stop_requested.is_set()
-        return Votes(int(stops), int(self._control.next_epoch > epoch), copied, uncopied)
+        switches, writes = self._control.next_epoch > epoch, self._saver.is_writing
+        return Votes(int(stops), int(switches), copied, uncopied, int(self._owes_save), int(writes))
 
     def _received(self, start: StartEpoch, iteration: int) -> int:
         """Waits for the layers that this rank is to have silently; the bytes that came."""
@@ -423,8 +431,8 @@ class Worker:
         every = self._job.checkpoint.persist_every
         return every > 0 and age % every == 0
 
-    def _save(self, start: StartEpoch, age: int) -> float:
-        """Saves what this rank owns; the seconds that training waited for it."""
+    def _save(self, start: StartEpoch, age: int) -> bool:
+        """Saves what this rank owns, if it can begin to."""
         return self._saver.save(self._owned(start.plan), iteration=age, epoch=start.epoch)
 
     def _owned(self, plan: Plan) -> dict[int, HeldLayer]:

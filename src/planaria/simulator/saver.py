@@ -74,7 +74,10 @@ class SimulatedSaver:
         write: what a layer's files are, by iteration and epoch.
         say: takes what the coordinator is to hear.
         may_write: whether its node is a member, as far as it knows.
-        is_called_off: whether an order waits.
+        is_over: whether nobody wants any more what is saved in an epoch.
+
+    Attributes:
+        is_writing: whether another save could not begin now.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class SimulatedSaver:
         write: Callable[[int, int, dict[int, int]], None],
         say: Callable[[Fact], None],
         may_write: Callable[[], bool],
-        is_called_off: Callable[[], bool],
+        is_over: Callable[[int], bool],
     ) -> None:
         self._process = process
         self._rank = rank
@@ -94,28 +97,35 @@ class SimulatedSaver:
         self._write = write
         self._say = say
         self._may_write = may_write
-        self._is_called_off = is_called_off
-        self._is_writing = False
+        self._is_over = is_over
+        self.is_writing = False
         self._begin_s = 0.0
 
-    async def save(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
-        """Begins a save, unless the one before is in its way."""
-        if await self.wait_written(timeout_s=self._begin_s + _WAIT_S - self._process.now_s):
+    async def save(self, contents: Mapping[int, int], age: int, epoch: int) -> bool:
+        """Begins a save; False if the one before is in its way."""
+        if await self.wait_written(epoch, timeout_s=self._begin_s + _WAIT_S - self._process.now_s):
             self._begin(contents, age, epoch)
-        else:
-            self.failed(age, epoch, "the one before is not written", is_skipped=True)
+            return True
+        self.failed(age, epoch, "the one before is not written", is_skipped=True)
+        return False
 
     async def save_last(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
-        """Saves once the one before is written; waits for it, unless that is called off."""
-        if await self.wait_written():
+        """Saves once the one before is written; waits for it, unless its epoch is over."""
+        if await self.wait_written(epoch):
             self._begin(contents, age, epoch)
-            await self.wait_written()
+            await self.wait_written(epoch)
 
-    async def wait_written(self, *, timeout_s: float = math.inf) -> bool:
-        """Waits for what is being written; False if it is called off, or takes too long."""
+    async def leave(self, *, timeout_s: float) -> None:
+        """Gives a save that is being written time to end."""
         deadline_s = self._process.now_s + timeout_s
-        while self._is_writing:
-            if self._is_called_off() or self._process.now_s >= deadline_s:
+        while self.is_writing and self._process.now_s < deadline_s:
+            await self._process.sleep(_LOOK_S)
+
+    async def wait_written(self, epoch: int, *, timeout_s: float = math.inf) -> bool:
+        """Waits for what is being written; False if that takes too long, or the epoch is over."""
+        deadline_s = self._process.now_s + timeout_s
+        while self.is_writing:
+            if self._is_over(epoch) or self._process.now_s >= deadline_s:
                 return False
             await self._process.sleep(_LOOK_S)
         return True
@@ -129,7 +139,7 @@ class SimulatedSaver:
         )
 
     def _begin(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
-        self._is_writing, self._begin_s = True, self._process.now_s
+        self.is_writing, self._begin_s = True, self._process.now_s
         self._process.spawn(self._write_out(dict(contents), age, epoch))
 
     async def _write_out(self, contents: dict[int, int], age: int, epoch: int) -> None:
@@ -137,11 +147,13 @@ class SimulatedSaver:
             await self._write_layers(contents, age, epoch)
         except CheckpointError as error:
             self.failed(age, epoch, str(error))
-        self._is_writing = False
+        self.is_writing = False
 
     async def _write_layers(self, contents: dict[int, int], age: int, epoch: int) -> None:
         files: tuple[LayerFile, ...] = ()
         for layer, content in contents.items():
+            if self._is_over(epoch):
+                return
             await self._process.sleep(_WRITE_S)
             if not self._may_write():
                 raise CheckpointError("its node's lease has run out")

@@ -128,7 +128,7 @@ class SimulatedWorker:
             write=around.write,
             say=self._say,
             may_write=may_write,
-            is_called_off=lambda: bool(self._orders),
+            is_over=lambda epoch: epoch < self._first_epoch or self._is_shut_down,
         )
         self._node = node
         self._around = around
@@ -137,12 +137,15 @@ class SimulatedWorker:
         self._copying = SimulatedCopying(process, links, memory, self._rules.job.checkpoint)
         self.epoch = -1
         self._saved_epoch = -1
+        self._owes_save = False
         self._vector: tuple[int, CommitVector] | None = None
         self._since = -1
         self._stop_requested = False
         self._next_epoch = -1
         self._takes_part, self._switches_at = False, -1
         self._orders: deque[Order] = deque()
+        self._first_epoch = -1  # Older ones are over.
+        self._is_shut_down = False
         self._ordered: Waiting[None] | None = None
 
     @property
@@ -162,7 +165,10 @@ class SimulatedWorker:
             else:
                 self._stop_requested = False
         if isinstance(message, Abort):
+            self._first_epoch = max(self._first_epoch, message.epoch)
             self.links.abort(first_epoch=message.epoch)
+        if isinstance(message, Shutdown):
+            self._is_shut_down = True
         self._orders.append(message)
         ordered, self._ordered = self._ordered, None
         if ordered is not None:
@@ -185,7 +191,7 @@ class SimulatedWorker:
                 self.process.kill()
                 return
             await self.obey(order)
-        await self._saver.wait_written(timeout_s=_LEAVE_S)
+        await self._saver.leave(timeout_s=_LEAVE_S)
 
     async def _next_order(self) -> Order:
         while not self._orders:
@@ -197,7 +203,7 @@ class SimulatedWorker:
         """Carries out an order; one that came before, or is for another worker, not."""
         match order:
             case Abort() if order.epoch >= self.epoch:
-                self.epoch = order.epoch
+                self.epoch, self._owes_save = order.epoch, False
                 self.answer(order)
             case SaveLayers() if order.epoch == self.epoch > self._saved_epoch:
                 self._saved_epoch = order.epoch
@@ -378,7 +384,7 @@ class SimulatedWorker:
             computed=self._computed,
         )
         if start.persists:
-            await self._save(start, layout, iteration)
+            self._owes_save = not await self._save(start, layout, iteration)
         end_s = self.process.now_s
         while not ends:
             self._around.reached("start", self, iteration)
@@ -399,9 +405,9 @@ class SimulatedWorker:
                 age=iteration + 1,
                 goes_on=not ends and not switches,
             )
-            every = self._rules.job.checkpoint.persist_every
-            if not ends and every and (iteration + 1) % every == 0:
+            if not ends and (vector.saves or self._persists(iteration + 1)):
                 await self._save(start, layout, iteration + 1)
+            self._owes_save = vector.votes.unsaved > 0 and not vector.saves
             before_s, end_s = end_s, self.process.now_s
             self._say(
                 IterationDone(
@@ -424,12 +430,13 @@ class SimulatedWorker:
             if switches:
                 self._switches_at = iteration
                 return
-        await self._saver.wait_written()
+        await self._saver.wait_written(start.epoch)
 
     async def _votes(self, epoch: int, iteration: int) -> Votes:
         copied, uncopied = await self._copying.votes(iteration)
         stops, switches = self._stop_requested, self._next_epoch > epoch
-        return Votes(int(stops), int(switches), copied, uncopied)
+        owes, writes = self._owes_save, self._saver.is_writing
+        return Votes(int(stops), int(switches), copied, uncopied, int(owes), int(writes))
 
     # -- saves ------------------------------------------------------------------------------------
 
@@ -447,11 +454,16 @@ class SimulatedWorker:
     def _owned(self, layout: Layout) -> list[int]:
         return [n for n in sorted(self.held) if layout.owner[n] == self.rank]
 
-    async def _save(self, start: StartEpoch, layout: Layout, age: int) -> None:
+    def _persists(self, age: int) -> bool:
+        every = self._rules.job.checkpoint.persist_every
+        return every > 0 and age % every == 0
+
+    async def _save(self, start: StartEpoch, layout: Layout, age: int) -> bool:
         if layers := self._owned(layout):
             self._around.reached("save", self, age)
             contents = {n: self.held[n].content for n in layers}
-            await self._saver.save(contents, age, start.epoch)
+            return await self._saver.save(contents, age, start.epoch)
+        return True
 
     async def _save_last(self, layers: Sequence[int], age: int, epoch: int) -> None:
         if layers:

@@ -73,6 +73,11 @@ class Pulse:
         """What follows takes as long as others take."""
         self._write(_DEADLINE, math.inf)
 
+    def rest(self) -> None:
+        """Nothing is being computed, and what follows takes as long as it takes."""
+        self.layers = (0, 0)
+        self.wait()
+
     @property
     def layers(self) -> tuple[int, int]:
         """First and end of the layers that are being computed, both 0 if none are."""

@@ -1,0 +1,238 @@
+"""A worker does what its orders say, and nothing else keeps it from that."""
+
+import faulthandler
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replace_struct
+from torch import Tensor
+
+from jobs import NUM_LAYERS, shaped_plan, tiny_job
+from planaria.checkpoint.tiers import Tier
+from planaria.core.job import JobConfig
+from planaria.core.messages import (
+    AT_COMMIT,
+    Abort,
+    IterationDone,
+    LayerFile,
+    LayersSaved,
+    Message,
+    PeerUnreachable,
+    SaveFailed,
+    SaveLayers,
+    Shutdown,
+    Stopped,
+    WorkerFailed,
+)
+from planaria.core.specs import NodeSpec
+from planaria.engine import process
+from planaria.engine.stage import Stage
+from planaria.engine.tensors import send_tensor
+from planaria.errors import PeerLostError
+from planaria.transport.links import Links
+from planaria.transport.pulse import Pulse
+from served import TIMEOUT_S, Served
+
+Write = Callable[..., LayerFile]
+
+ALONE = shaped_plan((1,), 1)
+
+
+class Disk:
+    """Where layers are written once that is allowed.
+
+    Attributes:
+        may_write: set when it is.
+        breaks: it then raises what is no failure of a disk.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.may_write = threading.Event()
+        self.breaks = False
+        write: Write = Tier.write_layer
+
+        def wait_and_write(tier: Tier, *rest: Any, **others: Any) -> LayerFile:
+            assert self.may_write.wait(TIMEOUT_S)
+            if self.breaks:
+                raise RuntimeError("a mistake of ours")
+            return write(tier, *rest, **others)
+
+        patch.setattr(Tier, "write_layer", wait_and_write)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk that does not write yet."""
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, disk: Disk) -> Iterator[Served]:
+    """The only rank of a job of two iterations, the first of which is saved, too."""
+    job = tiny_job("sequential", tmp_path, iterations=2, global_batch_size=2)
+    served = Served(replace(job, checkpoint=replace(job.checkpoint, persist_every=1)), tmp_path)
+    yield served
+    disk.may_write.set()
+    served.close()
+
+
+def whole_saves(served: Served) -> list[tuple[int, int]]:
+    """Iteration and epoch of all of which every layer was written."""
+    found = [fact for fact in served.line.of(LayersSaved) if isinstance(fact, LayersSaved)]
+    return [(fact.iteration, fact.epoch) for fact in found if len(fact.files) == NUM_LAYERS]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_order_that_ends_nothing_does_not_call_off_the_last_save(
+    epoch: int, alone: Served, disk: Disk
+) -> None:
+    """A coordinator that was restarted had told the epoch again, or a change at a commit came when
+    training ended at that very commit: the job ended unsaved."""
+    start = alone.start(ALONE)
+    again = alone.start(ALONE, epoch=epoch, iteration=AT_COMMIT if epoch else 0)
+    alone.line.on_look = disk.may_write.set
+    alone.line.give(start, again)
+    alone.line.wait(lambda: len(whole_saves(alone)) == 2)
+
+    assert whole_saves(alone) == [(1, 0), (2, 0)]
+
+
+def test_the_last_save_of_those_who_are_left_is_written_though_it_is_told_again(
+    alone: Served, disk: Disk
+) -> None:
+    """The repeated order called the save off, and was then refused as one that was carried out."""
+    alone.line.give(alone.start(ALONE))
+    alone.line.wait_told(IterationDone)
+    alone.line.give(Abort(epoch=1, nodes=(0,)))
+    (stopped,) = alone.line.wait_told(Stopped)
+    assert isinstance(stopped, Stopped)
+    (age,) = set(stopped.ages.values())
+    order = SaveLayers(
+        epoch=1, iteration=age, layers={0: tuple(stopped.ages)}, vector=b"", since=stopped.since
+    )
+    alone.line.on_look = disk.may_write.set
+    alone.line.give(order, order)
+    alone.line.wait(lambda: bool(whole_saves(alone)))
+
+    assert whole_saves(alone) == [(age, 1)]
+
+
+def test_a_save_that_was_due_after_a_loss_is_made_up_for(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of the epoch before was in its way, and of no use: a job that saved at its end alone
+    did without from then on, though it survived fewer failures."""
+    monkeypatch.setattr("planaria.engine.saver.WAIT_S", 0.0)
+    job = tiny_job("sequential", tmp_path, iterations=1_000_000, global_batch_size=2)
+    served = Served(job, tmp_path)
+    served.line.give(replace_struct(served.start(ALONE), persists=True))
+    served.line.wait_told(IterationDone)
+    served.line.give(Abort(epoch=1, nodes=(0,)))
+    (stopped,) = served.line.wait_told(Stopped)
+    assert isinstance(stopped, Stopped)
+    start = served.start(ALONE, epoch=1, iteration=stopped.vector_iteration + 1)
+    served.line.give(replace_struct(start, vector=stopped.vector, persists=True))
+    (skipped,) = served.line.wait_told(SaveFailed)
+    disk.may_write.set()
+    served.line.wait(lambda: bool(whole_saves(served)))
+    served.close()
+
+    assert isinstance(skipped, SaveFailed)
+    assert (skipped.epoch, skipped.is_skipped) == (1, True)
+    ((iteration, epoch),) = whole_saves(served)
+    assert iteration > start.iteration
+    assert epoch == 1
+
+
+def test_a_save_that_broke_does_not_keep_a_worker_from_leaving(alone: Served, disk: Disk) -> None:
+    """It raised what the save had left when the job had ended: the worker took that for a mistake
+    of the job's, waited to be shut down once more, and was killed."""
+    disk.breaks = True
+    alone.line.give(alone.start(ALONE))
+    alone.line.wait_told(IterationDone)
+    alone.line.give(Abort(epoch=1, nodes=(0,)), Shutdown())
+    alone.line.wait_told(Stopped)
+    disk.may_write.set()
+    alone.end()
+
+    assert alone.error is None
+    assert not alone.line.of(WorkerFailed)
+
+
+def test_a_rank_that_has_lost_a_peer_computes_nothing_and_is_not_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was doing had to end in time, and whatever it did then for longer had its agent kill
+    it: it wrote the last save. And its layers were to blame for that, though it had only sent."""
+    seen: dict[str, list[tuple[int, int]]] = {"forward": [], "send": []}
+    forward = Stage.forward
+
+    def note_forward(stage: Stage, *arguments: Any, **others: Any) -> Tensor:
+        seen["forward"].append(served.pulse.layers)
+        return forward(stage, *arguments, **others)
+
+    def lose_second(*arguments: Any, **others: Any) -> None:
+        seen["send"].append(served.pulse.layers)
+        if len(seen["send"]) == 2:  # How long one takes is known by now.
+            raise PeerLostError(1, "its machine burns")
+        send_tensor(*arguments, **others)
+
+    monkeypatch.setattr(Stage, "forward", note_forward)
+    monkeypatch.setattr("planaria.engine.executor.send_tensor", lose_second)
+    plan = shaped_plan((2,), 2)
+    served = Served(tiny_job("sequential", tmp_path, global_batch_size=4), tmp_path)
+    peer = Links(1, token=b"")
+    addresses = {0: served.links.address, 1: peer.address}
+    served.line.give(replace_struct(served.start(plan), addresses=addresses))
+    peer.begin(0, addresses=addresses, peers={0}, timeout_s=TIMEOUT_S)
+    served.line.wait_told(PeerUnreachable)
+    deadline_s, layers = served.pulse.deadline_s, served.pulse.layers
+    served.close()
+    peer.close()
+
+    assert deadline_s == math.inf
+    assert layers == (0, 0)
+    assert seen == {"forward": [(0, NUM_LAYERS // 2)] * 2, "send": [(0, 0)] * 2}
+
+
+def test_a_worker_whose_node_is_to_blame_leaves_once_it_has_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It left by an exception, whose traceback was printed below the one that was told."""
+    told: list[Message] = []
+
+    class Failing:
+        """A worker that cannot read what others can."""
+
+        def __init__(self, *_: object) -> None:
+            self.send = told.append
+
+        def run(self) -> None:
+            raise OSError("Input/output error")
+
+    pulse = Pulse()
+    spec = NodeSpec(
+        job=JobConfig(), node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+    )
+    monkeypatch.setattr(process, "Worker", Failing)
+    monkeypatch.setattr(process, "Control", lambda *_, **__: Failing())
+    for place, name in (
+        (torch, "set_num_threads"),
+        (sys, "setswitchinterval"),
+        (faulthandler, "register"),
+        (faulthandler, "enable"),
+    ):
+        monkeypatch.setattr(place, name, lambda *_, **__: None)
+    process.main(spec, -1, -1, pulse)
+    pulse.close()
+
+    (failed,) = told
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.blame, failed.epoch) == ("node", -1)
