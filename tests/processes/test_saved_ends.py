@@ -26,6 +26,7 @@ from chaos import (
 from jobs import digests
 from planaria.errors import InsufficientError
 from planaria.library import Job, Silent, TrainingResult
+from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from planaria.planning import PRELOAD
@@ -216,16 +217,16 @@ def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
 def leaders(monkeypatch: pytest.MonkeyPatch, crashing: Path) -> Iterator[list[int]]:
     """The pids of coordinators, of crashing_leader.py, in the order in which they are started."""
     started: list[int] = []
-    real_spawn = ForkServer.spawn
+    real_spawn = Forker.spawn
 
-    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+    async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
         is_leader = "leader" in target
-        pid = real_spawn(self, "crashing_leader:main" if is_leader else target, payload, fds)
+        pid = await real_spawn(self, "crashing_leader:main" if is_leader else target, payload, fds)
         if is_leader:
             started.append(pid)
         return pid
 
-    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    monkeypatch.setattr(Forker, "spawn", spawn)
     yield started
     for path in (crashing, rescues(crashing)):
         path.unlink(missing_ok=True)
