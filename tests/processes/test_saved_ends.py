@@ -23,11 +23,13 @@ from chaos import (
     recoveries,
     struck,
 )
-from jobs import digests
+from jobs import digests, tiny_job
+from planaria import library
 from planaria.errors import InsufficientError
 from planaria.library import Job, Silent, TrainingResult
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.waiting import LEAVING
 from planaria.observe.metrics import IterationRecord
 from planaria.planning import PRELOAD
 
@@ -352,6 +354,25 @@ def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_pa
 
     resumed = Job(config).train(resume=True, server=own_server)
     assert digests(resumed) == calm_digests(own_server, MANY)
+
+
+def test_a_report_is_interrupted_by_ctrl_c_alone_which_loses_nothing(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be interrupted before training began, and by a repeated SIGTERM, too."""
+    config = tiny_job("sequential", tmp_path, iterations=1)
+    before = [signal.getsignal(number) for number in LEAVING]
+
+    def report_of(*_: object) -> None:
+        assert {signal.getsignal(number) for number in LEAVING} == {signal.SIG_IGN}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(library, "report_of", report_of)
+    with pytest.raises(KeyboardInterrupt, match=r"after training had ended; .* of iteration 1, go"):
+        Job(config).run(server=server)
+
+    assert [signal.getsignal(number) for number in LEAVING] == before
+    assert not (tmp_path / ".job.lock").exists()
 
 
 # -- a stop that is asked for meanwhile -----------------------------------------------------------

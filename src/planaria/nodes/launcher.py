@@ -35,7 +35,7 @@ from itertools import count
 
 import msgspec
 
-from planaria.checkpoint.patience import LOOK_TIMEOUT_S, looked_at
+from planaria.checkpoint.patience import discard, looked_at
 from planaria.checkpoint.tiers import standing, tier_of
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
@@ -57,13 +57,13 @@ from planaria.core.records import (
     Warned,
 )
 from planaria.core.specs import NodeSpec
-from planaria.errors import CheckpointError, InsufficientError
+from planaria.errors import InsufficientError
 from planaria.nodes.cloud import LocalOperator
 from planaria.nodes.desk import Drains, answering, open_desk
 from planaria.nodes.forking import SHORTAGE_PAUSE_S, Forker
 from planaria.nodes.forkserver import UNKNOWN, ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
-from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.leader_spec import LeaderSpec, saving_members
 from planaria.nodes.observer import Observer
 from planaria.nodes.waiting import (
     explained,
@@ -165,7 +165,8 @@ class Launcher:
             Exception: what is told to the observer made it raise; what was live is saved.
         """
         ended = asyncio.run(self._run())
-        self._discard_unsaved()
+        for text in discard(self._tier, sorted(self._unsaved)):
+            self._warn(text)
         if self._error is not None:
             logger.warning("the job has ended, %s; %s", ended.reason, standing(self._tier))
             raise self._error
@@ -173,20 +174,6 @@ class Launcher:
             left = f"; {standing(self._tier)}" if self._stop_requested else ""
             raise KeyboardInterrupt(f"{self._interruption}{left}")
         return ended
-
-    def _discard_unsaved(self) -> None:
-        """What a rank wrote after another had failed to is no checkpoint."""
-        end_s = time.monotonic() + LOOK_TIMEOUT_S
-        for iteration, epoch in sorted(self._unsaved):
-            if time.monotonic() > end_s:
-                where = self._tier.storage.where("")
-                text = f"{where} is slow, so parts of failed saves stay: planaria checkpoint prune"
-                self._warn(text)
-                return
-            try:
-                self._tier.discard(iteration, epoch)
-            except CheckpointError as error:
-                self._warn(str(error))
 
     @property
     def has_ended(self) -> bool:
@@ -386,14 +373,8 @@ class Launcher:
             self._to_leader = None
 
     def _rescue(self) -> Rescue:
-        """What a coordinator that only saves is to go on from; its epoch is one that no node knows
-        yet, for all epochs were on record before any node knew of them."""
-        left = tuple(node for node in self._members.nodes if node in self._there)
-        gone = {*self._members.gone, *self._members.nodes}.difference(left)
-        epoch = self._members.epoch + 1
-        self._members = Members(
-            epoch=epoch, term=self._members.term + 1, nodes=left, gone=tuple(sorted(gone))
-        )
+        """What a coordinator that only saves is to go on from."""
+        self._members = saving_members(self._members, self._there)
         return Rescue(
             reason=self._must_end,
             term=self._leader_spec.led_term + 1,
