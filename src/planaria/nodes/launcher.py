@@ -119,14 +119,7 @@ class Launcher:
             server=lambda: self._server.pid,
             fired=self._fire,
         )
-        self._forker = Forker(
-            server,
-            forked=self._on_forked,
-            exited=self._on_exited,
-            note=self._warn,
-            meanwhile=self._meanwhile,
-            failed=self._save_and_raise,
-        )
+        self._forker = self._forker_of(server)
         self._drains = Drains(self._say, self._there.keys())
         self._operator = LocalOperator(
             spec.job.cluster.grant_s, give_back=self._give_back, granted=self._grant
@@ -156,6 +149,16 @@ class Launcher:
         self._unfired: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
         self._is_over = False
+
+    def _forker_of(self, server: ForkServer) -> Forker:
+        return Forker(
+            server,
+            forked=self._on_forked,
+            exited=self._on_exited,
+            note=self._warn,
+            meanwhile=self._meanwhile,
+            failed=self._save_and_raise,
+        )
 
     def run(self) -> Ended:
         """Runs the job to its end; no process of it is left afterwards.
