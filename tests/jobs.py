@@ -18,6 +18,8 @@ from planaria.core.job import (
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.library import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.leader_spec import LeaderSpec
+from strategies import equal_problem
 
 NUM_LAYERS = 10
 NUM_BLOCKS = NUM_LAYERS - 2
@@ -115,3 +117,22 @@ def train_shape(
 def digests(result: TrainingResult) -> tuple[str, str]:
     """What must not depend on anything but the job."""
     return result.report.final.parameters_sha256, result.report.final.optimizer_sha256
+
+
+def leader_spec(directory: Path, *, token: bytes = b"") -> LeaderSpec:
+    """What the coordinator of a job of ten layers on one node is told."""
+    problem = equal_problem(num_layers=NUM_LAYERS, num_microbatches=10)
+    plan = shaped_plan((1,), 10)
+    return LeaderSpec(
+        job=tiny_job("sequential", directory),
+        plan=plan,
+        predicted_s=1.0,
+        problem=problem,
+        templates={1: plan.pipelines[0].template},
+        plans={1: plan},
+        first_iteration=0,
+        source="",
+        fingerprint={},
+        directory=str(directory / "store"),
+        token=token,
+    )

@@ -1,7 +1,9 @@
 """The parts of the command line that start no process."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,8 @@ from typer.testing import Result
 
 import planaria
 from command import PACED, assert_mistake, command, train
+from planaria import cli
+from planaria.nodes.waiting import handlers_restored
 from planaria.planning import read_profile
 
 
@@ -23,6 +27,22 @@ def test_version_and_help_are_there() -> None:
     assert command("--version").output == f"planaria {planaria.__version__}\n"
     assert "train" in command().output
     assert command().exit_code == 2
+
+
+def test_a_terminal_that_is_gone_interrupts_a_command_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shell tells of it once more, while files are removed for the first time that it is told."""
+
+    def hang_up_twice() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(cli, "app", hang_up_twice)
+    with handlers_restored():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        cli.main()
 
 
 def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_frames() -> None:

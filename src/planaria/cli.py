@@ -3,8 +3,9 @@
 
 Exit codes: 0 done; 1 the user's code raised, the last save failed, what a command checks is not as
 it must be, or a mistake of ours; 2 the user's mistake in the job or on the command line; 3 too few
-nodes or copies are left, or the job could not go on and was saved; 130 stopped by Ctrl-C, SIGTERM
-or SIGHUP: saved, unless by a second Ctrl-C.
+nodes or copies are left, or the job could not go on and was saved; 130 stopped by Ctrl-C or a
+signal that tells a process to leave (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU): saved,
+unless training had not begun, or by a second Ctrl-C.
 """
 
 import json
@@ -106,8 +107,10 @@ class _Posted:
         """Nobody waits for what is queued before the end."""
 
 
-def _interrupted(*_: object) -> None:
+def _interrupted(number: int, _: object) -> None:
     """SIGTERM is what a scheduler sends for Ctrl-C, SIGHUP what a terminal does that is closed."""
+    if number == signal.SIGHUP:  # A shell and the kernel both send it, also while all is undone.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -249,7 +252,7 @@ class _Shown:
         self._console = console
         self._display = LiveDisplay(console)
         self._outlet = Outlet(self._note_now)
-        self._last: list[Callable[[], None]] = []
+        self._last: Callable[[], None] | None = None
 
     @property
     def output(self) -> Callable[[str], None] | None:
@@ -301,7 +304,7 @@ class _Shown:
     def end(self, result: TrainingResult) -> None:
         """Has `close` say what a job came to that did not fail."""
         if result.error is None:
-            self._last.append(partial(self._sum_up, result))
+            self._last = partial(self._sum_up, result)
 
     def _sum_up(self, result: TrainingResult) -> None:
         self._console.print(summary(result.report), soft_wrap=True)
@@ -310,7 +313,8 @@ class _Shown:
 
     def close(self) -> None:
         """Ends the live display, once what was told has been shown, or nobody looks."""
-        finish(self._outlet, self._display.stop, *self._last)
+        last = () if self._last is None else (self._last,)
+        finish(self._outlet, self._display.stop, *last)
 
 
 def _timeline(result: TrainingResult, picture: Format | None) -> bytes:

@@ -44,7 +44,7 @@ def exit_codes() -> Iterator[None]:
     except CheckpointError as error:
         text, code = str(error), 1
     except KeyboardInterrupt as error:
-        text, code = str(error) or "interrupted before training began", 130
+        text, code = str(error) or "interrupted", 130
     else:
         return
     errors = Console(file=unfailing(sys.stderr), highlight=False, soft_wrap=True)

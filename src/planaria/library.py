@@ -43,6 +43,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.journal_place import journal_place
 from planaria.nodes.launcher import Launcher
 from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.waiting import handlers_restored
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import EveryPlan
@@ -209,7 +210,8 @@ class Job:
             TrainingError: the user's code raised.
             InsufficientError: too few nodes are left, or a layer has no live holder.
             CheckpointError: the last save failed.
-            KeyboardInterrupt: the user ended the job at once, nothing was saved.
+            KeyboardInterrupt: the user ended the job at once, nothing was saved; or interrupted
+                what follows training, all was saved. It says which.
         """
         result = self.run(
             resume=resume,
@@ -273,18 +275,11 @@ class Job:
             launcher = _launcher(
                 planned, running, watcher, injections, directory=journal, trace=trace
             )
-            ended = launcher.run()
-        watcher.ended(launcher.unfired)
-        error = _failure(ended, looked_at(tier, config.checkpoint))
-        if error is not None:
-            watcher.failed(str(error), ended)
-        return TrainingResult(
-            report=report_of(planned, tier, recorder, watcher, ended),
-            planned=planned,
-            compared=tuple(compared_iterations(planned, recorder)),
-            stopped=ended.ending == Ending.STOPPED.value,
-            error=error,
-        )
+            with _told_if_interrupted(launcher, looked_at(tier, config.checkpoint)):
+                ended = launcher.run()
+                held.close()
+                watcher.ended(launcher.unfired)
+                return _result(planned, ended, tier=tier, recorder=recorder, watcher=watcher)
 
     @contextmanager
     def _server(
@@ -365,6 +360,35 @@ def _launcher(
         token=b"",
     )
     return Launcher(spec, leader, server=server, observer=watcher, injections=injections)
+
+
+@contextmanager
+def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
+    """What is left to do once training has ended, a report of all that is saved, takes minutes of a
+    large model: only Ctrl-C interrupts it, and the message says that nothing is lost by it."""
+    with handlers_restored():
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if error.args or not launcher.has_ended:
+                raise
+            text = f"interrupted after training had ended; {standing(tier)}"
+            raise KeyboardInterrupt(text) from error
+
+
+def _result(
+    planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, watcher: Watcher
+) -> TrainingResult:
+    error = _failure(ended, looked_at(tier, planned.config.checkpoint))
+    if error is not None:
+        watcher.failed(str(error), ended)
+    return TrainingResult(
+        report=report_of(planned, tier, recorder, watcher, ended),
+        planned=planned,
+        compared=tuple(compared_iterations(planned, recorder)),
+        stopped=ended.ending == Ending.STOPPED.value,
+        error=error,
+    )
 
 
 def _failure(ended: Ended, tier: Tier) -> PlanariaError | None:

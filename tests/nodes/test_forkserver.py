@@ -1,9 +1,11 @@
 """The fork server: what it forks, what it tells of it, and that it never stays behind."""
 
+import errno
 import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -202,6 +204,122 @@ def test_a_server_that_was_killed_can_be_renewed_and_still_tells_of_its_children
     server.close()
 
     assert told == [(pids[0], UNKNOWN), (pids[1], UNKNOWN), (pids[2], -signal.SIGKILL)]
+
+
+def test_a_child_for_which_no_descriptor_is_left_runs_nothing(
+    small: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops the descriptor of an answer then: nobody could tell when the child ends."""
+    real_recv_fds = socket.recv_fds
+
+    def recv_without_fds(*args: int) -> tuple[bytes, list[int], int, object]:
+        data, fds, flags, address = real_recv_fds(*args)  # type: ignore[arg-type]
+        for descriptor in fds:
+            os.close(descriptor)
+        return data, [], flags, address
+
+    small.wait_ready()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "recv_fds", recv_without_fds)
+        with pytest.raises(OSError, match="Too many open files"):
+            small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+
+    wait_for(lambda: not psutil.Process(small.pid).children(), what="the child has left")
+    assert not (tmp_path / "pid").exists()
+    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert small.exits() == []
+
+
+SCARCE = """
+import errno, os
+real_fork = os.fork
+def fork():
+    os.fork = real_fork
+    raise BlockingIOError(errno.EAGAIN, "no process")
+os.fork = fork
+"""
+
+
+def test_a_server_that_cannot_fork_now_says_so_and_lives(tmp_path: Path) -> None:
+    """A machine without processes or memory for one more has them again a moment later."""
+    (tmp_path / "scarce.py").write_text(SCARCE)
+    server = ForkServer(["scarce", THIS], path=[str(tmp_path), *PATH])
+
+    with pytest.raises(OSError, match=os.strerror(errno.EAGAIN)):
+        server.spawn(f"{THIS}:die", b"")
+
+    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    server.close()
+
+
+def refuse(error: Exception) -> Callable[..., object]:
+    def refused(*_: object, **__: object) -> object:
+        raise error
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("subprocess.Popen.__init__", OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+        ("socket.socketpair", OSError(errno.EMFILE, os.strerror(errno.EMFILE))),
+    ],
+)
+def test_a_server_that_cannot_be_renewed_leaks_nothing_and_can_be_later(
+    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short it is tried again and again."""
+    server = ForkServer([THIS], path=PATH)
+    server.wait_ready()
+    server.kill()
+    before = len(os.listdir("/proc/self/fd"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, refuse(error))
+        with pytest.raises(InsufficientError, match="no other can be started"):
+            server.renew()
+
+    assert server.loss == "the fork server stood still and was killed"
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before, what="all is closed again")
+    server.renew()
+    assert server.call(f"{THIS}:echo", b"ab") == b"ba"
+    server.close()
+
+
+def test_who_asks_a_server_that_stands_still_waits_for_nothing(
+    small: ForkServer, tmp_path: Path
+) -> None:
+    """It is killed when that took too long, and its request is lost with it."""
+    small.wait_ready()
+    os.kill(small.pid, signal.SIGSTOP)
+
+    number = small.ask(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    assert small.answer(number) is None
+    small.kill()
+
+    with pytest.raises(InsufficientError, match="the fork server stood still and was killed"):
+        small.answer(number)
+    small.renew()
+    with pytest.raises(InsufficientError, match="the fork server is gone that was asked"):
+        small.answer(number)
+    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert not (tmp_path / "pid").exists()
+
+
+def test_a_child_whose_answer_is_forgotten_runs_nothing(small: ForkServer, tmp_path: Path) -> None:
+    """A launcher that ends meanwhile does not know of it."""
+    small.wait_ready()
+    number = small.ask(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    wait_for(lambda: bool(psutil.Process(small.pid).children()), what="it is forked")
+    assert small.exits() == []
+
+    small.forget(number)
+
+    wait_for(lambda: not psutil.Process(small.pid).children(), what="it has left")
+    assert small.exits() == []
+    assert not (tmp_path / "pid").exists()
 
 
 def test_nothing_is_written_to_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:

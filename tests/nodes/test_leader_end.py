@@ -9,36 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from jobs import NUM_LAYERS, shaped_plan, tiny_job
+from jobs import leader_spec
 from planaria.core.messages import Message, Shutdown, WorkerFailed
 from planaria.core.records import AgentEnded, Ended, ToLauncher
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.leader_spec import LeaderSpec
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
-from strategies import equal_problem
 
 TOKEN = b"the job's token"
 TIMEOUT_S = 20.0
 ROUNDS = 5
-
-
-def leader_spec(directory: Path) -> LeaderSpec:
-    """A job of ten layers on one node."""
-    problem = equal_problem(num_layers=NUM_LAYERS, num_microbatches=10)
-    plan = shaped_plan((1,), 10)
-    return LeaderSpec(
-        job=tiny_job("sequential", directory),
-        plan=plan,
-        predicted_s=1.0,
-        problem=problem,
-        templates={1: plan.pipelines[0].template},
-        plans={1: plan},
-        first_iteration=0,
-        source="",
-        fingerprint={},
-        directory=str(directory / "store"),
-        token=TOKEN,
-    )
 
 
 def greeted(address: tuple[str, int]) -> socket.socket:
@@ -122,7 +101,7 @@ def coordinated(
     ours, theirs = socket.socketpair()
     lifeline, held = socket.socketpair()
     with closing(ours), closing(held), socket.create_server(("127.0.0.1", 0)) as listener:
-        payload = msgspec.json.encode(leader_spec(directory))
+        payload = msgspec.json.encode(leader_spec(directory, token=TOKEN))
         fds = (listener.fileno(), theirs.fileno(), lifeline.fileno())
         pid = server.spawn("planaria.nodes.leader:main", payload, fds)
         theirs.close()

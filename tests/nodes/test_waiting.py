@@ -10,11 +10,22 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
 from msgspec import structs
 
 from planaria.core.records import Ended
-from planaria.nodes.waiting import computed_s, explained, heard_while_running, interrupts
+from planaria.nodes.waiting import (
+    LEAVING,
+    computed_s,
+    explained,
+    handlers_restored,
+    heard_while_running,
+    interrupts,
+    kill_group,
+)
 from tasks import TIMEOUT_S
+
+Handler = Callable[[int, Any], object] | int | None
 
 LEASE_S = 0.3
 BEAT_S = LEASE_S / 10
@@ -112,40 +123,64 @@ def test_time_in_which_the_launcher_was_stopped_is_not_held_against_the_coordina
     assert listened(speak) == (b"I lead, still", [])
 
 
-def hangups(num_signals: int, handler: signal.Handlers) -> tuple[int, object]:
-    """How many of so many SIGHUPs a launcher is told of, and what handles the next one.
+def told_to_leave(number: signal.Signals, *, times: int, before: Handler) -> tuple[int, Handler]:
+    """How often a launcher is told of a signal, and what handles the next one.
 
     Args:
-        handler: before the launcher has one.
+        before: handles it before the launcher does.
     """
     told: list[None] = []
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        with interrupts(loop, lambda: None, hung_up=lambda: told.append(None)):
-            for _ in range(num_signals):
-                os.kill(os.getpid(), signal.SIGHUP)
+        with interrupts(loop, lambda: None, told_to_leave=lambda: told.append(None)):
+            for _ in range(times):
+                os.kill(os.getpid(), number)
                 for _ in range(10):  # The handler has its turn in one of the next.
                     await asyncio.sleep(0)
 
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
+    with handlers_restored():
+        signal.signal(number, before)
         asyncio.run(run())
-        return len(told), signal.getsignal(signal.SIGHUP)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+        return len(told), signal.getsignal(number)
 
 
-def test_a_terminal_that_is_gone_is_told_of_and_cannot_go_again() -> None:
-    """What follows the job, its report say, is not interrupted by a shell that tells of it late;
-    without any the signal does afterwards what it did before."""
-    assert hangups(0, signal.SIG_DFL) == (0, signal.SIG_DFL)
-    assert hangups(2, signal.SIG_DFL) == (2, signal.SIG_IGN)
+@pytest.mark.parametrize("number", LEAVING)
+def test_what_tells_a_process_to_leave_is_told_and_interrupts_nothing_after_it(
+    number: signal.Signals,
+) -> None:
+    """What follows the job, its report say, takes long, and a shell tells late of a terminal that
+    is gone."""
+    before = signal.getsignal(number)
+
+    assert told_to_leave(number, times=2, before=signal.SIG_DFL) == (2, signal.SIG_IGN)
+    assert signal.getsignal(number) == before
 
 
-def test_under_nohup_nobody_is_told_that_a_terminal_is_gone() -> None:
-    """Who ignores SIGHUP wants the job to go on."""
-    assert hangups(1, signal.SIG_IGN) == (0, signal.SIG_IGN)
+def test_a_signal_that_is_ignored_is_left_at_that() -> None:
+    """Who ignores SIGHUP, as nohup does, wants the job to go on."""
+    for number in LEAVING:
+        assert told_to_leave(number, times=1, before=signal.SIG_IGN) == (0, signal.SIG_IGN)
+
+
+def test_a_signal_that_the_user_has_given_a_meaning_keeps_it() -> None:
+    """As SIGUSR1 has in many programs."""
+    had: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        had.append(number)
+
+    told = told_to_leave(signal.SIGUSR1, times=1, before=handler)
+
+    assert told == (0, handler)
+    assert had == [signal.SIGUSR1]
+
+
+def test_no_group_of_the_caller_is_killed() -> None:
+    """0 and -1 are no process."""
+    for pid in (0, -1):
+        with pytest.raises(AssertionError):
+            kill_group(pid)
 
 
 def test_a_job_without_any_node_left_says_how_they_ended_by_themselves() -> None:

@@ -23,10 +23,13 @@ from chaos import (
     recoveries,
     struck,
 )
-from jobs import digests
+from jobs import digests, tiny_job
+from planaria import library
 from planaria.errors import InsufficientError
 from planaria.library import Job, Silent, TrainingResult
+from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.waiting import LEAVING
 from planaria.observe.metrics import IterationRecord
 from planaria.planning import PRELOAD
 
@@ -216,16 +219,16 @@ def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
 def leaders(monkeypatch: pytest.MonkeyPatch, crashing: Path) -> Iterator[list[int]]:
     """The pids of coordinators, of crashing_leader.py, in the order in which they are started."""
     started: list[int] = []
-    real_spawn = ForkServer.spawn
+    real_spawn = Forker.spawn
 
-    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+    async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
         is_leader = "leader" in target
-        pid = real_spawn(self, "crashing_leader:main" if is_leader else target, payload, fds)
+        pid = await real_spawn(self, "crashing_leader:main" if is_leader else target, payload, fds)
         if is_leader:
             started.append(pid)
         return pid
 
-    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    monkeypatch.setattr(Forker, "spawn", spawn)
     yield started
     for path in (crashing, rescues(crashing)):
         path.unlink(missing_ok=True)
@@ -351,6 +354,25 @@ def test_what_a_display_raises_ends_the_job_saved(own_server: ForkServer, tmp_pa
 
     resumed = Job(config).train(resume=True, server=own_server)
     assert digests(resumed) == calm_digests(own_server, MANY)
+
+
+def test_a_report_is_interrupted_by_ctrl_c_alone_which_loses_nothing(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be interrupted before training began, and by a repeated SIGTERM, too."""
+    config = tiny_job("sequential", tmp_path, iterations=1)
+    before = [signal.getsignal(number) for number in LEAVING]
+
+    def report_of(*_: object) -> None:
+        assert {signal.getsignal(number) for number in LEAVING} == {signal.SIG_IGN}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(library, "report_of", report_of)
+    with pytest.raises(KeyboardInterrupt, match=r"after training had ended; .* of iteration 1, go"):
+        Job(config).run(server=server)
+
+    assert [signal.getsignal(number) for number in LEAVING] == before
+    assert not (tmp_path / ".job.lock").exists()
 
 
 # -- a stop that is asked for meanwhile -----------------------------------------------------------

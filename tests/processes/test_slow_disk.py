@@ -9,6 +9,7 @@ import pytest
 from jobs import tiny_job
 from planaria.checkpoint.tiers import tier_of
 from planaria.library import Job
+from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from slow_leader import LINK_S
 
@@ -21,16 +22,16 @@ def test_a_manifest_that_takes_longer_than_a_lease_costs_nothing_else(
 ) -> None:
     """The coordinator was killed for it, again and again, and at the final save, too."""
     assert LINK_S > LEASE_S
-    real_spawn, num_leaders = ForkServer.spawn, 0
+    real_spawn, num_leaders = Forker.spawn, 0
 
-    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+    async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
         nonlocal num_leaders
         num_leaders += "leader" in target
-        return real_spawn(
+        return await real_spawn(
             self, target.replace("planaria.nodes.leader", "slow_leader"), payload, fds
         )
 
-    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    monkeypatch.setattr(Forker, "spawn", spawn)
     job = tiny_job("sequential", tmp_path, iterations=6)
     job = replace(
         job,

@@ -15,6 +15,7 @@ from jobs import digests
 from planaria.coordinator.arrivals import ARRIVAL_S_MIN
 from planaria.core.job import JobConfig
 from planaria.library import Silent, TrainingResult
+from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from stopped_agent import NODE
@@ -51,15 +52,15 @@ def test_a_coordinator_that_stands_still_is_replaced_before_nodes_give_it_up(
     """Its connections stay open, and no heartbeat is answered: after a lease nodes would write no
     saves, after two they would end."""
     leaders: list[int] = []
-    real_spawn = ForkServer.spawn
+    real_spawn = Forker.spawn
 
-    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
-        pid = real_spawn(self, target, payload, fds)
+    async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
+        pid = await real_spawn(self, target, payload, fds)
         if "leader" in target:
             leaders.append(pid)
         return pid
 
-    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    monkeypatch.setattr(Forker, "spawn", spawn)
     display = _At(2, lambda: os.kill(leaders[0], signal.SIGSTOP))
     result = struck(small_job(server, tmp_path / "run"), server, display=display)
 
@@ -82,13 +83,13 @@ def test_a_node_that_hangs_before_it_connects_is_lost_in_the_end(
 ) -> None:
     """The others begin without it, and nothing of it is left. It takes a minute."""
     children = set(psutil.Process(server.pid).children())
-    real_spawn = ForkServer.spawn
+    real_spawn = Forker.spawn
 
-    def spawn(self: ForkServer, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+    async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
         target = target.replace("planaria.nodes.agent:", "stopped_agent:")
-        return real_spawn(self, target, payload, fds)
+        return await real_spawn(self, target, payload, fds)
 
-    monkeypatch.setattr(ForkServer, "spawn", spawn)
+    monkeypatch.setattr(Forker, "spawn", spawn)
     result = struck(small_job(server, tmp_path / "run"), server)
 
     assert result.error is None

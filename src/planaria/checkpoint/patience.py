@@ -7,14 +7,15 @@ the same disk again and again.
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
 from planaria.checkpoint.storage import Entry, Storage
 from planaria.checkpoint.tiers import Tier
 from planaria.core.job import CheckpointConfig
-from planaria.errors import UnreadableError
+from planaria.errors import CheckpointError, UnreadableError
 
 LOOK_TIMEOUT_S: Final = 10.0
 
@@ -83,3 +84,22 @@ def patient(tier: Tier, *, timeout_s: float) -> Tier:
 def looked_at(tier: Tier, checkpoint: CheckpointConfig) -> Tier:
     """The same tier, for whoever asks what there is when the job has ended."""
     return patient(tier, timeout_s=min(LOOK_TIMEOUT_S, checkpoint.timeout_s))
+
+
+def discard(tier: Tier, versions: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Removes what a rank wrote after another had failed to, which is no checkpoint, as long as
+    the storage is quick; tells why some of it stays.
+
+    Args:
+        versions: iteration and epoch of each.
+    """
+    end_s = time.monotonic() + LOOK_TIMEOUT_S
+    for iteration, epoch in versions:
+        if time.monotonic() > end_s:
+            where = tier.storage.where("")
+            yield f"{where} is slow, so parts of failed saves stay: planaria checkpoint prune"
+            return
+        try:
+            tier.discard(iteration, epoch)
+        except CheckpointError as error:
+            yield str(error)

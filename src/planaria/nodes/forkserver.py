@@ -8,14 +8,17 @@ when the process that started it ends, by whatever signal, also while it imports
 A request is a JSON packet over a Unix socket pair, with file descriptors attached: which function
 ("module:function") to call with which payload in the child. The payload travels in memory,
 never in argv, for it holds the job's token. Exits of children are reported on the same socket.
+Whoever must not wait asks for a child and takes the answer later.
 
 A server that was killed can be renewed. Its children live on; the kernel tells when they end
-(pidfds), but not how. A child runs nothing before its caller has heard of it, so a server that is
-killed in the middle of a request leaves nobody behind whom nobody knows.
+(pidfds), but not how. A child runs nothing before its caller has taken the answer, so a server that
+is killed in the middle of a request, and a caller that has no descriptor left for the child, leave
+nobody behind whom nobody knows.
 """
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
@@ -30,8 +33,9 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from planaria.errors import InsufficientError
 from planaria.nodes.output import PassedOn, flush_own
@@ -49,6 +53,21 @@ _OUTPUT_TIMEOUT_S = 1.0
 # A pool of threads would exist in the server alone: its forks inherit the pool's locks, held by
 # nobody, and hang now and then. numpy's BLAS starts one on import.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A child that was asked for.
+
+    Attributes:
+        tell_fd: it runs nothing before something comes from there.
+        pid: once it is forked.
+        error: the number of the error for which there is none.
+    """
+
+    tell_fd: int
+    pid: int = 0
+    error: int = 0
 
 
 class ForkServer:
@@ -75,19 +94,38 @@ class ForkServer:
         self._environment = os.environ | _ONE_THREAD
         self._exits: list[tuple[int, int]] = []
         self._numbers = count()  # Of requests.
+        self._asked: dict[int, _Asked] = {}
         self._children: dict[int, int] = {}  # Their pidfds.
         self._passed: list[PassedOn] = []
         self._news = select.epoll()
         self._start()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        lifeline_fd, self._lifeline_fd = os.pipe()
-        descriptors = (theirs.fileno(), lifeline_fd)
-        passed = PassedOn(self._output)
+        with contextlib.ExitStack() as failing:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            failing.callback(ours.close)
+            with theirs:
+                theirs_fd, ours_fd = os.pipe()
+                failing.callback(os.close, ours_fd)
+                try:
+                    process, passed = self._processed((theirs.fileno(), theirs_fd))
+                finally:
+                    os.close(theirs_fd)
+            failing.callback(process.wait, timeout=_END_TIMEOUT_S)
+            failing.callback(process.kill)
+            self._news.register(ours, select.EPOLLIN)
+            failing.pop_all()
+        self._process, self._socket, self._lifeline_fd = process, ours, ours_fd
         self._passed.append(passed)
+        self._loss, self._is_ready = "", False
+        with contextlib.suppress(InsufficientError):  # Told by whatever is asked of it next.
+            self._send({"preload": self._preload, "path": self._path}, ())
+
+    def _processed(self, descriptors: tuple[int, int]) -> tuple[subprocess.Popen[bytes], PassedOn]:
+        """A process that serves there, and what it prints."""
+        passed = PassedOn(self._output)
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve{descriptors}"],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
@@ -96,24 +134,29 @@ class ForkServer:
                 start_new_session=True,
                 env=self._environment,
             )
-        finally:
+        except BaseException:
+            passed.drop()
+            raise
+        try:
             passed.begin()
-        theirs.close()
-        os.close(lifeline_fd)
-        self._loss, self._is_ready = "", False
-        self._socket = ours
-        self._news.register(ours, select.EPOLLIN)
-        with contextlib.suppress(InsufficientError):  # Told by whatever is asked of it next.
-            self._send({"preload": self._preload, "path": self._path}, ())
+        except BaseException:
+            process.kill()
+            process.wait(timeout=_END_TIMEOUT_S)
+            raise
+        return process, passed
 
     def renew(self) -> None:
-        """Starts a server in place of one that is gone; it imports everything anew. `loss` says if
-        that cannot be."""
+        """Starts a server in place of one that is gone; it imports everything anew.
+
+        Raises:
+            InsufficientError: this machine has no process, memory or descriptor for it now.
+        """
         assert self._loss
         try:
             self._start()
-        except OSError as error:
-            self._loss = f"the fork server cannot be started again ({error.strerror})"
+        except (OSError, RuntimeError) as error:  # The latter where no thread can be started.
+            reason = getattr(error, "strerror", None) or error
+            raise InsufficientError(f"no other can be started ({reason})") from error
 
     @property
     def pid(self) -> int:
@@ -149,29 +192,74 @@ class ForkServer:
 
         Raises:
             InsufficientError: the server is gone.
+            OSError: this machine has no process, memory or descriptor for it now.
         """
         return self._spawn({"target": target}, payload, fds)
 
-    def _spawn(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
-        carrier_fd = os.memfd_create("payload")  # A payload may exceed a socket's buffer.
-        known_fd, tell_fd = os.pipe()
-        try:
+    def ask(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
+        """Asks for what `spawn` forks and waits for nothing; returns the number of the request,
+        whose answer has to be taken, or forgotten.
+
+        Raises:
+            InsufficientError, OSError: as `spawn`.
+        """
+        return self._ask({"target": target}, payload, fds)
+
+    def answer(self, number: int) -> int | None:
+        """The pid of the child of a request, which runs from now on; None as long as `exits` has
+        not heard of it.
+
+        Raises:
+            InsufficientError, OSError: as `spawn`.
+        """
+        asked = self._asked.get(number)
+        if asked is None:
+            raise InsufficientError(self._loss or "the fork server is gone that was asked")
+        if asked.error:
+            self.forget(number)
+            raise OSError(asked.error, os.strerror(asked.error))
+        if not asked.pid:
+            return None
+        del self._asked[number]
+        with contextlib.suppress(BrokenPipeError):  # It was killed already.
+            os.write(asked.tell_fd, b"!")
+        os.close(asked.tell_fd)
+        return asked.pid
+
+    def forget(self, number: int) -> None:
+        """Has a child that was asked for leave without running anything, unless its answer was
+        taken."""
+        asked = self._asked.pop(number, None)
+        if asked is None:
+            return
+        os.close(asked.tell_fd)
+        if asked.pid in self._children:
+            os.close(self._children.pop(asked.pid))
+
+    def _ask(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
+        with contextlib.ExitStack() as held, contextlib.ExitStack() as failing:
+            carrier_fd = os.memfd_create("payload")  # A payload may exceed a socket's buffer.
+            held.callback(os.close, carrier_fd)
+            known_fd, tell_fd = os.pipe()
+            held.callback(os.close, known_fd)
+            failing.callback(os.close, tell_fd)
             with os.fdopen(carrier_fd, "wb", closefd=False) as carrier:
                 carrier.write(payload)
             os.lseek(carrier_fd, 0, os.SEEK_SET)
             number = next(self._numbers)
             self._send({**request, "number": number}, (carrier_fd, known_fd, *fds))
-            while True:
-                reply = self._reply(timeout_s=_FORK_TIMEOUT_S if self._is_ready else None)
-                if reply.get("number") == number:
-                    break
-                self._note(reply)
-            os.write(tell_fd, b"!")
+            failing.pop_all()
+        self._asked[number] = _Asked(tell_fd)
+        return number
+
+    def _spawn(self, request: dict[str, object], payload: bytes, fds: Sequence[int]) -> int:
+        number = self._ask(request, payload, fds)
+        try:
+            while (pid := self.answer(number)) is None:
+                self._note(self._reply(timeout_s=_FORK_TIMEOUT_S if self._is_ready else None))
+            return pid
         finally:
-            for fd in (carrier_fd, known_fd, tell_fd):
-                os.close(fd)
-        self._children[reply["pid"]] = reply["pidfd"]
-        return reply["pid"]
+            self.forget(number)
 
     def call(self, target: str, payload: bytes) -> bytes:
         """What `target(payload, fd)` writes to fd, run in a child that is waited for.
@@ -208,10 +296,18 @@ class ForkServer:
         exits, self._exits = self._exits, []
         return exits
 
+    def kill(self) -> None:
+        """Ends a server that stands still; it is lost from now on."""
+        self._process.kill()
+        if not self._loss:
+            self._lose("stood still and was killed")
+
     def close(self) -> None:
         """Ends the server, whatever it does; children that were spawned go on."""
         self._process.kill()
         self._process.wait(timeout=_END_TIMEOUT_S)
+        for number in tuple(self._asked):
+            self.forget(number)
         if not self._loss:
             self._socket.close()
             os.close(self._lifeline_fd)
@@ -233,11 +329,22 @@ class ForkServer:
     def _note(self, reply: dict[str, int]) -> None:
         if "ready" in reply:
             self._is_ready = True
-        elif "pid" in reply:  # Ctrl-C came while somebody waited for it; it has run nothing.
-            os.close(reply["pidfd"])
+        elif "number" in reply:
+            self._note_answer(reply["number"], reply)
         elif reply["exited"] in self._children:
             os.close(self._children.pop(reply["exited"]))
             self._exits.append((reply["exited"], reply["status"]))
+
+    def _note_answer(self, number: int, reply: dict[str, int]) -> None:
+        asked, pidfd = self._asked.get(number), reply.get("pidfd", -1)
+        if asked is None:  # Nobody waits for it any more; it has run nothing.
+            if pidfd >= 0:
+                os.close(pidfd)
+        elif pidfd >= 0:
+            self._children[reply["pid"]] = pidfd
+            self._asked[number] = replace(asked, pid=reply["pid"])
+        else:  # The server has none, or this process no descriptor for it.
+            self._asked[number] = replace(asked, error=reply.get("error", errno.EMFILE))
 
     def _send(self, request: dict[str, object], fds: Sequence[int]) -> None:
         if self._loss:
@@ -254,13 +361,14 @@ class ForkServer:
         self._socket.settimeout(timeout_s)
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
-        except TimeoutError:  # It stands still.
-            self._process.kill()
-            data, fds = b"", []
+        except TimeoutError:
+            self.kill()
+            raise self._lost() from None
         except ConnectionResetError:
             data, fds = b"", []
         finally:
-            self._socket.settimeout(None)
+            if not self._loss:
+                self._socket.settimeout(None)
         if not data:
             raise self._lost()
         reply: dict[str, int] = json.loads(data)
@@ -269,15 +377,24 @@ class ForkServer:
     def _lost(self) -> InsufficientError:
         """Whoever asks something of a server that is gone gets this; its children are watched."""
         if not self._loss:
-            status = self._process.wait(timeout=_END_TIMEOUT_S)
-            self._loss = f"the fork server {told(status)}"
-            self._news.unregister(self._socket)
-            self._socket.close()
-            os.close(self._lifeline_fd)
-            for pidfd in self._children.values():
-                with contextlib.suppress(FileExistsError):  # Of the server before this one.
-                    self._news.register(pidfd, select.EPOLLIN)
-        return InsufficientError(f"{self._loss}; no node can be started any more")
+            try:
+                how = told(self._process.wait(timeout=_END_TIMEOUT_S))
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                how = "has closed its connection and was killed"
+            self._lose(how)
+        return InsufficientError(f"{self._loss}; it forks no process any more")
+
+    def _lose(self, how: str) -> None:
+        self._loss = f"the fork server {how}"
+        self._news.unregister(self._socket)
+        self._socket.close()
+        os.close(self._lifeline_fd)
+        for number in tuple(self._asked):
+            self.forget(number)
+        for pidfd in self._children.values():
+            with contextlib.suppress(FileExistsError):  # Of the server before this one.
+                self._news.register(pidfd, select.EPOLLIN)
 
 
 def told(status: int) -> str:
@@ -295,6 +412,10 @@ def serve(fd: int, lifeline_fd: int) -> None:
     child_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_fd)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # A scheduler may send them to all processes of a job; the launcher answers, and whoever is
+    # forked from here hears nothing of it.
+    for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     selector.register(sock, selectors.EVENT_READ)
     selector.register(child_fd, selectors.EVENT_READ)
@@ -357,22 +478,21 @@ def _serve_request(sock: socket.socket) -> bool:
             logger.warning("a preloaded module started %d threads: forks may hang", num_threads - 1)
         sock.sendall(json.dumps({"ready": 1}).encode())
         return True
+    reply, pidfds = {"number": request["number"]}, []
     server_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        sock.close()
-        if request.get("dies_with_server"):
-            die_with_parent(server_pid)
-        if not os.read(fds[1], 1):  # Whoever asked for it does not know of it.
-            os._exit(0)
-        os.close(fds[1])
-        _become(request["target"], [fds[0], *fds[2:]])
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(request, sock, fds, server_pid=server_pid)
+        pidfds.append(os.pidfd_open(pid))  # Not waited for before, so it is that process for sure.
+        reply["pid"] = pid
+    except OSError as error:  # There are too many processes, or there is no memory for one more.
+        reply["error"] = error.errno
     for descriptor in fds:
         os.close(descriptor)
-    pidfd = os.pidfd_open(pid)  # It is not waited for before, so it is that process for sure.
-    reply = {"pid": pid, "number": request["number"]}
-    socket.send_fds(sock, [json.dumps(reply).encode()], [pidfd])
-    os.close(pidfd)
+    socket.send_fds(sock, [json.dumps(reply).encode()], pidfds)
+    for pidfd in pidfds:
+        os.close(pidfd)
     return True
 
 
@@ -401,16 +521,26 @@ def close_others(kept: set[int]) -> None:
                 os.close(int(name))
 
 
-def _become(target: str, fds: list[int]) -> None:
-    """Runs the target in the forked child and leaves with its status; never returns."""
+def _become(
+    request: dict[str, Any], sock: socket.socket, fds: list[int], *, server_pid: int
+) -> NoReturn:
+    """Runs the target in the forked child, once whoever asked for it knows of it, and leaves with
+    its status."""
     status = 1
     try:
+        sock.close()
+        if request.get("dies_with_server"):
+            die_with_parent(server_pid)
+        carrier_fd, known_fd, *others = fds
+        if not os.read(known_fd, 1):
+            os._exit(0)
+        os.close(known_fd)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with os.fdopen(fds[0], "rb") as carrier:
+        with os.fdopen(carrier_fd, "rb") as carrier:
             payload = carrier.read()
-        module, _, function = target.partition(":")
-        getattr(importlib.import_module(module), function)(payload, *fds[1:])
+        module, _, function = request["target"].partition(":")
+        getattr(importlib.import_module(module), function)(payload, *others)
         status = 0
     except SystemExit as leave:
         status = leave.code if isinstance(leave.code, int) else 1

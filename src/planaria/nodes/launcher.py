@@ -15,9 +15,10 @@ It holds the only write end of the lifeline pipe: when it dies, by whatever sign
 of the job sees the pipe close and leaves. They hold all its read ends, too: the launcher sees its
 own end break when the last process of the job is gone, and waits for that.
 
-Ctrl-C and SIGTERM stop the job at its next commit, once its state is saved; a second one, or one
-before the first iteration has begun, ends it at once. A terminal that is gone (SIGHUP) stops it as
-the first one does and is never the second: a shell and the kernel may both tell of it.
+Ctrl-C stops the job at its next commit, once its state is saved; a second one ends it at once. Any
+other signal that tells a process to leave (SIGTERM of a scheduler, SIGHUP of a terminal that is
+gone; waiting.py has all) stops it as the first one does and is never the second: whoever sends it
+may send it again. Before the first iteration has begun any of them ends the job at once.
 """
 
 import asyncio
@@ -27,13 +28,14 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import msgspec
 
-from planaria.checkpoint.patience import LOOK_TIMEOUT_S, looked_at
+from planaria.checkpoint.patience import discard, looked_at
 from planaria.checkpoint.tiers import standing, tier_of
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
@@ -55,12 +57,13 @@ from planaria.core.records import (
     Warned,
 )
 from planaria.core.specs import NodeSpec
-from planaria.errors import CheckpointError, InsufficientError
+from planaria.errors import InsufficientError
 from planaria.nodes.cloud import LocalOperator
 from planaria.nodes.desk import Drains, answering, open_desk
+from planaria.nodes.forking import SHORTAGE_PAUSE_S, Forker
 from planaria.nodes.forkserver import UNKNOWN, ForkServer, told
 from planaria.nodes.injector import Injector, coordinator_places, node_places
-from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.leader_spec import LeaderSpec, saving_members
 from planaria.nodes.observer import Observer
 from planaria.nodes.waiting import (
     explained,
@@ -75,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 10.0  # For agents to leave by themselves before their groups are killed.
 KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
-RESTARTS_MAX = 5  # Of the coordinator, or of the fork server, without a commit in between.
+RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
 RESCUES_MAX = 3  # Coordinators that only save.
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
@@ -116,7 +119,7 @@ class Launcher:
             server=lambda: self._server.pid,
             fired=self._fire,
         )
-        self._unforked: list[tuple[int, bytes]] = []  # Nodes that wait for a fork server.
+        self._forker = self._forker_of(server)
         self._drains = Drains(self._say, self._there.keys())
         self._operator = LocalOperator(
             spec.job.cluster.grant_s, give_back=self._give_back, granted=self._grant
@@ -127,9 +130,9 @@ class Launcher:
         self._leader_pids: set[int] = set()
         self._to_leader: asyncio.StreamWriter | None = None
         self._lost_leader_s = 0.0  # Since when there is no coordinator; 0 while there is one.
-        self._restarts = self._renewals = self._rescues = 0
+        self._restarts = self._rescues = 0
         self._must_end = ""  # Why no coordinator can go on; the next one only saves.
-        self._error: BaseException | None = None  # Of this process, which makes the job end.
+        self._error: Exception | None = None  # Of this process, which makes the job end.
         self._members = Members(
             epoch=leader.plan.epoch, term=leader.led_term, nodes=leader.plan.nodes
         )
@@ -145,6 +148,17 @@ class Launcher:
         self._unsaved: set[tuple[int, int]] = set()
         self._unfired: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
+        self._is_over = False
+
+    def _forker_of(self, server: ForkServer) -> Forker:
+        return Forker(
+            server,
+            forked=self._on_forked,
+            exited=self._on_exited,
+            note=self._warn,
+            meanwhile=self._meanwhile,
+            failed=self._save_and_raise,
+        )
 
     def run(self) -> Ended:
         """Runs the job to its end; no process of it is left afterwards.
@@ -154,25 +168,20 @@ class Launcher:
             Exception: what is told to the observer made it raise; what was live is saved.
         """
         ended = asyncio.run(self._run())
-        self._discard_unsaved()
+        for text in discard(self._tier, sorted(self._unsaved)):
+            self._warn(text)
+        if self._error is not None:
+            logger.warning("the job has ended, %s; %s", ended.reason, standing(self._tier))
+            raise self._error
         if self._interruption:
             left = f"; {standing(self._tier)}" if self._stop_requested else ""
             raise KeyboardInterrupt(f"{self._interruption}{left}")
         return ended
 
-    def _discard_unsaved(self) -> None:
-        """What a rank wrote after another had failed to is no checkpoint."""
-        end_s = time.monotonic() + LOOK_TIMEOUT_S
-        for iteration, epoch in sorted(self._unsaved):
-            if time.monotonic() > end_s:
-                where = self._tier.storage.where("")
-                text = f"{where} is slow, so parts of failed saves stay: planaria checkpoint prune"
-                self._observer.noticed(Warned(text=text))
-                return
-            try:
-                self._tier.discard(iteration, epoch)
-            except CheckpointError as error:
-                self._warn(str(error))
+    @property
+    def has_ended(self) -> bool:
+        """Whether training is over, however it ended, unless the user ended it at once."""
+        return self._is_over and not self._interruption
 
     @property
     def unfired(self) -> tuple[Injection, ...]:
@@ -185,12 +194,11 @@ class Launcher:
         lifeline_read_fd, lifeline_write_fd = os.pipe()
         injector = await self._injector.listen() if self._injections else ("", 0)
         with (
-            interrupts(loop, self._interrupt, hung_up=self._hang_up),
+            interrupts(loop, self._interrupt, told_to_leave=self._leave),
             socket.create_server(("127.0.0.1", 0), backlog=1024) as listener,
         ):
             self._listener = listener
             self._lifeline_fd = lifeline_read_fd
-            self._can_fork = asyncio.Event()
             self._leading: asyncio.Task[None] | None = None
             try:
                 self._injector_address = injector
@@ -202,35 +210,28 @@ class Launcher:
                     places=coordinator_places(self._injections),
                     injector=injector,
                 )
-                loop.add_reader(self._server.fileno(), self._watch_processes)
-                self._watch_processes()
+                self._forker.begin()
                 self._start_leading()
                 answer = answering(self._drains, self._observer.events_json)
                 async with open_desk(self._spec.job.name, answer, note=self._warn):
                     ended = await self._ended
-                self._operator.close()
+                self._is_over = True
                 self._injector.ended()
-                os.close(self._lifeline_fd)
-                self._lifeline_fd = -1
+                self._start_no_more()
                 if ended.ending not in ("failed", "lost"):
                     self._kill_evicted(ended)
                     await self._wait_left(lifeline_write_fd)
             finally:
-                self._operator.close()
                 if self._leading is not None:
                     self._leading.cancel()
-                if self._lifeline_fd >= 0:
-                    os.close(self._lifeline_fd)
+                self._start_no_more()
                 self._kill_all()
                 if not await is_left_alone(lifeline_write_fd, timeout_s=KILL_TIMEOUT_S):
                     logger.warning("a process of the job is still there after it was killed")
                 await self._wait_exits()
-                loop.remove_reader(self._server.fileno())
+                self._forker.close()
                 os.close(lifeline_write_fd)
                 self._unfired = self._injector.close() if self._injections else ()
-        if self._error is not None:
-            logger.warning("the job has ended, %s; %s", ended.reason, standing(self._tier))
-            raise self._error
         agents = set(self._agents.values()) & set(self._exits)
         statuses = {self._exits[pid] for pid in agents - self._fenced}
         return explained(ended, statuses - {UNKNOWN})
@@ -239,7 +240,7 @@ class Launcher:
 
     def _start_agent(self, node: int, *, is_granted: bool = False) -> None:
         """Starts a node, on the machine of one that has ended unless another one was granted."""
-        there = {*self._there, *(other for other, _ in self._unforked)}
+        there = {*self._there, *self._forker.nodes}
         taken = {self._machines[other] for other in (self._machines if is_granted else there)}
         self._machines[node] = next(n for n in map("machine-{}".format, count()) if n not in taken)
         spec = msgspec.structs.replace(
@@ -251,20 +252,35 @@ class Launcher:
             injector=self._injector_address,
             heeds=self._injector.has_cuts,
         )
-        self._unforked.append((node, msgspec.json.encode(spec)))
-        self._fork_agents()
+        self._forker.add(node, msgspec.json.encode(spec), (self._lifeline_fd,))
 
-    def _fork_agents(self) -> None:
-        """Forks the nodes that wait, if there is a fork server."""
-        while self._unforked and self._server.is_ready and not self._ended.done():
-            node, payload = self._unforked[0]
-            # The fork server may tell of exits meanwhile, or end.
-            asyncio.get_running_loop().call_soon(self._watch_processes)
-            with contextlib.suppress(InsufficientError):
-                fds = (self._lifeline_fd,)
-                pid = self._server.spawn("planaria.nodes.agent:main", payload, fds)
-                del self._unforked[0]
-                self._agents[node] = self._there[node] = pid
+    def _on_forked(self, node: int, pid: int) -> None:
+        self._agents[node] = self._there[node] = pid
+        if pid in self._exits:  # It was killed before it was known.
+            self._on_agent_exited(node)
+
+    def _on_exited(self, pid: int, status: int) -> None:
+        self._exits[pid] = status
+        for node, agent in self._agents.items():
+            if agent == pid:
+                self._on_agent_exited(node)
+
+    def _on_agent_exited(self, node: int) -> None:
+        self._there.pop(node, None)
+        self._drains.left(node)
+        self._say(self._agent_ended(node))
+
+    def _agent_ended(self, node: int) -> AgentEnded:
+        status = self._exits[self._agents[node]]
+        return AgentEnded(node=node, reason=f"its agent {told(status)}")
+
+    def _start_no_more(self) -> None:
+        """Nothing is forked any more, and what was forked sees that the job is over."""
+        self._operator.close()
+        self._forker.stop()
+        if self._lifeline_fd >= 0:
+            os.close(self._lifeline_fd)
+            self._lifeline_fd = -1
 
     def _join(self, num_nodes: int) -> None:
         """More nodes come; their numbers were never used before."""
@@ -276,11 +292,11 @@ class Launcher:
         if not (self._stop_requested or self._must_end):
             node = max(self._machines) + 1
             self._start_agent(node, is_granted=True)
-            self._observer.granted(node, stead=stead)
+            self._tell(partial(self._observer.granted, node, stead=stead))
 
     def _give_back(self, node: int) -> None:
         """The machine of a lost node runs nothing any more, whatever that node thinks."""
-        self._unforked = [one for one in self._unforked if one[0] != node]
+        self._forker.drop(node)
         if node in self._agents:
             self._fence(self._agents[node])
 
@@ -294,31 +310,45 @@ class Launcher:
         """Runs the coordinator, again whenever it ends before the job does; where it cannot go on,
         one that only saves."""
         while not self._ended.done():
-            spec = self._leader_spec
-            if self._must_end:
-                self._rescues += 1
-                if self._rescues > RESCUES_MAX:
-                    self._end(
-                        f"{self._must_end}; {RESCUES_MAX} more ended before they had it saved"
-                    )
-                    return
-                if not any(node in self._there for node in self._members.nodes):
-                    self._end(f"{self._must_end}; no node is left to save")
-                    return
-                spec = msgspec.structs.replace(spec, rescue=self._rescue())
-            if not await self._is_forking():
+            if self._must_end and (why := self._unsavable()):
+                self._end(f"{self._must_end}; {why}")
+                return
+            if not await self._forker.wait_ready():
                 if self._must_end:
                     self._end(f"{self._must_end}; no process could be started to save")
                     return
-                self._must_end = f"{self._server.loss}, as those before it, and the coordinator"
-                self._renewals = 0
+                self._must_end = f"no coordinator could be started: {self._forker.failure}"
+                self._warn(f"{self._must_end}; the job saves and ends")
+                self._forker.begin_anew()
                 continue
-            with contextlib.suppress(InsufficientError):  # The fork server ends meanwhile.
-                await self._run_leader(spec)
-                self._restarts += 1
+            how = "ended"
+            try:
+                await self._run_leader(self._next_leader())
+            except InsufficientError:  # The fork server ended meanwhile.
+                continue
+            except OSError as error:
+                how = f"could not be started ({error.strerror})"
+                logger.warning("the coordinator %s", how)
+                await asyncio.sleep(SHORTAGE_PAUSE_S)
+            self._restarts += 1
             if self._restarts > RESTARTS_MAX and not self._must_end:
                 times = f"{self._restarts} times without a commit"
-                self._must_end = f"the coordinator ended {times}"
+                self._must_end = f"the coordinator {how} {times}"
+
+    def _unsavable(self) -> str:
+        """Why it is no use to start one more coordinator that only saves."""
+        if self._rescues == RESCUES_MAX:
+            return f"{RESCUES_MAX} more ended before they had it saved"
+        if not any(node in self._there for node in self._members.nodes):
+            return "no node is left to save"
+        return ""
+
+    def _next_leader(self) -> LeaderSpec:
+        """What the next coordinator is told."""
+        if not self._must_end:
+            return self._leader_spec
+        self._rescues += 1
+        return msgspec.structs.replace(self._leader_spec, rescue=self._rescue())
 
     async def _run_leader(self, spec: LeaderSpec) -> None:
         """Runs one coordinator, and hears it until it is gone."""
@@ -327,9 +357,11 @@ class Launcher:
             with theirs:
                 payload = msgspec.json.encode(spec)
                 fds = (self._listener.fileno(), theirs.fileno(), self._lifeline_fd)
-                self._leader_pid = self._server.spawn("planaria.nodes.leader:main", payload, fds)
-            self._leader_pids.add(self._leader_pid)
-            self._watch_processes()  # The fork server may have told of exits in between.
+                pid = await self._forker.spawn("planaria.nodes.leader:main", payload, fds)
+            self._leader_pid = pid
+            self._leader_pids.add(pid)
+            if self._must_end and spec.rescue is None:  # Since it was asked for.
+                self._fence(pid)
             reader, self._to_leader = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -344,14 +376,8 @@ class Launcher:
             self._to_leader = None
 
     def _rescue(self) -> Rescue:
-        """What a coordinator that only saves is to go on from; its epoch is one that no node knows
-        yet, for all epochs were on record before any node knew of them."""
-        left = tuple(node for node in self._members.nodes if node in self._there)
-        gone = {*self._members.gone, *self._members.nodes}.difference(left)
-        epoch = self._members.epoch + 1
-        self._members = Members(
-            epoch=epoch, term=self._members.term + 1, nodes=left, gone=tuple(sorted(gone))
-        )
+        """What a coordinator that only saves is to go on from."""
+        self._members = saving_members(self._members, self._there)
         return Rescue(
             reason=self._must_end,
             term=self._leader_spec.led_term + 1,
@@ -367,47 +393,43 @@ class Launcher:
         if self._error is not None or not isinstance(error, Exception):
             self._ended.set_exception(error)
             return
-        self._error, self._must_end = error, f"the launcher raised {error!r}"
-        self._fence(self._leader_pid)  # It may stand still, and go on later.
+        self._save_and_raise(error)
         self._start_leading()
 
-    async def _is_forking(self) -> bool:
-        """Waits for a fork server; False if none stays."""
-        while not self._server.is_ready:
-            if self._server.loss and self._renewals > RESTARTS_MAX:
-                return False
-            if self._server.loss:
-                self._renew_server()
-                continue
-            self._can_fork.clear()
-            await self._can_fork.wait()
-        return True
+    def _save_and_raise(self, error: Exception) -> None:
+        """The job ends by what this process or the observer raised, the first of it, and saved."""
+        if self._error is not None:
+            logger.warning("the launcher raised %r", error)
+            return
+        self._error, self._must_end = error, f"the launcher raised {error!r}"
+        if self._leader_pid:
+            self._fence(self._leader_pid)  # It may stand still, and go on later.
 
-    def _renew_server(self) -> None:
-        """Starts another fork server, unless too many have ended, none of which was there when an
-        iteration was committed."""
-        self._renewals += 1
-        if self._renewals > RESTARTS_MAX:
-            text = f"{self._server.loss}, as those before it: no node can be started any more"
-        else:
-            text = f"{self._server.loss}: another one is started, and training goes on meanwhile"
-            self._server.renew()
-        self._notice(Warned(text=text))
+    def _tell(self, call: Callable[[], None]) -> None:
+        """Tells the observer something."""
+        try:
+            call()
+        except Exception as error:
+            self._save_and_raise(error)
 
     def _notice(self, message: ToLauncher) -> None:
-        """Tells the observer; one that has raised before may do so again."""
-        try:
-            self._observer.noticed(message)
-        except Exception as error:
-            if self._error is None:
-                raise
-            logger.warning("the observer raised %r", error)
+        self._tell(partial(self._observer.noticed, message))
+
+    def _warn(self, text: str) -> None:
+        self._notice(Warned(text=text))
+
+    def _meanwhile(self) -> str:
+        """What becomes of the job while a fork server is renewed."""
+        if self._must_end:
+            return ", to save what is live"
+        is_led = self._is_training and self._to_leader is not None
+        return ", and training goes on meanwhile" if is_led else ""
 
     def _brief(self) -> None:
         """Tells a new coordinator what it may not have heard."""
         for node, pid in self._agents.items():
             if pid in self._exits:
-                self._say(AgentEnded(node=node, reason=f"its agent {told(self._exits[pid])}"))
+                self._say(self._agent_ended(node))
         self._drains.repeat()
         if self._stop_requested:
             self._say(StopRequested())
@@ -434,14 +456,14 @@ class Launcher:
                             since=message.since,
                         )
                         self._restarts = 0
-                        self._renewals = 0 if self._server.is_ready else self._renewals
+                        self._forker.committed()
                     case Recorded():
                         self._members = message.members or self._members
                         self._outcome = message.outcome or self._outcome
                         continue
                     case Unrecorded():
                         self._must_end = self._must_end or message.reason
-                        self._notice(Warned(text=f"{message.reason}; the job saves and ends"))
+                        self._warn(f"{message.reason}; the job saves and ends")
                         continue
                     case Leading():
                         self._led(message)
@@ -463,7 +485,8 @@ class Launcher:
         """A coordinator runs; the next one is to find its records."""
         self._leader_spec = msgspec.structs.replace(self._leader_spec, led_term=message.term)
         if self._lost_leader_s and self._error is None:
-            self._observer.restarted(lost_s=self._lost_leader_s, now_s=message.now_s)
+            lost_s, now_s = self._lost_leader_s, message.now_s
+            self._tell(partial(self._observer.restarted, lost_s=lost_s, now_s=now_s))
         self._lost_leader_s = 0.0
 
     def _kill_leader(self, since_s: float) -> None:
@@ -477,19 +500,6 @@ class Launcher:
     def _say(self, message: Message) -> None:
         if self._to_leader is not None and not self._ended.done():
             self._to_leader.write(frame(message))
-
-    def _watch_processes(self) -> None:
-        for pid, status in self._server.exits():
-            self._exits[pid] = status
-            for node, agent in self._agents.items():
-                if agent == pid:
-                    self._there.pop(node, None)
-                    self._drains.left(node)
-                    self._say(AgentEnded(node=node, reason=f"its agent {told(status)}"))
-        if self._server.loss and self._renewals <= RESTARTS_MAX and not self._ended.done():
-            self._renew_server()
-        self._fork_agents()
-        self._can_fork.set()  # Or nobody ever can; who waits looks again.
 
     async def _wait_left(self, lifeline_fd: int) -> None:
         """Lets the job's processes leave by themselves, for a while."""
@@ -506,7 +516,7 @@ class Launcher:
             self._fence(self._agents[node])
 
     def _kill_all(self) -> None:
-        self._watch_processes()  # Who has ended by now was not killed here.
+        self._forker.look()  # Who has ended by now was not killed here.
         for pid in {*self._agents.values(), *self._leader_pids}:
             self._fence(pid)
 
@@ -517,7 +527,7 @@ class Launcher:
             kill_group(pid)
 
     async def _wait_exits(self) -> None:
-        """Waits until the fork server has told how all ended, who are gone by now."""
+        """Waits until it is known of all that they have ended, who are gone by now."""
         deadline_s = time.monotonic() + KILL_TIMEOUT_S
         expected = {*self._agents.values(), *self._leader_pids}
         while not expected <= set(self._exits):
@@ -527,13 +537,11 @@ class Launcher:
 
     # -- the user, and faults ---------------------------------------------------------------------
 
-    def _warn(self, text: str) -> None:
-        self._observer.noticed(Warned(text=text))
-
     def _fire(self, injection: Injection) -> None:
         first = max(self._machines) + 1
         nodes = injection.nodes or tuple(range(first, first + injection.num_nodes))
-        self._observer.fired(replace(injection, nodes=nodes), now_s=time.monotonic())
+        injection = replace(injection, nodes=nodes)
+        self._tell(partial(self._observer.fired, injection, now_s=time.monotonic()))
 
     def _interrupt(self) -> None:
         """The first Ctrl-C stops at the next commit and saves; the second ends the job at once."""
@@ -549,7 +557,7 @@ class Launcher:
             return
         self._end(self._interruption)
 
-    def _hang_up(self) -> None:
+    def _leave(self) -> None:
         """The job stops as by the first Ctrl-C, whatever came before."""
         if self._is_training and not self._ended.done():
             self._request_stop()
@@ -559,8 +567,8 @@ class Launcher:
     def _request_stop(self) -> None:
         if not self._stop_requested:
             self._stop_requested = True
-            self._observer.stopping()
             self._say(StopRequested())
+            self._tell(self._observer.stopping)
 
     def _end(self, reason: str) -> None:
         """Ends the job for a reason that the coordinator does not know."""

@@ -1,6 +1,7 @@
 """What the coordinator's process is told, and the rules that follow from it."""
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from planaria.core.commit import vector_layout
 from planaria.core.inject import Place
 from planaria.core.job import JobConfig
 from planaria.core.plan import PipelineTemplate, Plan, Transition
-from planaria.core.records import Rescue
+from planaria.core.records import Members, Rescue
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
 from planaria.policies.ahead import Known
@@ -64,6 +65,21 @@ class _NoAnswer:
     def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
         """See Policy."""
         return ()
+
+
+def saving_members(members: Members, there: Collection[int]) -> Members:
+    """The nodes that a coordinator that only saves begins with, in an epoch that none of them knows
+    yet, for all epochs were on record before any node knew of them.
+
+    Args:
+        members: of the newest epoch.
+        there: nodes whose agents live.
+    """
+    left = tuple(node for node in members.nodes if node in there)
+    gone = {*members.gone, *members.nodes}.difference(left)
+    return Members(
+        epoch=members.epoch + 1, term=members.term + 1, nodes=left, gone=tuple(sorted(gone))
+    )
 
 
 def saving_rules_of(spec: LeaderSpec) -> Rules:

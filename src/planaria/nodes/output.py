@@ -132,12 +132,19 @@ class PassedOn:
 
     def __init__(self, output: Callable[[str], None] | None) -> None:
         source_fd, self.stdout_fd = os.pipe()
+        self._source_fds = [source_fd]
         if output is not None:
             self.stderr_fd = self.stdout_fd
             outlet = Outlet(output)
             self._passing = [(outlet, partial(_pass_lines, source_fd, outlet, output))]
         else:
-            errors_fd, self.stderr_fd = os.pipe()
+            try:
+                errors_fd, self.stderr_fd = os.pipe()
+            except OSError:
+                os.close(source_fd)
+                os.close(self.stdout_fd)
+                raise
+            self._source_fds.append(errors_fd)
             self._passing = [
                 (outlet, partial(_pass_bytes, descriptor, outlet, target))
                 for descriptor, target in (
@@ -151,11 +158,25 @@ class PassedOn:
         ]
 
     def begin(self) -> None:
-        """Passes on until the last process that has these descriptors is gone."""
+        """Passes on until the last process that has these descriptors is gone.
+
+        Raises:
+            RuntimeError: there is no thread for it; nothing is passed on.
+        """
         for descriptor in {self.stdout_fd, self.stderr_fd}:
             os.close(descriptor)
-        for reader in self._readers:
-            reader.start()
+        for index, reader in enumerate(self._readers):
+            try:
+                reader.start()
+            except RuntimeError:
+                for descriptor in self._source_fds[index:]:
+                    os.close(descriptor)
+                raise
+
+    def drop(self) -> None:
+        """Instead of `begin`: no process prints there."""
+        for descriptor in {self.stdout_fd, self.stderr_fd, *self._source_fds}:
+            os.close(descriptor)
 
     def close(self, *, timeout_s: float) -> None:
         """Waits for what is still on its way; not for processes that go on, nor for nobody. What

@@ -18,6 +18,12 @@ from planaria.core.records import Ended
 from planaria.nodes.forkserver import told
 
 _READ_BYTES: Final = 1 << 20
+# What tells a process to leave, beside Ctrl-C. The later ones come from schedulers (Slurm's
+# --signal), limits and Ctrl-\, and end a process that does not handle them.
+LEAVING: Final = (
+    *(signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
 
 
 async def heard_while_running(
@@ -69,33 +75,53 @@ def interrupts(
     loop: asyncio.AbstractEventLoop,
     handler: Callable[[], None],
     *,
-    hung_up: Callable[[], None],
+    told_to_leave: Callable[[], None],
 ) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call the handler while inside; only a main thread can be interrupted.
+    """Ctrl-C calls the handler while inside; only a main thread can be interrupted.
+
+    Afterwards signals that tell a process to leave are ignored, until `handlers_restored`: it is
+    leaving, and whoever told it may tell it again, as a shell and the kernel do of a terminal.
 
     Args:
-        hung_up: is called when the terminal is gone (SIGHUP), unless that is ignored (nohup).
+        told_to_leave: is called at those, unless they are ignored (SIGHUP under nohup) or the
+            caller's process has a handler for one that is no request to leave everywhere (SIGUSR1).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def hang_up() -> None:
-        before[signal.SIGHUP] = signal.SIG_IGN  # It comes from the kernel and from a shell.
-        hung_up()
-
-    handlers = {signal.SIGINT: handler, signal.SIGTERM: handler, signal.SIGHUP: hang_up}
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        del handlers[signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in handlers}
-    for number, handle in handlers.items():
-        loop.add_signal_handler(number, handle)
+    leaving = [number for number in LEAVING if _is_taken(number)]
+    interrupted = signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, handler)
+    for number in leaving:
+        loop.add_signal_handler(number, told_to_leave)
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number in leaving:
             loop.remove_signal_handler(number)
-            signal.signal(number, old)
+            signal.signal(number, signal.SIG_IGN)
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, interrupted)
+
+
+def _is_taken(number: signal.Signals) -> bool:
+    handler = signal.getsignal(number)
+    if number in (signal.SIGTERM, signal.SIGHUP):
+        return handler is not signal.SIG_IGN
+    return handler is signal.SIG_DFL
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Signals that tell a process to leave do afterwards what they did before."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in LEAVING if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None that was not set from Python, and cannot be.
+                signal.signal(number, handler)
 
 
 def computed_s(pid: int) -> float:
@@ -109,6 +135,7 @@ def computed_s(pid: int) -> float:
 
 def kill_group(pid: int) -> None:
     """Kills a process of the job and its group, which it has not made yet if it hung at once."""
+    assert pid > 0, pid  # 0 is the caller's own group, -1 all that it may kill.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

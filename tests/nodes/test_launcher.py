@@ -1,0 +1,289 @@
+"""What a launcher does when something goes wrong around it; its processes are the test's."""
+
+import errno
+import logging
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from command import keep_desks_in
+from fake_fork_server import LOSS, FakeForkServer, Lead, Line
+from jobs import leader_spec
+from planaria.core.messages import StopRequested
+from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
+from planaria.core.specs import NodeSpec
+from planaria.nodes import forking, launcher
+from planaria.nodes.forking import RENEWALS_MAX
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.launcher import Launcher
+from planaria.nodes.waiting import LEAVING, handlers_restored
+
+
+class Observer:
+    """See Observer; it does what the test says when it is told something.
+
+    Attributes:
+        notes: the warnings.
+        acts: what is done, once, when a name or text is told that begins so.
+    """
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.acts: dict[str, Callable[[], object]] = {}
+
+    def _told(self, what: str) -> None:
+        for beginning in [one for one in self.acts if what.startswith(one)]:
+            self.acts.pop(beginning)()
+
+    def noticed(self, message: ToLauncher) -> None:
+        if isinstance(message, Warned):
+            self.notes.append(message.text)
+            self._told(message.text)
+        self._told(type(message).__name__)
+
+    def fired(self, *_: object, **__: object) -> None:
+        self._told("fired")
+
+    def restarted(self, **_: object) -> None:
+        self._told("restarted")
+
+    def granted(self, *_: object, **__: object) -> None:
+        self._told("granted")
+
+    def stopping(self) -> None:
+        self._told("stopping")
+
+    def events_json(self) -> str:
+        return "[]"
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def ended(ending: str, reason: str = "") -> Ended:
+    return Ended(ending=ending, reason=reason, failure=None, nodes=(0,), epoch=0)
+
+
+def running(line: Line) -> Running:
+    """A job of one node begins to train."""
+    return Running(
+        epoch=0,
+        plan=line.spec.plan,
+        members=(0,),
+        workers={},
+        materialised={},
+        received_bytes=0,
+        regroup_s=0.0,
+        transfer_s=0.0,
+        now_s=0.0,
+    )
+
+
+class Launched:
+    """A job of one node.
+
+    Attributes:
+        lines: of the coordinators, in their order.
+    """
+
+    def __init__(self, lead: Lead, directory: Path) -> None:
+        self.observer = Observer()
+        self.lines: list[Line] = []
+
+        async def led(line: Line) -> None:
+            self.lines.append(line)
+            line.say(Leading(term=len(self.lines), now_s=0.0))
+            await lead(line)
+
+        self.server = FakeForkServer(led)
+        spec = leader_spec(directory)
+        node = NodeSpec(
+            job=spec.job, node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
+        )
+        self._launcher = Launcher(
+            node, spec, server=cast(ForkServer, self.server), observer=self.observer
+        )
+
+    def run(self) -> Ended:
+        with handlers_restored():
+            return self._launcher.run()
+
+
+Launch = Callable[[Lead], Launched]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """Makes a job whose coordinators do what is given; no process is ever killed."""
+    made: list[Launched] = []
+
+    def kill_group(pid: int) -> None:
+        made[-1].server.kill_group(pid)
+
+    for module in (launcher, forking):
+        monkeypatch.setattr(module, "kill_group", kill_group)
+        monkeypatch.setattr(module, "SHORTAGE_PAUSE_S", 0.001)
+    monkeypatch.setattr(forking, "PAUSE_S", 0.001)
+    keep_desks_in(tmp_path / "desk", monkeypatch)
+
+    def launched(lead: Lead) -> Launched:
+        made.append(Launched(lead, tmp_path))
+        return made[-1]
+
+    yield launched
+    for one in made:
+        assert all(pid > 0 for pid in one.server.kills)
+        one.server.close()
+
+
+async def save(line: Line) -> None:
+    """Ends as soon as it is to save."""
+    if line.spec.rescue is not None:
+        line.say(ended("lost", line.spec.rescue.reason))
+    await line.heard()
+
+
+async def finish(line: Line) -> None:
+    line.say(running(line))
+    line.say(ended("finished"))
+    await line.heard()
+
+
+def test_what_is_raised_before_there_is_a_coordinator_kills_no_group_of_the_user(
+    launch: Launch,
+) -> None:
+    """0 is the caller's own process group."""
+    job = launch(save)
+    job.server.lose(LOSS)
+    job.observer.acts["the fork server"] = fail
+
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+
+
+def test_nodes_that_cannot_be_forked_hold_up_no_end(launch: Launch) -> None:
+    """The agents that there were lived on: the launcher ended with the error of a closed lifeline,
+    and had killed nobody."""
+
+    async def end_short(line: Line) -> None:
+        job.server.asks.extend([OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 1000)
+        await finish(line)
+
+    job = launch(end_short)
+    job.server.asks.append(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+
+    assert job.run().ending == "finished"
+    assert "agent" not in job.server.targets or job.server.kills
+
+
+def test_a_coordinator_for_which_the_machine_is_short_is_started_later(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the job."""
+    job = launch(finish)
+    real_socketpair, refusals = socket.socketpair, deque([errno.EMFILE] * 3)
+
+    def socketpair(*arguments: Any) -> Any:
+        if refusals and job.server.targets == ["agent"]:
+            raise OSError(refusals[0], os.strerror(refusals.popleft()))
+        return real_socketpair(*arguments)
+
+    monkeypatch.setattr(socket, "socketpair", socketpair)
+
+    with caplog.at_level(logging.WARNING):
+        assert job.run().ending == "finished"
+    assert "could not be started (Too many open files)" in caplog.text
+
+
+@pytest.mark.parametrize("told", ["stopping", "Running", "restarted"])
+def test_what_an_observer_raises_ends_the_job_saved(told: str, launch: Launch) -> None:
+    """Whatever it is told, in the loop's callbacks, too: a stop that was asked for was lost then,
+    and the next Ctrl-C ended the job unsaved."""
+
+    async def lead(line: Line) -> None:
+        if line.spec.rescue is None and (len(job.lines) > 1 or told != "restarted"):
+            line.say(running(line))
+            while await line.heard() is not None:
+                pass
+        elif line.spec.rescue is not None:
+            await save(line)
+
+    job = launch(lead)
+    job.observer.acts[told] = fail
+    if told == "stopping":
+        job.observer.acts["Running"] = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+
+    assert job.lines[-1].spec.rescue is not None
+
+
+async def stop(line: Line) -> None:
+    """Trains until it is to stop, and a little longer."""
+    line.say(running(line))
+    assert isinstance(await line.heard(), StopRequested)
+    line.say(Warned(text="saving"))
+    line.say(Warned(text="saved"))
+    line.say(ended("stopped"))
+    await line.heard()
+
+
+@pytest.mark.parametrize("number", LEAVING)
+def test_whatever_tells_a_process_to_leave_saves_also_when_it_comes_again(
+    number: signal.Signals, launch: Launch
+) -> None:
+    """A scheduler's grace began with a signal that ended the job unsaved, and a second SIGTERM
+    counted as a second Ctrl-C. The first Ctrl-C after it is a first one."""
+    job = launch(stop)
+    job.observer.acts["Running"] = lambda: os.kill(os.getpid(), number)
+    job.observer.acts["saving"] = lambda: os.kill(os.getpid(), number)
+    job.observer.acts["saved"] = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+    assert job.run().ending == "stopped"
+    assert len(job.lines) == 1
+
+
+def test_a_second_ctrl_c_ends_the_job_at_once(launch: Launch) -> None:
+    """And says what it cost."""
+
+    async def hold(line: Line) -> None:
+        line.say(running(line))
+        while await line.heard() is not None:
+            pass
+
+    job = launch(hold)
+    job.observer.acts["Running"] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    job.observer.acts["stopping"] = lambda: os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt, match="interrupted again, so nothing was saved"):
+        job.run()
+
+
+def test_where_no_fork_server_stays_the_words_are_true(launch: Launch) -> None:
+    """Training does not go on without a coordinator, and the coordinator has not ended as the fork
+    server has."""
+
+    async def die(line: Line) -> None:
+        line.say(running(line))
+        job.server.renewals.extend([LOSS] * 2 * RENEWALS_MAX)
+        job.server.lose(LOSS)
+
+    job = launch(die)
+
+    reason = job.run().reason
+
+    no_coordinator = f"no coordinator could be started: {LOSS}, as those before it"
+    assert reason == f"{no_coordinator}; no process could be started to save"
+    assert job.observer.notes == [
+        *[f"{LOSS}: another one is started"] * RENEWALS_MAX,
+        f"{no_coordinator}; the job saves and ends",
+        *[f"{LOSS}: another one is started, to save what is live"] * RENEWALS_MAX,
+    ]
