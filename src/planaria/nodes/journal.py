@@ -239,6 +239,7 @@ class _FileJournal:
         # A write that nobody waits for any more still runs; the file must not close under it.
         self._lock = threading.Lock()
         self._is_closed = False
+        self._close_timeout_s = _CLOSE_TIMEOUT_S
 
     def recover(self) -> StoreState:
         """Locks and reads the file, or makes it; the deadlines of leases mean nothing.
@@ -287,6 +288,7 @@ class _FileJournal:
         try:
             while not written.done():
                 if waited_s >= self._timeout_s:
+                    self._close_timeout_s = 0.0
                     raise StoreError(
                         f"{self._path.parent} has not answered for {waited_s:.0f} s; see to the "
                         "disk, or name another place with --state"
@@ -309,7 +311,7 @@ class _FileJournal:
     def close(self) -> None:
         """Closes the file, or leaves that to a write that hangs."""
         self._is_closed = True
-        if not self._lock.acquire(timeout=_CLOSE_TIMEOUT_S):
+        if not self._lock.acquire(timeout=self._close_timeout_s):
             return
         try:
             for fd in (self._fd, self._lock_fd):
