@@ -1,5 +1,6 @@
 """The parts of the command line that start no process."""
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typer.testing import Result
 import planaria
 from command import PACED, assert_mistake, command, train
 from planaria import cli
+from planaria.command_line import unfailing
 from planaria.nodes.waiting import handlers_restored
 from planaria.planning import read_profile
 
@@ -55,6 +57,22 @@ def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_fra
     result = train(Path("raises.py"))
     assert result.exit_code == 1
     assert re.findall(r'File "(.*?)", line', result.stderr) == ["raises.py", "raises.py"]
+
+
+def test_a_stream_that_never_fails_writes_at_once_and_drops_what_nobody_reads() -> None:
+    """Nothing of it is left to a flush that would fail, or come after what others write."""
+    source_fd, target_fd = os.pipe()
+    with os.fdopen(target_fd, "w", encoding="ascii") as stream:
+        unfailing_stream = unfailing(stream)
+        print("no end of a line \u00e9", end="", file=unfailing_stream)
+        assert os.read(source_fd, 100) == b"no end of a line ?"
+        os.close(source_fd)
+        print("nobody reads", file=unfailing_stream, flush=True)
+        unfailing_stream.close()
+        assert not stream.closed
+    print("closed", file=unfailing(None))
+    in_memory = io.StringIO()
+    assert unfailing(in_memory) is in_memory
 
 
 def test_chaos_needs_time_and_bits_that_can_be_compared() -> None:

@@ -186,10 +186,12 @@ def train(
     if timeline is not None and is_picture(timeline.name):
         picture = picture_format("--timeline", timeline.name)
     injections = tuple(parse_injection(spec) for spec in inject or ())
+    # A script that defines the job runs in this process, and prints before all else is printed.
+    sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     trained = named_job(job, overrides)
     cluster = trained.config.cluster
     check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
-    shown = _Shown(Console(file=unfailing(sys.stdout)))
+    shown = _Shown(Console(file=sys.stdout))
     try:
         result = trained.run(
             resume=resume,

@@ -1,13 +1,14 @@
 """What the commands share: arguments, files to write, and errors as messages and exit codes."""
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, TextIO, cast
+from typing import Annotated, Any, BinaryIO, Final, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.console import Console
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.nodes.output import Outlet, descriptor_of, write_all
 
+_STDERR_FD: Final = 2
 OUTPUT_TIMEOUT_S: Final = 10.0  # For somebody to read on, before a command ends all the same.
 
 JobFile = Annotated[
@@ -60,32 +62,48 @@ def finish(outlet: Outlet, *last: Callable[[], object]) -> None:
 
 
 def unfailing(stream: TextIO | None) -> TextIO:
-    """A stream of this process as one that never fails: what nobody takes is dropped."""
-    return cast(TextIO, _Unfailing(stream))
+    """A stream of this process as one that never fails: what nobody takes is dropped.
+
+    It writes past the buffer of the stream, and has none itself: to flush that in the end would
+    fail again, or wait again for nobody.
+    """
+    descriptor = descriptor_of(stream)
+    if stream is not None and descriptor < 0:  # In memory, as a test has it.
+        return stream
+    encoding = (stream and stream.encoding) or "utf-8"
+    errors = "backslashreplace" if descriptor == _STDERR_FD else "replace"
+    raw = _Unfailing(descriptor)
+    # A TextIOWrapper takes what is unbuffered, as python -u has it; typeshed does not know.
+    return io.TextIOWrapper(
+        cast(BinaryIO, raw), encoding=encoding, errors=errors, write_through=True
+    )
 
 
-class _Unfailing:
-    """As much of a text stream as those use who only print."""
+class _Unfailing(io.RawIOBase):
+    """Bytes to a descriptor, which is not closed with it; -1 drops them."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-        self._descriptor = descriptor_of(stream)
-        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
 
-    def write(self, text: str) -> int:
-        """Writes past the stream's own buffer: to flush that in the end would fail again."""
-        if self._descriptor >= 0:
-            write_all(self._descriptor, text.encode(self.encoding, errors="replace"))
-        elif self._stream is not None:
-            self._stream.write(text)
-        return len(text)
+    def writable(self) -> bool:
+        """It is all that it is for."""
+        return True
 
-    def flush(self) -> None:
-        """Nothing is left to be flushed."""
+    def write(self, data: Any) -> int:
+        """Writes all of it, or drops it."""
+        write_all(self._descriptor, bytes(data))
+        return len(data)
+
+    def fileno(self) -> int:
+        """See IOBase."""
+        if self._descriptor < 0:
+            raise io.UnsupportedOperation("it has no descriptor")
+        return self._descriptor
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
-        return self._stream is not None and self._stream.isatty()
+        return self._descriptor >= 0 and os.isatty(self._descriptor)
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -48,6 +48,12 @@ def talk(_: bytes, result_fd: int) -> None:
     os.write(result_fd, b"done")
 
 
+def talk_and_die(_: bytes, __: int) -> None:
+    """Prints, and is killed."""
+    print("its last line")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def count_frozen(_: bytes, result_fd: int) -> None:
     """Writes how many objects its garbage collector never looks at."""
     os.write(result_fd, str(gc.get_freeze_count()).encode())
@@ -352,6 +358,21 @@ def test_output_comes_line_by_line_where_it_is_asked_for() -> None:
     server.close()
 
     assert sorted(lines) == ["first line", "second line", "third line"]
+
+
+def test_what_a_process_has_printed_is_not_lost_when_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor late: a line comes when it is printed, as it does in a terminal."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    lines: list[str] = []
+    server = ForkServer([THIS], path=PATH, output=lines.append)
+
+    with pytest.raises(InsufficientError, match="was killed by signal 9"):
+        server.call(f"{THIS}:talk_and_die", b"")
+    server.close()
+
+    assert lines == ["its last line"]
 
 
 STARTER = """

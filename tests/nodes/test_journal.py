@@ -3,6 +3,8 @@
 import asyncio
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -216,7 +218,7 @@ def test_what_is_read_at_the_start_is_synced_before_it_is_told(
     assert [tmp_path / "journal", tmp_path] == synced
 
 
-@pytest.mark.parametrize("call", ["write", "fdatasync", "replace"])
+@pytest.mark.parametrize("call", ["write", "fdatasync"])
 def test_a_full_disk_ends_the_store_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -239,3 +241,152 @@ def test_a_full_disk_ends_the_store_and_loses_nothing(
         assert keys in (["a"], ["a", "b"])
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["archive", "journal.partial"])
+def test_a_journal_that_cannot_be_made_smaller_grows_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every record is on the disk as it is. It is told once, tried again when the journal has
+    doubled, and nothing is left behind of what failed."""
+    opened, notes, num_tries = os.open, list[str](), 0
+
+    def fail(path: Path, *rest: int, **_: object) -> int:
+        nonlocal num_tries
+        if Path(path).name == name:
+            num_tries += 1
+            raise OSError(28, "No space left on device")
+        return opened(path, *rest)
+
+    async def run() -> int:
+        opening = open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=1000, note=notes.append)
+        async with opening as store:
+            await store.put("plan/0", b"")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "open", fail)
+                for index in range(100):
+                    await store.put(f"plan/{index + 1}", b"", supersedes=(f"plan/{index}",))
+            num_plans, grown_bytes = 100, 0
+            while (num_bytes := (tmp_path / "journal").stat().st_size) > grown_bytes:
+                assert num_plans < 1000
+                num_plans, grown_bytes = num_plans + 1, num_bytes
+                old = (f"plan/{num_plans - 1}",)
+                await store.put(f"plan/{num_plans}", b"", supersedes=old)
+        return num_plans
+
+    num_plans = asyncio.run(run())
+
+    assert 2 <= num_tries <= 10
+    assert len(notes) == 1
+    assert "grows, while training goes on: No space left on device" in notes[0]
+    assert len(asyncio.run(contents(tmp_path)).entries) == 1
+    keys = [entry.key for entry in superseded_entries(tmp_path)]
+    assert [f"plan/{index}" for index in range(num_plans)] == keys
+    assert {path.name for path in tmp_path.iterdir()} == {"archive", "journal", "lock"}
+
+
+def test_a_snapshot_whose_name_cannot_be_synced_takes_no_record_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows is in the new file alone: it is told once the new name is on the disk."""
+
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=800) as store:
+            monkeypatch.setattr(os, "fsync", fail)
+            await store.put("a", b"x" * 800)
+            with pytest.raises(StoreError, match="Input/output error"):
+                await store.put("b", b"")
+            monkeypatch.undo()
+
+    asyncio.run(run())
+
+
+def test_to_make_a_journal_smaller_reads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal of a large job has several MB, and writers wait meanwhile."""
+
+    def fail(_: Path) -> bytes:
+        raise AssertionError("it is read")
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0, rewrite_bytes=1000) as store:
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "read_bytes", fail)
+                for index in range(100):
+                    await store.put(f"plan/{index}", b"", supersedes=(f"plan/{index - 1}",))
+
+    asyncio.run(run())
+
+    assert len(superseded_entries(tmp_path)) == 99
+
+
+@contextmanager
+def hanging(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk that does not answer; in the end it does, and who waited for it goes on."""
+    may_end, sync = threading.Event(), os.fdatasync
+
+    def hang(fd: int) -> None:
+        assert may_end.wait(TIMEOUT_S)
+        sync(fd)
+
+    patch.setattr(os, "fdatasync", hang)
+    yield
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "journal":
+            thread.join(TIMEOUT_S)
+
+
+def test_a_disk_that_hangs_is_told_of_and_counts_as_one_that_refuses_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits goes on then, in memory; to close the store does not wait for it either, and the
+    file is closed when the disk lets go of it."""
+    monkeypatch.setattr("planaria.nodes.journal.SLOW_S", 0.01)
+    monkeypatch.setattr("planaria.nodes.journal._CLOSE_TIMEOUT_S", 0.01)
+    notes, reasons = list[str](), list[str]()
+
+    async def refused(error: StoreError) -> None:
+        reasons.append(str(error))
+
+    async def run() -> None:
+        opening = open_store(
+            tmp_path, now_s=lambda: 0.0, timeout_s=0.08, refused=refused, note=notes.append
+        )
+        async with opening as store:
+            stack.enter_context(hanging(monkeypatch))
+            await store.put("a", b"")
+            await store.put("b", b"")
+            assert len((await store.range("")).entries) == 2
+
+    with ExitStack() as stack:
+        asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+    assert len(reasons) == 1
+    assert f"{tmp_path} has not answered for 0 s" in reasons[0]
+    assert len(notes) == 3  # After 1, 2 and 4 hundredths of a second.
+    assert f"{tmp_path} is slow: to keep a record of the coordinator takes" in notes[0]
+    descriptors = Path("/proc/self/fd").iterdir()
+    assert not [one for one in descriptors if tmp_path in one.resolve().parents]
+
+
+def test_a_store_is_closed_while_its_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads the journal after the end of its job. Who still waits is told that."""
+    monkeypatch.setattr("planaria.nodes.journal._CLOSE_TIMEOUT_S", 0.01)
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0) as store:
+            stack.enter_context(hanging(monkeypatch))
+            write = asyncio.create_task(store.put("a", b""))
+            await settle()
+        with pytest.raises(StoreError, match="broken off"):
+            await write
+
+    with ExitStack() as stack:
+        asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))

@@ -1,5 +1,7 @@
 """A run's journal is its own: in the right place, empty at first, and gone in the end."""
 
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from jobs import tiny_job
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
+from planaria.nodes.desk import desk_directories
 from planaria.nodes.journal_place import journal_place
 
 
@@ -20,7 +23,7 @@ def saving_to(place: str) -> JobConfig:
 def leave_journal(directory: Path) -> None:
     """As a launcher does that is killed."""
     directory.mkdir(parents=True)
-    for name in ("journal", "journal.partial", "lock"):
+    for name in ("archive", "journal", "journal.partial", "lock"):
         (directory / name).write_text("of another run")
 
 
@@ -32,7 +35,8 @@ def test_a_journal_is_beside_the_saves_and_is_none_of_them(tmp_path: Path) -> No
     with journal_place(saving_to(str(saves)), "", note=notes.append) as found:
         assert found == str(saves / ".journal")
         assert not list(Path(found).iterdir())
-        (Path(found) / "journal").touch()
+        for name in ("archive", "journal"):
+            (Path(found) / name).touch()
         assert tier_of(str(saves)).storage.entries("") == {}
 
     assert not list(saves.iterdir())
@@ -46,15 +50,19 @@ def test_the_journal_of_saves_in_a_store_is_in_the_users_state_directory(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     left = tmp_path / "planaria" / "sequential-0123abcd"
     leave_journal(left)
+    killed_at_once = tmp_path / "planaria" / "sequential-89abcdef"
+    killed_at_once.mkdir()
     job = saving_to("s3://bucket/saves")
 
     with journal_place(job, "", note=pytest.fail) as first:
         (Path(first) / "journal").touch()
+        (Path(first) / "archive").touch()
         with journal_place(job, "", note=pytest.fail) as second:
             assert first != second
             assert Path(first).is_dir()
             assert {Path(first).parent, Path(second).parent} == {tmp_path / "planaria"}
             assert not left.exists()
+            assert not killed_at_once.exists()
 
     assert not list((tmp_path / "planaria").iterdir())
 
@@ -94,3 +102,56 @@ def test_saves_beside_which_nothing_can_be_kept_leave_the_state_directory(
         assert Path(found).parent == tmp_path / "state" / "planaria"
 
     assert len(notes) == 1
+
+
+def test_without_a_home_the_user_is_asked_for_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user is a mere number: no directory `~` is made where it runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", str)
+
+    with (
+        pytest.raises(ConfigError, match=r"--state.*no home of yours is known"),
+        journal_place(saving_to("s3://bucket/saves"), "", note=pytest.fail),
+    ):
+        pytest.fail("there is no place")
+
+    assert not list(tmp_path.iterdir())
+    assert all(path.is_absolute() for path in desk_directories())
+
+
+def test_a_relative_state_directory_of_the_environment_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its specification has it; a job that is asked from elsewhere could not be found there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path.replace("~", f"{tmp_path}/home"))
+
+    with journal_place(saving_to("s3://bucket/saves"), "", note=pytest.fail) as found:
+        assert Path(found).parent == tmp_path / "home" / ".local" / "state" / "planaria"
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is of no use any more by then, and goes with the next run."""
+    monkeypatch.setattr("planaria.nodes.journal_place.LOOK_TIMEOUT_S", 0.01)
+    may_end, unlink = threading.Event(), Path.unlink
+
+    def hang(path: Path, *, missing_ok: bool = False) -> None:
+        assert may_end.wait(20.0)
+        unlink(path, missing_ok=missing_ok)
+
+    with journal_place(saving_to(str(tmp_path / "saves")), "", note=pytest.fail) as found:
+        (Path(found) / "journal").touch()
+        monkeypatch.setattr(Path, "unlink", hang)
+    assert Path(found).exists()
+
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "patience":
+            thread.join(20.0)
+    assert not Path(found).exists()

@@ -1,19 +1,28 @@
 """The end of a job, as its launcher hears of it; the test is the launcher, and one agent."""
 
+import asyncio
 import select
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import msgspec
+import pytest
 
 from jobs import leader_spec
+from planaria.coordinator.state import Phase
 from planaria.core.messages import Message, Shutdown, WorkerFailed
-from planaria.core.records import AgentEnded, Ended, ToLauncher
+from planaria.core.records import AgentEnded, Ended, Leading, ToLauncher, Unrecorded
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.leader import _Leader
+from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.publisher import Left
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
+from tasks import wait_until
 
 TOKEN = b"the job's token"
 TIMEOUT_S = 20.0
@@ -50,6 +59,13 @@ def told(launcher: socket.socket) -> list[type]:
     return kinds
 
 
+def wait_told(launcher: socket.socket, kind: type, kinds: list[type]) -> None:
+    """Blocks until this kind has come to the launcher; adds what comes to the kinds."""
+    while kind not in kinds:
+        assert select.select([launcher], [], [], TIMEOUT_S)[0], f"no {kind} after {kinds}"
+        kinds += told(launcher)
+
+
 def wait_exit(server: ForkServer, pid: int) -> int:
     """The exit status of a child of the fork server."""
     end_s = time.monotonic() + TIMEOUT_S
@@ -72,17 +88,16 @@ def test_the_launcher_knows_the_end_before_any_agent_may_leave(
 
 def test_a_coordinator_without_nodes_leaves_in_order(server: ForkServer, tmp_path: Path) -> None:
     """The only agent is gone before it has ever connected."""
-    with coordinated(server, tmp_path) as (ours, _, pid):
+    with coordinated(server, leader_spec(tmp_path, token=TOKEN)) as (ours, _, pid):
         ours.sendall(frame(AgentEnded(node=0, reason="it was killed")))
-        while Ended not in told(ours):
-            assert select.select([ours], [], [], TIMEOUT_S)[0], "no end is told"
+        wait_told(ours, Ended, [])
         ours.shutdown(socket.SHUT_RDWR)
         assert wait_exit(server, pid) == 0
 
 
 def check_end(server: ForkServer, directory: Path) -> None:
     """One coordinator, from its start to the end of its job."""
-    with coordinated(server, directory) as (ours, address, pid):
+    with coordinated(server, leader_spec(directory, token=TOKEN)) as (ours, address, pid):
         with closing(greeted(address)) as agent:
             agent.sendall(frame(WorkerFailed(node=0, rank=0, traceback="raised")))
             heard(agent, Shutdown)
@@ -93,17 +108,98 @@ def check_end(server: ForkServer, directory: Path) -> None:
         assert wait_exit(server, pid) == 0
 
 
+def test_a_journal_whose_disk_hangs_is_told_and_holds_up_no_end(tmp_path: Path) -> None:
+    """The coordinator goes on as if the disk had refused, for it waited for it without end; and
+    leaves, though a thread of it still hangs there."""
+    spec = leader_spec(tmp_path, token=TOKEN)
+    checkpoint = replace(spec.job.checkpoint, timeout_s=0.5)
+    spec = msgspec.structs.replace(spec, job=replace(spec.job, checkpoint=checkpoint))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("HANGING", str(tmp_path / "hangs"))
+        server = ForkServer(["hanging_leader"], path=[str(Path(__file__).parents[1])])
+    with closing(server), coordinated(server, spec, main="hanging_leader:main") as found:
+        ours, address, pid = found
+        kinds: list[type] = []
+        wait_told(ours, Leading, kinds)
+        (tmp_path / "hangs").touch()
+        with closing(greeted(address)):  # A lease is granted to it, on record.
+            wait_told(ours, Unrecorded, kinds)
+            ours.sendall(frame(AgentEnded(node=0, reason="it was killed")))
+            wait_told(ours, Ended, kinds)
+        ours.shutdown(socket.SHUT_RDWR)
+        assert wait_exit(server, pid) == 0
+
+
+def test_time_goes_on_while_the_journals_disk_hangs(tmp_path: Path) -> None:
+    """What is awaited, and that saves are slow, is told of by the clock; leases end once the disk
+    has kept that the ones before have."""
+    spec = leader_spec(tmp_path, token=TOKEN)
+    job = replace(spec.job, cluster=replace(spec.job.cluster, lease_s=0.05))
+    num_expired = 0
+
+    async def expire() -> None:
+        nonlocal num_expired
+        num_expired += 1
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        leader = _Leader(msgspec.structs.replace(spec, job=job))
+        leader._leadership = Mock(state=Mock(phase=Phase.TRAINING))
+        leader._publishing, leader._store = Mock(), Mock(expire=expire)
+        ticking = asyncio.create_task(leader._tick())
+        await wait_until(lambda: num_expired > 0)
+        num_ticks = leader._events.qsize()
+        await wait_until(lambda: leader._events.qsize() >= num_ticks + 5)
+        ticking.cancel()
+        assert leader._publishing.tick.call_count >= 5
+        assert not leader._publishing.end_training.called
+
+    asyncio.run(run())
+
+    assert num_expired == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "error", "expected"),
+    [
+        (Left.NOTHING, None, []),
+        (Left.REMOVALS, None, ["planaria checkpoint prune removes it"]),
+        (Left.SAVES, None, ["does not answer"]),
+        (Left.SAVES, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
+    ],
+)
+def test_what_was_left_undone_at_the_end_is_told_as_it_is(
+    tmp_path: Path, left: Left, error: Exception | None, expected: list[str]
+) -> None:
+    """Old saves that stay are no fault of a store that answers, nor is a mistake of ours."""
+    texts: list[str] = []
+
+    async def run() -> None:
+        leader = _Leader(leader_spec(tmp_path, token=TOKEN))
+        leader._publishing = Mock(finish=Mock(return_value=left))
+        leader._publisher_error = asyncio.get_running_loop().create_future()
+        if error is not None:
+            leader._publisher_error.set_exception(error)
+        with patch.object(leader, "notify", lambda message: texts.append(message.text)):
+            await leader._finish_saves()
+
+    asyncio.run(run())
+
+    assert len(texts) == len(expected)
+    assert all(part in text for part, text in zip(expected, texts, strict=True))
+
+
 @contextmanager
 def coordinated(
-    server: ForkServer, directory: Path
+    server: ForkServer, spec: LeaderSpec, *, main: str = "planaria.nodes.leader:main"
 ) -> Iterator[tuple[socket.socket, tuple[str, int], int]]:
     """A coordinator: the launcher's end of its connection, where agents find it, and its pid."""
     ours, theirs = socket.socketpair()
     lifeline, held = socket.socketpair()
     with closing(ours), closing(held), socket.create_server(("127.0.0.1", 0)) as listener:
-        payload = msgspec.json.encode(leader_spec(directory, token=TOKEN))
+        payload = msgspec.json.encode(spec)
         fds = (listener.fileno(), theirs.fileno(), lifeline.fileno())
-        pid = server.spawn("planaria.nodes.leader:main", payload, fds)
+        pid = server.spawn(main, payload, fds)
         theirs.close()
         lifeline.close()
         yield ours, listener.getsockname()[:2], pid

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command import TIMEOUT_S, wait_for
-from planaria.nodes.output import Outlet, PassedOn, write_all
+from planaria.nodes.output import Outlet, PassedOn, _pass_bytes, _write_note, write_all
 
 
 class Reader:
@@ -162,6 +162,34 @@ def test_lines_are_passed_on_whole_and_the_last_one_too() -> None:
 
     assert lines[:2] == ["one", "\u00e9"]
     assert "".join(lines[2:]) == "x" * 100_000
+
+
+def test_what_has_no_end_of_a_line_is_told_of_when_it_is_dropped() -> None:
+    """As of a progress bar, which writes over itself."""
+    source_fd, target_fd = os.pipe()
+    bars_fd, bar_fd = os.pipe()
+    fcntl.fcntl(target_fd, fcntl.F_SETPIPE_SZ, 4096)
+    outlet = Outlet(partial(_write_note, target_fd), queued_bytes_max=10_000)
+    passing = threading.Thread(target=_pass_bytes, args=(bars_fd, outlet, target_fd))
+    passing.start()
+    for _ in range(1000):
+        os.write(bar_fd, b"\r" + b"=" * 999)
+    os.close(bar_fd)
+    passing.join(TIMEOUT_S)
+
+    read = bytearray()
+    reading = threading.Thread(target=lambda: read.extend(_all(source_fd)))
+    reading.start()
+    assert outlet.close(timeout_s=TIMEOUT_S)
+    os.close(target_fd)
+    reading.join(TIMEOUT_S)
+
+    assert b"left out here: nobody took them in time" in read
+
+
+def _all(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 TALKER = """

@@ -11,13 +11,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from command import wait_for
 from planaria.checkpoint.tiers import Manifest, Tier, tier_of
 from planaria.coordinator.saves import Kept
 from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
-from planaria.nodes.publisher import Publisher, PublisherThread
+from planaria.nodes.publisher import Left, Publisher, PublisherThread
 
 
 class _Told:
@@ -186,6 +187,8 @@ class _Threaded(_Told):
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         super().__init__(directory)
         self.may_answer = threading.Event()
+        self.may_remove = threading.Event()
+        self.published = threading.Event()
         self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         self.now_s = 100.0
         publish = Tier.publish
@@ -193,6 +196,7 @@ class _Threaded(_Told):
         def late(tier: Tier, manifest: Manifest) -> None:
             assert self.may_answer.wait(20.0)
             publish(tier, manifest)
+            self.published.set()
 
         patch.setattr(Tier, "publish", late)
         self.thread = PublisherThread(
@@ -209,7 +213,7 @@ class _Threaded(_Told):
         self.thread.publish(Publish(iteration, 0, (file,)))
 
     def wait_done(self) -> None:
-        assert self.thread.finish(timeout_s=20.0, removal_timeout_s=20.0)
+        assert self.thread.finish(timeout_s=20.0, removal_timeout_s=20.0) is Left.NOTHING
 
 
 @pytest.fixture
@@ -248,7 +252,49 @@ def test_a_disk_that_does_not_answer_holds_up_the_end_for_a_while_only(
         threaded.now_s += 4.9
         assert not waiting.done()
         threaded.now_s += 0.2
-        assert waiting.result(20.0) is False
+        assert waiting.result(20.0) is Left.SAVES
+
+
+def test_removals_alone_are_waited_for_less_and_are_no_lost_save(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that takes half a second for each request does answer."""
+    monkeypatch.setattr(Tier, "prune", lambda *_, **__: threaded.may_remove.wait(20.0) and ())
+    threaded.may_answer.set()
+    threaded.ask(1)
+    assert threaded.published.wait(20.0)
+    finished = functools.partial(threaded.thread.finish, timeout_s=20.0, removal_timeout_s=5.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(finished)
+        wait_for(lambda: threaded.thread._patience_s is not None, what="it is waited for")
+        threaded.now_s += 5.1
+        assert waiting.result(20.0) is Left.REMOVALS
+    threaded.may_remove.set()
+
+
+def test_a_publisher_that_has_failed_holds_up_no_end(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was waited for as if a disk were slow, and the disk was blamed."""
+    monkeypatch.setattr(Tier, "set_aside", Mock(side_effect=RuntimeError("ours")))
+    threaded.thread.set_aside("1-0")
+    assert str(threaded.errors.get(timeout=20.0)) == "ours"
+
+    assert threaded.thread.finish(timeout_s=1e9, removal_timeout_s=1e9) is Left.REMOVALS
+
+
+def test_a_disk_that_is_slow_after_training_holds_up_the_end_and_that_is_said(
+    threaded: _Threaded,
+) -> None:
+    """Training does not go on then."""
+    threaded.ask(1)
+    threaded.thread.end_training(timeout_s=600.0, removal_timeout_s=10.0)
+    threaded.now_s += 11.0
+    threaded.thread.tick()
+
+    (slow,) = threaded.notices
+    assert isinstance(slow, Warned)
+    assert "takes 11 s so far; the job waits for it, 600 s at most" in slow.text
 
 
 def test_that_a_disk_is_slow_is_told_less_and_less_often(threaded: _Threaded) -> None:

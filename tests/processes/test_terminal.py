@@ -6,13 +6,14 @@ import os
 import pty
 import select
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from command import PACED, Command, running, train_arguments, wait_for
+from command import PACED, TIMEOUT_S, Command, running, train_arguments, wait_for
 from jobs import digests
 from planaria.checkpoint.tiers import tier_of
 from planaria.library import Job
@@ -127,6 +128,35 @@ def test_a_job_trains_on_while_its_terminal_is_stopped(
     assert "saved iteration 20" in reader.text
     assert final(tmp_path)[0] in reader.text
     assert final(tmp_path) == calm
+
+
+PRINTING = """
+import sys
+print("from the script")
+print("an error of the script", file=sys.stderr)
+"""
+
+
+def test_what_a_script_prints_fails_nothing(tmp_path: Path) -> None:
+    """It runs in the command's own process. Left in a buffer that nobody reads, the flush of it at
+    the end would be what the exit code tells of."""
+    (tmp_path / "script.py").write_text(PRINTING)
+    source_fd, target_fd = os.pipe()
+    os.close(source_fd)
+    with open(tmp_path / "errors", "wb") as errors:
+        process = subprocess.Popen(
+            train_arguments(Path("script.py")),
+            cwd=tmp_path,
+            stdout=target_fd,
+            stderr=errors,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        )
+    os.close(target_fd)
+
+    assert process.wait(TIMEOUT_S) == 2
+    first, last = (tmp_path / "errors").read_text().splitlines()
+    assert first == "an error of the script"
+    assert last.startswith("planaria: script = 'script.py'")
 
 
 TALKING = """

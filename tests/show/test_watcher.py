@@ -7,7 +7,7 @@ from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.watcher import Watcher
-from recorded import decided, lost, starting
+from recorded import decided, lost, running, starting
 
 
 class Notes:
@@ -69,3 +69,23 @@ def test_a_fault_that_never_came_is_told_as_it_was_asked_for() -> None:
         "never injected, for its place never came: hang=8:1@~2.5",
         "never injected, for its place never came: leader:@4.commit",
     ]
+
+
+def test_a_recovery_stands_beside_what_was_expected_from_when_it_was_noticed() -> None:
+    """What passed before, until the lease of a node that hangs ran out, was in no prediction."""
+    watcher, _, notes = watched()
+    watcher.noticed(running(14.0))
+    watcher.noticed(lost(20.0, 6))
+    message = structs.replace(
+        decided(22.21),
+        noticed_s=22.2,
+        predicted_recovery_s_min=0.06,
+        predicted_recovery_s_max=0.14,
+    )
+    watcher.noticed(message)
+    watcher.noticed(starting(22.22))
+    watcher.noticed(running(22.3, epoch=4, pid=80, regroup_s=0.01, transfer_s=0.07))
+
+    (text,) = (text for text in notes.texts if "re-formed" in text)
+    assert text.startswith("re-formed in 2300 ms: "), text
+    assert text.endswith("; 100 ms of it since it was noticed, 60-140 ms expected"), text

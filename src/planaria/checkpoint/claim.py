@@ -14,11 +14,12 @@ to each other there is in docs/ASSUMPTIONS.md.
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from planaria.checkpoint.patience import LOOK_TIMEOUT_S, is_done_in_time
 from planaria.checkpoint.storage import is_url, make_directory
 from planaria.errors import ConfigError
 
@@ -44,18 +45,16 @@ def claimed(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[No
     directory = Path(place)
     _check_writable(directory)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
+    held = ExitStack()
+    held.callback(_remove_empty, made)
     try:
         descriptor = _locked(directory, note)
-        try:
-            _say(descriptor, job)
-            yield
-        finally:
-            (directory / _FILE).unlink(missing_ok=True)
-            os.close(descriptor)
-    finally:
-        with suppress(OSError):  # Something was saved there.
-            for path in made:
-                path.rmdir()
+        held.callback(os.close, descriptor)
+        held.callback(_remove_file, directory)
+        _say(descriptor, job)
+        yield
+    finally:  # Which a disk that hangs does not hold up.
+        is_done_in_time(held.close, timeout_s=LOOK_TIMEOUT_S)
 
 
 def _check_writable(directory: Path) -> None:
@@ -111,6 +110,17 @@ def _say(descriptor: int, job: str) -> None:
     with suppress(OSError):  # A disk that is full is told later, with what a save takes.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
+
+
+def _remove_file(directory: Path) -> None:
+    with suppress(OSError):
+        (directory / _FILE).unlink(missing_ok=True)
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    with suppress(OSError):  # Something was saved there.
+        for path in directories:
+            path.rmdir()
 
 
 def _mistake(directory: Path, remedy: str) -> ConfigError:

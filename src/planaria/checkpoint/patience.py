@@ -76,6 +76,14 @@ class Patient:
         return answer
 
 
+def is_done_in_time(act: Callable[[], None], *, timeout_s: float) -> bool:
+    """Does it in a thread, and whether that ended in time; it goes on behind."""
+    thread = threading.Thread(target=act, name="patience", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
 def patient(tier: Tier, *, timeout_s: float) -> Tier:
     """The same tier; nobody waits for one of its requests for longer than this."""
     return replace(tier, storage=Patient(tier.storage, timeout_s=timeout_s))

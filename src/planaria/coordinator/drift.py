@@ -83,7 +83,6 @@ class _Repriced:
             then=self._repriced(transition.then) if transition.then else None,
         )
 
-
     def _shared_s(self, transition: Transition) -> float:
         """By ranks that share processors; of a large plan as if nothing waited for anything, for
         the coordinator has other things to do."""

@@ -10,7 +10,6 @@ which comes when what was asked for has happened or cannot.
 import asyncio
 import contextlib
 import errno
-import hashlib
 import os
 import socket
 import stat
@@ -22,11 +21,9 @@ import msgspec
 
 from planaria.core.messages import DrainRequested
 from planaria.errors import ConfigError
+from planaria.nodes.user_files import plain_name, state_directory
 
 _REQUEST_BYTES_MAX: Final = 1 << 16
-# With "/proc/self/fd/N/" before it and "-PID.sock" behind it, within a socket's path of 107 bytes.
-_NAME_BYTES_MAX: Final = 60
-_DIGEST_LETTERS: Final = 8
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -127,7 +124,8 @@ async def open_desk(
 
     with contextlib.ExitStack() as held:
         try:
-            listener = _listener(f"{_plain(job)}-{os.getpid()}.sock", held)
+            # With "/proc/self/fd/N/" before it, that is within a socket's path of 107 bytes.
+            listener = _listener(f"{plain_name(job)}-{os.getpid()}.sock", held)
             server = await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES_MAX)
             held.callback(server.close)
         except OSError as error:
@@ -217,24 +215,13 @@ def _running(job: str, held: contextlib.ExitStack) -> tuple[list[tuple[int, str]
         running += [
             (descriptor, name)
             for name in names
-            if (not job or _job_of(name) == _plain(job)) and _is_served(descriptor, name)
+            if (not job or _job_of(name) == plain_name(job)) and _is_served(descriptor, name)
         ]
     return running, refused
 
 
-def _plain(job: str) -> str:
-    """The name as part of a file's; one that is too long ends with its hash."""
-    kept = "".join(letter if letter.isalnum() else "_" for letter in job)
-    whole = kept.encode()
-    if len(whole) <= _NAME_BYTES_MAX:
-        return kept
-    digest = hashlib.sha256(whole).hexdigest()[:_DIGEST_LETTERS]
-    begin = whole[: _NAME_BYTES_MAX - 1 - _DIGEST_LETTERS].decode(errors="ignore")
-    return f"{begin}_{digest}"
-
-
 def _job_of(name: str) -> str:
-    """The job's name, as `_plain` has it, in that of a socket."""
+    """The job's name, as `plain_name` has it, in that of a socket."""
     return name.removesuffix(".sock").rpartition("-")[0]
 
 
@@ -276,12 +263,12 @@ def desk_directories() -> tuple[Path, ...]:
     uid, environment = os.getuid(), os.environ
     runtime = (environment.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}")
     temporary = (environment.get("TMPDIR", ""), "/tmp")
-    state = Path(environment.get("XDG_STATE_HOME") or "~/.local/state", "planaria")
+    state = state_directory()
     paths = (
         *(Path(base, "planaria") for base in runtime),
         *(Path(base, f"planaria-{uid}") for base in temporary),
         # Machines may share a home, and not their sockets.
-        Path(os.path.expanduser(state), f"desk-{socket.gethostname()}"),
+        *([state / f"desk-{socket.gethostname()}"] if state else []),
     )
     return tuple(dict.fromkeys(path for path in paths if path.is_absolute()))
 

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import gc
 import importlib
+import io
 import json
 import logging
 import os
@@ -407,6 +408,10 @@ def told(status: int) -> str:
 def serve(fd: int, lifeline_fd: int) -> None:
     """The server's main function: imports, then forks on request until the socket closes."""
     end_with(lifeline_fd)
+    # Into a pipe Python writes 8 KiB at once otherwise: what a process prints would be shown late,
+    # and be lost where it is killed.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
     child_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

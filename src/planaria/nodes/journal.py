@@ -13,7 +13,11 @@ with a good one behind it is damage, and the store refuses to open. (Damage to t
 cannot be told from a torn write.) A journal that has grown is replaced by a snapshot: written
 beside it, synced, renamed over it. What was superseded since the snapshot before goes to the
 archive first, which is not read at the start: so a store opens as fast on the last day of a job as
-on the first. A crash between the two leaves some entries twice there.
+on the first. A crash between the two leaves some entries twice there. Nothing waits for the archive
+to be synced: whoever reads it runs on this machine, before it is started anew.
+
+A disk that does not answer in time counts as one that refuses. What still hangs there then is left
+behind in its thread. A journal that cannot be replaced by a snapshot only goes on growing.
 """
 
 import asyncio
@@ -25,6 +29,7 @@ import re
 import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,12 +37,15 @@ import msgspec
 import xxhash
 
 from planaria.coordinator.embedded import EmbeddedStore
+from planaria.coordinator.saves import SLOW_S
 from planaria.coordinator.store import EMPTY, Change, Entry, StoreState, Superseded, applied
 from planaria.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
 REWRITE_BYTES: Final = 1 << 20
+TIMEOUT_S: Final = 600.0
+_CLOSE_TIMEOUT_S: Final = 1.0
 _REWRITE_FACTOR: Final = 4  # Times its snapshot: rewriting costs a quarter of appending.
 _FORMAT: Final = 2
 _MARKER: Final = b"\xffPLJ"
@@ -112,9 +120,13 @@ class Flusher:
             raise StoreError(str(self._failure)) from self._failure
 
     async def close(self) -> None:
-        """Waits for what is under way; who keeps or waits gets a StoreError from then on."""
+        """Waits for what is under way, but not for a disk that hangs; who keeps or waits gets a
+        StoreError from then on."""
         if self._task is not None:
-            await asyncio.wait({self._task})
+            _, late = await asyncio.wait({self._task}, timeout=_CLOSE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+                await asyncio.wait(late)
         self._failure = self._failure or StoreError("the store is closed")
         async with self._changed:
             self._changed.notify_all()
@@ -150,20 +162,25 @@ async def open_store(
     *,
     now_s: Callable[[], float],
     rewrite_bytes: int = REWRITE_BYTES,
+    timeout_s: float = TIMEOUT_S,
     refused: Refused = _give_up,
+    note: Callable[[str], None] = logger.warning,
 ) -> AsyncIterator[EmbeddedStore]:
     """The store that is journaled in `directory`, as its last process left it; made if missing.
 
     Args:
         now_s: the clock of leases; each lease of an earlier process is due a whole TTL from now.
         rewrite_bytes: a smaller journal is never replaced by a snapshot.
+        timeout_s: for the disk to keep some changes.
         refused: is told when the disk refuses later; then the store goes on in memory. Without it
             nothing is kept any more then.
+        note: is told what a person should know: that the disk is slow, or the journal only grows.
 
     Raises:
         StoreError: another process has it open, it is damaged, or the disk refused at once.
     """
-    with contextlib.closing(_FileJournal(directory, rewrite_bytes)) as journal:
+    opened = _FileJournal(directory, rewrite_bytes, timeout_s=timeout_s, note=note)
+    with contextlib.closing(opened) as journal:
         flusher = Flusher(state=journal.recover(), make_durable=journal.append, refused=refused)
         try:
             yield EmbeddedStore(flusher, now_s=now_s)
@@ -200,14 +217,29 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class _FileJournal:
     """The open file; `append` may be called from one task at a time."""
 
-    def __init__(self, directory: Path, rewrite_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rewrite_bytes: int,
+        *,
+        timeout_s: float,
+        note: Callable[[str], None],
+    ) -> None:
         self._path = directory / "journal"
         self._partial = directory / "journal.partial"
-        self._rewrite_bytes = rewrite_bytes
-        self._num_bytes = self._snapshot_bytes = 0
+        self._least_bytes = self._rewrite_bytes = rewrite_bytes
+        self._timeout_s = timeout_s
+        self._note = note
+        self._num_bytes = 0
+        self._state = EMPTY  # With all that is in the file.
+        self._superseded: list[Entry] = []  # Since the snapshot that the file begins with.
+        self._is_named = False  # The name of the file is synced, too.
+        self._is_growing = False  # It could not be replaced by a snapshot, which was told.
         self._fd = self._lock_fd = -1
-        # A flush that its loop has given up still runs; the file must not close under it.
+        # A write that nobody waits for any more still runs; the file must not close under it.
         self._lock = threading.Lock()
+        self._is_closed = False
+        self._close_timeout_s = _CLOSE_TIMEOUT_S
 
     def recover(self) -> StoreState:
         """Locks and reads the file, or makes it; the deadlines of leases mean nothing.
@@ -220,13 +252,15 @@ class _FileJournal:
             self._lock_fd = _locked(self._path.with_name("lock"))
             self._partial.unlink(missing_ok=True)
             if self._path.exists():
-                return self._read()
-            self._rewrite(EMPTY)
+                self._read()
+            else:
+                self._rewrite(EMPTY)
+                self._sync_name()
         except OSError as error:
             raise _disk_error(self._path, error) from error
-        return EMPTY
+        return self._state
 
-    def _read(self) -> StoreState:
+    def _read(self) -> None:
         """Reads the file, cuts off what is torn, and opens it for appending."""
         content = self._path.read_bytes()
         bodies, self._num_bytes = _records(content)
@@ -241,48 +275,104 @@ class _FileJournal:
             os.ftruncate(self._fd, self._num_bytes)
         # What the last process had not synced when it was killed is told of from now on.
         os.fsync(self._fd)
-        _sync_directory(self._path.parent)
-        self._snapshot_bytes = len(bodies[0])
+        self._sync_name()
+        self._set_rewrite_bytes(len(bodies[0]))
         state, changes = _decoded(self._path, bodies)
-        return applied(state, changes, now_s=0.0)
+        self._superseded = _superseded(state, changes)
+        self._state = applied(state, changes, now_s=0.0)
 
     async def append(self, changes: Sequence[Change], state: StoreState) -> None:
         """See MakeDurable; the event loop goes on while the disk works."""
-        await asyncio.to_thread(self._append, changes, state)
+        written = _in_thread(partial(self._append, changes, state))
+        waited_s = 0.0
+        try:
+            while not written.done():
+                if waited_s >= self._timeout_s:
+                    self._close_timeout_s = 0.0
+                    raise StoreError(
+                        f"{self._path.parent} has not answered for {waited_s:.0f} s; see to the "
+                        "disk, or name another place with --state"
+                    )
+                if waited_s > 0.0:
+                    self._note(
+                        f"{self._path.parent} is slow: to keep a record of the coordinator takes "
+                        f"{waited_s:.0f} s so far, and an answer to a loss would wait for it. See "
+                        "to the disk, or name another place with --state"
+                    )
+                # Told less and less often.
+                more_s = min(waited_s or SLOW_S, self._timeout_s - waited_s)
+                await asyncio.wait({written}, timeout=more_s)
+                waited_s += more_s
+        finally:
+            written.cancel()  # It goes on, but nobody asks any more what came of it.
+        if text := written.result():
+            self._note(text)
 
     def close(self) -> None:
-        """Waits for a flush under way."""
-        with self._lock:
+        """Closes the file, or leaves that to a write that hangs."""
+        self._is_closed = True
+        if not self._lock.acquire(timeout=self._close_timeout_s):
+            return
+        try:
             for fd in (self._fd, self._lock_fd):
                 if fd >= 0:
                     os.close(fd)
             self._fd = self._lock_fd = -1
+        finally:
+            self._lock.release()
 
-    def _append(self, changes: Sequence[Change], state: StoreState) -> None:
-        with self._lock:
-            if self._fd < 0:
-                raise StoreError(f"{self._path} is closed")
-            try:
+    def _append(self, changes: Sequence[Change], state: StoreState) -> str:
+        """Keeps changes; returns what a person should know, or ""."""
+        try:
+            with self._lock:
+                if self._fd < 0:
+                    raise StoreError(f"{self._path} is closed")
                 self._num_bytes += _write_synced(self._fd, _record(changes))
-                grown_bytes = _REWRITE_FACTOR * self._snapshot_bytes
-                if self._num_bytes > max(self._rewrite_bytes, grown_bytes):
-                    self._archive()
-                    self._rewrite(state)
-            except OSError as error:
-                raise _disk_error(self._path, error) from error
+                self._sync_name()
+                self._superseded += _superseded(self._state, changes)
+                self._state = state
+                return self._compact()
+        except OSError as error:
+            raise _disk_error(self._path, error) from error
+        finally:
+            if self._is_closed:
+                self.close()
+
+    def _compact(self) -> str:
+        """Replaces the file by a snapshot once it has grown; why it cannot, if that is not known.
+
+        Nothing is lost where it cannot: there is another try when the file has doubled.
+        """
+        if self._num_bytes <= self._rewrite_bytes:
+            return ""
+        try:
+            self._archive()
+            self._rewrite(self._state)
+        except OSError as error:
+            self._rewrite_bytes = 2 * self._num_bytes
+            is_known, self._is_growing = self._is_growing, True
+            return (
+                ""
+                if is_known
+                else (
+                    f"{self._path} cannot be made smaller and grows, while training goes on: "
+                    f"{error.strerror}; free the disk or mend it"
+                )
+            )
+        self._is_growing = False
+        return ""
 
     def _archive(self) -> None:
-        """Appends what was superseded since the snapshot to the archive, synced."""
-        bodies, _ = _records(self._path.read_bytes())
-        entries = _superseded(*_decoded(self._path, bodies))
-        if not entries:
+        """Appends what was superseded since the snapshot to the archive."""
+        if not self._superseded:
             return
         path = self._path.with_name("archive")
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT, 0o600)
         try:
-            _write_synced(fd, b"".join(_record((entry,)) for entry in entries))
+            _write(fd, b"".join(_record((entry,)) for entry in self._superseded))
         finally:
             os.close(fd)
+        self._superseded = []
 
     def _rewrite(self, state: StoreState) -> None:
         """Replaces the file, if any, by one that holds a snapshot alone."""
@@ -292,14 +382,52 @@ class _FileJournal:
         try:
             _write_synced(fd, record)
             os.replace(self._partial, self._path)
-            _sync_directory(self._path.parent)
         except OSError:
             os.close(fd)
+            self._partial.unlink(missing_ok=True)  # The disk may be full.
             raise
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
-        self._num_bytes = self._snapshot_bytes = len(record)
+        self._is_named = False
+        self._num_bytes = len(record)
+        self._set_rewrite_bytes(len(record))
+
+    def _set_rewrite_bytes(self, snapshot_bytes: int) -> None:
+        self._rewrite_bytes = max(self._least_bytes, _REWRITE_FACTOR * snapshot_bytes)
+
+    def _sync_name(self) -> None:
+        """Before anything is told that is in this file alone; until then the name may be that of
+        the file before, which is as good."""
+        if not self._is_named:
+            _sync_directory(self._path.parent)
+            self._is_named = True
+
+
+def _in_thread(act: Callable[[], str]) -> asyncio.Future[str]:
+    """What a thread of its own makes of it; one that hangs holds up no end of this process."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[str] = loop.create_future()
+
+    def settle(text: str, error: Exception | None) -> None:
+        if result.cancelled():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(text)
+
+    def run() -> None:
+        text, failure = "", None
+        try:
+            text = act()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(settle, text, failure)
+
+    threading.Thread(target=run, name="journal", daemon=True).start()
+    return result
 
 
 def _locked(path: Path) -> int:
@@ -364,6 +492,8 @@ def _decoded(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Chan
 
 def _superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
     """The entries that were superseded by these changes."""
+    if not any(isinstance(change, Superseded) for change in changes):
+        return []
     entries, found = dict(state.entries), []
     for change in changes:
         if isinstance(change, Entry):
@@ -375,11 +505,15 @@ def _superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
 
 def _write_synced(fd: int, content: bytes) -> int:
     """Appends content, on the disk when this returns; how many bytes that were."""
+    _write(fd, content)
+    os.fdatasync(fd)
+    return len(content)
+
+
+def _write(fd: int, content: bytes) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(fd, rest) :]
-    os.fdatasync(fd)
-    return len(content)
 
 
 def _sync_directory(directory: Path) -> None:

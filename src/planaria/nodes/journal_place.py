@@ -4,27 +4,32 @@
     {state}/{job}-{random}/             elsewhere: `--state`, or the user's state directory
 
 A run begins with an empty one, so no record of a run before is ever taken for its own, and removes
-it in the end. What a launcher that was killed has left there goes with the next run.
+it in the end. What a launcher that was killed has left there goes with the next run of the job.
 """
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from planaria.checkpoint.patience import LOOK_TIMEOUT_S, is_done_in_time
 from planaria.checkpoint.storage import is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
+from planaria.nodes.user_files import plain_name, state_directory
+
+logger = logging.getLogger(__name__)
 
 _BESIDE: Final = ".journal"  # No save has such a name: that would begin with a letter or digit.
-_FILES: Final = ("journal*", "lock")
+_FILES: Final = ("journal*", "archive", "lock")
 _PROBE: Final = "journal.probe"
 _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
-_NAME_LENGTH_MAX: Final = 40
 
 
 @contextmanager
@@ -48,7 +53,10 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
             else:
                 yield str(directory)
                 return
-        parent = Path(state).absolute() if state else _user_state()
+        parent = Path(state).absolute() if state else state_directory()
+        if parent is None:
+            remedy = "name a directory for the coordinator's journal: no home of yours is known"
+            raise ConfigError("--state", state, remedy)
         try:
             directory = held.enter_context(_own(parent, config.name))
         except _UnfitError as error:
@@ -73,29 +81,31 @@ def _beside(saves: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        _remove(directory)
+        _remove_in_time(directory)
 
 
 @contextmanager
 def _own(parent: Path, job: str) -> Iterator[Path]:
     """A new directory, locked while it is in use; others of the job that nobody uses go."""
-    name = "".join(letter if letter.isalnum() else "_" for letter in job)[:_NAME_LENGTH_MAX]
+    name = plain_name(job)
     directory = parent / f"{name}-{secrets.token_hex(4)}"
-    fd = -1
-    try:
-        _prove(directory)
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        _remove(directory)
-        raise _UnfitError(_told(error)) from error
-    try:
-        for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}/journal"):
-            _remove_unused(other.parent)
-        yield directory
-    finally:
-        _remove(directory)
-        os.close(fd)
+    with ExitStack() as held:
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Or another launcher would take a directory for unused that is not locked yet.
+            with _locked(parent):
+                for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
+                    _remove_unused(other)
+                directory.mkdir(mode=0o700)
+                held.enter_context(_locked(directory))
+            _prove(directory)
+        except OSError as error:
+            _remove(directory)
+            raise _UnfitError(_told(error)) from error
+        try:
+            yield directory
+        finally:
+            _remove_in_time(directory)
 
 
 def _prove(directory: Path) -> None:
@@ -125,19 +135,26 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
 
 
+def _remove_in_time(directory: Path) -> None:
+    """A disk that hangs does not hold up the end of a job; the next run removes it then."""
+    if not is_done_in_time(partial(_remove, directory), timeout_s=LOOK_TIMEOUT_S):
+        logger.warning("%s does not answer, and the journal stays there", directory)
+
+
 def _remove_unused(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(directory)
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError), _locked(directory, fcntl.LOCK_NB):
+        _remove(directory)
 
 
-def _user_state() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(base).absolute() / "planaria"
+@contextmanager
+def _locked(directory: Path, options: int = 0) -> Iterator[None]:
+    """Keeps other processes out of a directory, until this one is gone at the latest."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | options)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _told(error: OSError) -> str:

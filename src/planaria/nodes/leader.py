@@ -25,6 +25,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ from planaria.coordinator.state import (
     AnswersFound,
     Discard,
     MustEnd,
+    Phase,
     Publish,
     Saving,
     SetAside,
@@ -60,7 +62,7 @@ from planaria.core.records import (
 from planaria.errors import AuthenticationError, StoreError
 from planaria.nodes.journal import Flusher, open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of, saving_rules_of
-from planaria.nodes.publisher import Publisher, PublisherThread
+from planaria.nodes.publisher import Left, Publisher, PublisherThread
 from planaria.nodes.searcher import Searcher
 from planaria.policies.ahead import Known
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
@@ -97,6 +99,9 @@ class _Leader:
         self._agents: set[_Agent] = set()
         self._frames = _Frames()
         self._has_progressed = asyncio.Event()
+        timeout_s = spec.job.checkpoint.timeout_s
+        removal_timeout_s = min(_REMOVAL_TIMEOUT_S, timeout_s)
+        self._patience_s = {"timeout_s": timeout_s, "removal_timeout_s": removal_timeout_s}
 
     async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
         """Coordinates until the job ends, or its launcher does."""
@@ -127,7 +132,13 @@ class _Leader:
             yield EmbeddedStore(Flusher(), now_s=time.monotonic)
             return
         directory = Path(self._spec.directory)
-        opened = open_store(directory, now_s=time.monotonic, refused=self._refused)
+        opened = open_store(
+            directory,
+            now_s=time.monotonic,
+            timeout_s=self._spec.job.checkpoint.timeout_s,
+            refused=self._refused,
+            note=lambda text: self.notify(Warned(text=text)),
+        )
         async with opened as store:
             yield store
 
@@ -228,17 +239,25 @@ class _Leader:
     async def _finish_saves(self) -> None:
         """Lets the disk do what it was asked for, unless that takes too long; agents are answered
         meanwhile."""
-        checkpoint = self._rules.job.checkpoint
-        is_done = await asyncio.to_thread(
-            self._publishing.finish,
-            timeout_s=checkpoint.timeout_s,
-            removal_timeout_s=min(_REMOVAL_TIMEOUT_S, checkpoint.timeout_s),
-        )
-        if not is_done:
-            text = (
-                f"{checkpoint.directory} does not answer, and the job does not wait for it: "
+        where = self._rules.job.checkpoint.directory
+        left = await asyncio.to_thread(partial(self._publishing.finish, **self._patience_s))
+        text = {
+            Left.NOTHING: "",
+            Left.REMOVALS: (
+                f"the job does not wait until all that it needs no more is removed from {where}: "
+                "planaria checkpoint prune removes it"
+            ),
+            Left.SAVES: (
+                f"{where} does not answer, and the job does not wait for it: "
                 "planaria checkpoint ls tells what is complete there"
-            )
+            ),
+        }[left]
+        if left is not Left.NOTHING and self._publisher_error.done():
+            # Ours, but the job has ended, and another coordinator would do no better.
+            error = self._publisher_error.exception()
+            logger.error("the publisher of saves raised", exc_info=error)
+            text = f"the publisher of saves raised {error!r}: planaria checkpoint ls, and prune"
+        if text:
             self.notify(Warned(text=text))
 
     async def _close_agents(self) -> None:
@@ -318,17 +337,27 @@ class _Leader:
             await asyncio.sleep(self._rules.job.cluster.lease_s / TICKS_PER_LEASE)
 
     async def _tick(self) -> None:
-        """Ends leases that are due, unless this process itself was stopped a while."""
+        """Has time go on for saves and for what is awaited, whatever the journal's disk does; ends
+        leases that are due, unless this process itself was stopped a while."""
         period_s = self._rules.job.cluster.lease_s / TICKS_PER_LEASE
         last_s = time.monotonic()
-        while True:
-            await asyncio.sleep(period_s)
-            now_s = time.monotonic()
-            if may_expire(now_s, last_s, period_s=period_s):
-                await self._store.expire()
-            last_s = now_s
-            self._publishing.tick()
-            self.queue(Tick())
+        expiring: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await asyncio.sleep(period_s)
+                if self._leadership.state.phase is Phase.SAVING:
+                    self._publishing.end_training(**self._patience_s)
+                self._publishing.tick()
+                self.queue(Tick())
+                last_s, before_s = time.monotonic(), last_s
+                if expiring is not None and expiring.done():
+                    expiring.result()
+                    expiring = None
+                if expiring is None and may_expire(last_s, before_s, period_s=period_s):
+                    expiring = asyncio.create_task(self._store.expire())
+        finally:
+            if expiring is not None:
+                expiring.cancel()
 
     # -- saves ------------------------------------------------------------------------------------
 

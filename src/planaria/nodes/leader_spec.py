@@ -90,7 +90,7 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
         policy=_NoAnswer(),
         prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
         n0=min(spec.templates),
-        max_nodes=spec.job.cluster.nodes,
+        max_nodes=spec.job.cluster.nodes,  # Nobody joins.
         num_layers=num_layers,
         layout=vector_layout(spec.job, num_layers),
         first_iteration=spec.first_iteration,
@@ -109,17 +109,10 @@ def rules_of(spec: LeaderSpec, known: Known) -> Rules:
     def policy(plans: EveryPlan) -> Policy:
         return aware_policy_of(spec.job, plans, known)
 
-    num_layers = len(spec.problem.profile.layers)
-    rules = Rules(
-        job=spec.job,
+    rules = replace(
+        saving_rules_of(spec),
         policy=policy(every),
-        prices=profile_prices(spec.problem.profile, regroup_s=REGROUP_S),
-        n0=min(spec.templates),
         max_nodes=max(spec.job.cluster.max_nodes, spec.job.cluster.nodes),
-        num_layers=num_layers,
-        layout=vector_layout(spec.job, num_layers),
-        first_iteration=spec.first_iteration,
-        source=spec.source,
         layer_s=tuple(
             layer.forward_s[1] + layer.backward_s(1) for layer in spec.problem.profile.layers
         ),

@@ -225,7 +225,7 @@ def _write_note(descriptor: int, text: str) -> None:
 
 def _pass_bytes(source_fd: int, outlet: Outlet, target_fd: int) -> None:
     for data in _chunks(source_fd):
-        num_lines = data.count(b"\n")
+        num_lines = max(1, data.count(b"\n"))  # A progress bar begins none.
         outlet.post(partial(write_all, target_fd, data), num_bytes=len(data), num_lines=num_lines)
 
 

@@ -2,7 +2,7 @@
 
 The disk or store may take long, or never answer, while the coordinator has to beat and to answer
 heartbeats. So `PublisherThread` carries out in a thread of its own, one after the other, what its
-`Publisher` is asked for; nothing else of the coordinator touches the disk.
+`Publisher` is asked for. Of the coordinator, only the journal (journal.py) touches a disk besides.
 """
 
 import logging
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 from planaria.checkpoint.tiers import UNPUBLISHED, Manifest, Tier
@@ -148,6 +149,14 @@ class _Request:
     is_save: bool = False
 
 
+class Left(Enum):
+    """What a publisher has not done when nobody waits for it any more."""
+
+    NOTHING = "nothing"
+    REMOVALS = "what no save depends on"
+    SAVES = "a save, and what comes behind it"
+
+
 class PublisherThread:
     """Has a publisher act in the order in which it is asked, and never waits for it.
 
@@ -175,6 +184,8 @@ class PublisherThread:
         self._changed = threading.Condition()  # Of a lock that its owner may take again.
         self._since_s = 0.0
         self._told_s = SLOW_S / 2.0
+        self._patience_s: tuple[float, float] | None = None  # For a save, and for removals.
+        self._has_failed = False
         self._unlisted: str | None = None
         self._list_s, self._list_again_s = 0.0, _LIST_AGAIN_S / 2.0
         # A request that is never answered must not hold up the end of the process.
@@ -216,30 +227,49 @@ class PublisherThread:
                     self.tell_saves(source=self._unlisted)
                 return
             what, slow_s = self._requests[0].what, self._now_s() - self._since_s
+            meanwhile = self._meanwhile()
         if slow_s >= 2.0 * self._told_s:
             self._told_s = slow_s
-            text = (
-                f"{self._where} is slow: to {what} takes {slow_s:.0f} s so far; training goes on, "
-                "and newer saves wait. See to the disk or store, or save less often"
-            )
+            text = f"{self._where} is slow: to {what} takes {slow_s:.0f} s so far; {meanwhile}"
             self._notify(Warned(text=text))
 
-    def finish(self, *, timeout_s: float, removal_timeout_s: float) -> bool:
-        """Blocks until all is done; False if that takes too long.
+    def end_training(self, *, timeout_s: float, removal_timeout_s: float) -> None:
+        """From now on the job waits for what is asked for.
 
         Args:
             timeout_s: for each save, from when it is under way.
             removal_timeout_s: for what else there is.
         """
+        with self._changed:
+            self._patience_s = timeout_s, removal_timeout_s
+
+    def finish(self, *, timeout_s: float, removal_timeout_s: float) -> Left:
+        """Blocks until all is done, or takes too long, or cannot be done; what is left then.
+
+        Args:
+            timeout_s, removal_timeout_s: see `end_training`.
+        """
+        self.end_training(timeout_s=timeout_s, removal_timeout_s=removal_timeout_s)
         end_s = self._now_s() + removal_timeout_s
         with self._changed:
             while self._requests:
-                is_save = any(request.is_save for request in self._requests)
-                deadline_s = self._since_s + timeout_s if is_save else end_s
-                if self._now_s() >= deadline_s:
-                    return False
+                has_save = self._has_save()
+                deadline_s = self._since_s + timeout_s if has_save else end_s
+                if self._has_failed or self._now_s() >= deadline_s:
+                    return Left.SAVES if has_save else Left.REMOVALS
                 self._changed.wait(_LOOK_S)
-        return True
+        return Left.NOTHING
+
+    def _has_save(self) -> bool:
+        return any(request.is_save for request in self._requests)
+
+    def _meanwhile(self) -> str:
+        """What the job does while a request takes long, and what the user can do."""
+        if self._patience_s is None:
+            todo = "See to the disk or store, or save less often"
+            return f"training goes on, and newer saves wait. {todo}"
+        patience_s = self._patience_s[0 if self._has_save() else 1]
+        return f"the job waits for it, {patience_s:g} s at most. See to the disk or store"
 
     def _list(self, source: str) -> None:
         is_listed = self._publisher.tell_saves(source=source)
@@ -269,6 +299,9 @@ class PublisherThread:
                 request.act()
             except Exception as error:
                 self._failed(error)
+                with self._changed:
+                    self._has_failed = True
+                    self._changed.notify_all()
                 return
             with self._changed:
                 self._requests.popleft()

@@ -232,7 +232,10 @@ def _event_texts(event: EventRecord) -> tuple[str, ...]:
     redone = f"{counted(event.redone_samples, 'sample')} redone"
     moved = f"{event.transfer_bytes / 1e6:.1f} MB moved, {redone}"
     back = back_text(event)
-    expected = f", {expected_text(event)}" if event.predicted_recovery_s_max else ""
+    expected = ""
+    if event.predicted_recovery_s_max and event.recovery_s:
+        noticed = f"{1000 * event.recovery_s:.0f} ms of it since it was noticed"
+        expected = f"; {noticed}, {expected_text(event)}"
     return (
         f"re-formed in {1000 * event.downtime_s:.0f} ms: {parts}{expected}",
         choice_text(event),

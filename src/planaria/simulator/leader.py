@@ -102,6 +102,7 @@ class SimulatedLeader:
         self._num_requests = 0
         self._since_s = math.inf
         self._is_refused = self._is_unlisted = False
+        self._is_expiring = False
         self._store = store
         self._piece_bytes = piece_bytes
         self._launcher = launcher
@@ -165,11 +166,15 @@ class SimulatedLeader:
         last_s = self.process.now_s
         while True:
             await self.process.sleep(period_s)
-            now_s = self.process.now_s
-            if may_expire(now_s, last_s, period_s=period_s):
-                await self._store.expire()
-            last_s = now_s
             self.queue(Tick())
+            last_s, before_s = self.process.now_s, last_s
+            if not self._is_expiring and may_expire(last_s, before_s, period_s=period_s):
+                self._is_expiring = True
+                self.process.spawn(self._end_at_errors(self._expire()))
+
+    async def _expire(self) -> None:
+        await self._store.expire()
+        self._is_expiring = False
 
     async def _record_progress(self) -> None:
         while True:

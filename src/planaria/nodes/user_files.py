@@ -1,0 +1,30 @@
+"""Where files of a user's jobs lie, and what they are called."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Final
+
+NAME_BYTES_MAX: Final = 60
+_DIGEST_LETTERS: Final = 8
+
+
+def state_directory() -> Path | None:
+    """Where the user's files are that are worth keeping; None where no home is known, as in a
+    container whose user has no name."""
+    for base in (os.environ.get("XDG_STATE_HOME", ""), "~/.local/state"):
+        path = Path(os.path.expanduser(base))
+        if path.is_absolute():
+            return path / "planaria"
+    return None
+
+
+def plain_name(job: str) -> str:
+    """The name of a job as part of a file's; one that is too long ends with its hash."""
+    kept = "".join(letter if letter.isalnum() else "_" for letter in job)
+    whole = kept.encode()
+    if len(whole) <= NAME_BYTES_MAX:
+        return kept
+    digest = hashlib.sha256(whole).hexdigest()[:_DIGEST_LETTERS]
+    begin = whole[: NAME_BYTES_MAX - 1 - _DIGEST_LETTERS].decode(errors="ignore")
+    return f"{begin}_{digest}"
