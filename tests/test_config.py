@@ -138,6 +138,7 @@ def test_inputs_lie_beside_the_file_and_outputs_in_the_current_directory(
         ({"cluster": {"nodes": 0}}, "cluster.nodes", "must be at least 1"),
         ({"cluster": {"nodes": 4, "max_nodes": 3}}, "cluster.max_nodes", "cluster.nodes = 4; or 0"),
         ({"cluster": {"max_nodes": -1}}, "cluster.max_nodes", "must be at least 0"),
+        ({"checkpoint": {"timeout_s": 1e10}}, "checkpoint.timeout_s", "must be at most 1e+08"),
         ({"cluster": {"max_nodes": 10_001}}, "cluster.max_nodes", "must be at most 10000"),
         ({"cluster": {"lease_s": "3 s"}}, "cluster.lease_s", "must be a number"),
         ({"cluster": {"lease_s": 0.0}}, "cluster.lease_s", "must be at least 0.5"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from command import PACED
+from planaria.checkpoint.tiers import Manifest, tier_of
 from planaria.config import load_job
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
@@ -20,7 +21,9 @@ from planaria.planning import (
     plan_job,
     read_profile,
     short_actions_text,
+    starting_point,
 )
+from refused_reads import refused_reads
 
 
 def _told(time_scale: float) -> str:
@@ -106,3 +109,20 @@ def test_tokens_are_kept_where_the_user_wants_them(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     assert cache_directory() == str(tmp_path / "cache" / "planaria")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_job_does_not_start_beside_a_save_that_cannot_be_read_now(
+    tmp_path: Path, resume: bool
+) -> None:
+    """Once it can be read, it counts as newer than all that the job has saved, and they go."""
+    config = load_job(PACED, overrides=[f"checkpoint.directory={tmp_path}"])
+    tier = tier_of(str(tmp_path))
+    for epoch in (0, 1):
+        tier.publish(Manifest(iteration=0, epoch=epoch, job={}, layers=()))
+
+    with (
+        refused_reads(tmp_path / "0-1"),
+        pytest.raises(ConfigError, match=r"checkpoint\.directory = .* cannot read .*0-1/manifest"),
+    ):
+        starting_point(config, tier, resume=resume)

@@ -42,9 +42,14 @@ _MINIMUM = {
     "cluster.lease_s": 0.5,
 }
 NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once.
-_MAXIMUM = dict.fromkeys(
-    ("cluster.nodes", "cluster.max_nodes", "cluster.standby", "cluster.devices_per_node"), NODES_MAX
-)
+_TIMEOUT_S_MAX = 1e8  # Three years. Threads can be waited for for 9e9 s at most.
+_MAXIMUM: dict[str, float] = {
+    "checkpoint.timeout_s": _TIMEOUT_S_MAX,
+    "cluster.nodes": NODES_MAX,
+    "cluster.max_nodes": NODES_MAX,
+    "cluster.standby": NODES_MAX,
+    "cluster.devices_per_node": NODES_MAX,
+}
 # A plan has a route for each microbatch: beyond this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
 _POSITIVE = ("training.learning_rate", "model.time_scale", "checkpoint.timeout_s")
@@ -86,7 +91,7 @@ def _check_ranges(job: JobConfig) -> None:
     for name, maximum in _MAXIMUM.items():
         value = attrgetter(name)(job)
         if value > maximum:
-            raise ConfigError(name, value, f"must be at most {maximum}")
+            raise ConfigError(name, value, f"must be at most {maximum:g}")
     if job.checkpoint.every != "auto" and job.checkpoint.every < 1:
         raise ConfigError("checkpoint.every", job.checkpoint.every, 'must be at least 1, or "auto"')
     gamma = job.checkpoint.gamma

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.checkpoint.tiers import Manifest, Tier
+from planaria.checkpoint.tiers import Manifest, Tier, newest_complete
 from planaria.config_checks import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
@@ -99,14 +99,16 @@ def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest |
     """The checkpoint to go on from, None for a fresh start; a minute's work is not lost later.
 
     Raises:
-        ConfigError: there is none, it is another job's, or a fresh start would mix with it.
+        ConfigError: there is none, it is another job's, or a fresh start would mix with it; or a
+            newer version cannot be read now, whose saves of later on would be taken for newer.
     """
     directory = config.checkpoint.directory
     try:
         versions = tier.versions()
+        manifest = newest_complete(versions)
     except CheckpointError as error:
-        raise ConfigError("checkpoint.directory", directory, str(error)) from error
-    manifest = next((v.manifest for v in versions if v.manifest is not None), None)
+        remedy = f"{error}; start again when it can be read"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
     if not resume:
         if manifest is not None:
             raise ConfigError(

@@ -1,10 +1,11 @@
 """Directories and object stores keep versions alike; what they refuse is told by name."""
 
+import math
 import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -187,6 +188,27 @@ def lose_answers_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LATE, "late_s", late_s)
 
 
+def test_a_manifest_none_of_whose_requests_is_answered_is_published_if_it_is_there(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last request may be carried out like the first: what the store has tells."""
+    monkeypatch.setattr("planaria.checkpoint.storage._RETRY_CONFIG", {"max_retries": 0})
+    tier = tier_of(f"{store}/{tmp_path.name}")
+    manifest = Manifest(iteration=0, epoch=0, job={}, layers=())
+    with monkeypatch.context() as patched:
+        patched.setattr(LATE, "late_s", lambda method, _path: -1.0 if method == "PUT" else 0.0)
+        tier.publish(manifest)
+        assert tier.newest() == manifest
+        with pytest.raises(CheckpointError, match="cannot write"):
+            tier.publish(replace(manifest, job={"name": "another"}))
+    with monkeypatch.context() as patched:
+        patched.setattr(LATE, "late_s", lambda _method, _path: math.inf)
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*1-0/manifest\.json.*AccessDenied"
+        ):
+            tier.storage.create("1-0/manifest.json", b"{}")
+
+
 LOST_ANSWERS = {False: lose_answers_of_a_disk, True: lose_answers_of_a_store}
 
 
@@ -285,6 +307,8 @@ def test_each_step_of_a_save_is_on_disk_before_the_next(
     written = recorded.take()
     tier.publish(Manifest(iteration=3, epoch=0, job={}, layers=(file,)))
     published = recorded.take()
+    tier.publish(Manifest(iteration=3, epoch=0, job={}, layers=(file,)))
+    published_again = recorded.take()
     saved(tier, 4)
     recorded.take()
     tier.prune(1)
@@ -300,6 +324,12 @@ def test_each_step_of_a_save_is_on_disk_before_the_next(
     assert published == [
         ("sync", "jobs/saves/3-0/manifest"),
         ("link", "jobs/saves/3-0/manifest"),
+        ("sync", "jobs/saves/3-0"),
+        ("sync", "jobs/saves"),
+    ]
+    # Whoever linked it may have ended before it synced.
+    assert published_again == [
+        ("sync", "jobs/saves/3-0/manifest"),
         ("sync", "jobs/saves/3-0"),
         ("sync", "jobs/saves"),
     ]

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from planaria.checkpoint.tiers import BFLOAT16, Manifest, Tier, tier_of
+from planaria.checkpoint.tiers import BFLOAT16, Manifest, Tier, standing, tier_of
 from planaria.core.messages import LayerFile
-from planaria.errors import CheckpointError
+from planaria.errors import CheckpointError, UnreadableError
+from refused_reads import refused_reads
 
 OUTSIDE = b'{"layer": 0, "file": "../../x", "num_bytes": 1, "xxh3_128": ""}'
 JOB = {"model": "tiny", "optimizer": {"name": "AdamW", "betas": [0.9, 0.999]}}
@@ -279,6 +280,24 @@ def test_a_full_disk_leaves_nothing_half_written(
     newest = tier.newest()
     assert newest is not None
     assert_same(layer_tensors(0), tier.read_layer(newest, 0))
+
+
+def test_a_version_that_cannot_be_read_now_is_not_taken_for_none(tmp_path: Path) -> None:
+    """Which one is the newest is not known then; that of an older one is no matter."""
+    tier = tier_of(str(tmp_path))
+    saved(tier, iteration=5)
+    newer = saved(tier, iteration=6)
+
+    with refused_reads(tmp_path / "6-0"):
+        assert [version.is_unreadable for version in tier.versions()] == [True, False]
+        with pytest.raises(
+            UnreadableError, match=r"cannot read .*6-0/manifest\.json: Input/output"
+        ):
+            tier.newest()
+        assert standing(tier).startswith("which checkpoint is the newest is not known: cannot read")
+    with refused_reads(tmp_path / "5-0"):
+        assert tier.newest() == newer
+    assert standing(tier) == "the newest checkpoint is of iteration 6, go on from it with --resume"
 
 
 def refuse(patched: pytest.MonkeyPatch, failing: str, number: int) -> None:

@@ -19,6 +19,7 @@ from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
 from planaria.nodes.publisher import Left, Publisher, PublisherThread
+from refused_reads import refused_reads
 
 
 class _Told:
@@ -327,7 +328,29 @@ def test_saves_that_could_not_be_listed_are_asked_for_again(
         threaded.wait_done()
     threaded.thread.tick()
     threaded.wait_done()
+    assert threaded.events == []
+    threaded.now_s += 60.0
+    threaded.thread.tick()
+    threaded.wait_done()
+
+    assert threaded.events == [Published(1, 0), SavesListed()]
+    assert len(threaded.notices) == 1
+
+
+def test_a_save_that_could_not_be_read_is_asked_for_again(
+    threaded: _Threaded, tmp_path: Path
+) -> None:
+    """Else it is never gone back to, though only its manifest was refused, and only once."""
+    threaded.may_answer.set()
+    threaded.publish(1)
+    del threaded.events[:], threaded.notices[:]
+    with refused_reads(tmp_path / "1-0"):
+        threaded.thread.tell_saves(source="")
+        threaded.wait_done()
     assert threaded.events == [SavesListed()]
+    (warned,) = threaded.notices
+    assert isinstance(warned, Warned)
+    assert "1-0/manifest.json: Input/output error" in warned.text
     threaded.now_s += 60.0
     threaded.thread.tick()
     threaded.wait_done()

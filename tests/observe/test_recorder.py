@@ -159,6 +159,22 @@ def test_iterations_that_all_went_back_before_were_not_useful() -> None:
     assert sum(spent.values()) == pytest.approx(2 * spent["wall"])
 
 
+def test_nothing_of_iterations_that_all_went_back_before_is_left_elsewhere() -> None:
+    """Not as eager forwards, nor as a node's that had no layer."""
+    run = recorder()
+    run.running(running(14.0, members=(5, 6, 7)))
+    for iteration, now_s in ((7, 16.0), (8, 18.0)):
+        run.committed(committed(iteration, now_s, eager_s=0.5))
+    trained = parts(run, 18.0)
+    run.recovering(lost(18.0, 6))
+    run.decided(decided(18.0), predicted_peak_bytes=555)
+    spent = parts(run, 18.0)
+
+    assert {"useful", "redundant", "idle"} <= trained.keys()
+    assert spent.keys() == {"startup", "checkpoint_stall", "redo", "wall"}
+    assert spent["redo"] == pytest.approx(3.5)  # Twice two seconds, less what saves took.
+
+
 def test_what_is_done_again_was_not_useful() -> None:
     """From the last commit to the loss, if the outcome is to redo it."""
     run = recorder()

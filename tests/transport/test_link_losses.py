@@ -328,6 +328,21 @@ def test_clients_that_talk_garbage_or_nothing_disturb_nobody() -> None:
             client.close()
 
 
+def test_a_link_that_nobody_takes_from_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one to a machine that is gone with bytes on their way, of which keep-alive says nothing:
+    it would stand for a quarter of an hour."""
+    monkeypatch.setattr(connection, "_LOST_S", 0.1)
+    links = Links(1, token=TOKEN)
+    silent = _raw_link(links, rank=0, port=7)
+    links.begin(1, addresses={0: ("127.0.0.1", 7)}, peers=(0,), timeout_s=TIMEOUT_S)
+    links.send(0, tag(0), np.zeros(LARGE))
+    with pytest.raises(PeerLostError, match="timed out"):
+        links.receive(0, tag(0), timeout_s=TIMEOUT_S)
+
+    silent.close()
+    links.close()
+
+
 def test_a_client_that_says_nothing_is_closed_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -347,8 +362,8 @@ def test_a_rank_without_descriptors_serves_its_links_and_accepts_again_when_it_h
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever calls meanwhile stays in the kernel's queue; it is tried once in a while, not all the
-    time, and told of once."""
-    with linked(2) as (left, right), socket.socket() as caller:
+    time, and told of once, though one was accepted in between."""
+    with linked(2) as (left, right), socket.socket() as caller, socket.socket() as again:
         server, tried_s = right._server, []
         accept = server._accept
 
@@ -363,12 +378,17 @@ def test_a_rank_without_descriptors_serves_its_links_and_accepts_again_when_it_h
             for index in range(100):
                 left.send(1, tag(index), payload(index))
                 assert received(right, 0, index) == payload(index).tolist()
-            told = [record.message for record in caplog.records]
             gaps_s = [after - before for before, after in pairwise(tried_s)]
-        wait_until(lambda: not server._is_short)
         caller.settimeout(TIMEOUT_S)
+        is_accepted = bool(caller.recv(1))  # Of the handshake.
+        num_tried = len(tried_s)
+        with no_descriptors():
+            again.connect(right.address)
+            wait_until(lambda: len(tried_s) > num_tried)
+            wait_until(lambda: not server._is_heard)
 
-        assert caller.recv(1)  # Of the handshake.
+        assert is_accepted
+        told = [record.message for record in caplog.records]
     (warning,) = told
     assert "Too many open files" in warning
     assert "ulimit -n" in warning

@@ -16,7 +16,7 @@ in return the hash is of what was meant, not of what the disk made of it.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class Version:
     """A version of the tier: complete with its manifest, or without one and why.
 
     Attributes:
+        is_unreadable: its manifest is there and was refused; another time it may prove complete.
         num_bytes: of all that is there.
         modified_s: when the last of it was written, since 1970.
     """
@@ -87,6 +88,7 @@ class Version:
     epoch: int
     manifest: Manifest | None
     reason: str
+    is_unreadable: bool = False
     num_bytes: int = 0
     modified_s: float = 0.0
 
@@ -94,6 +96,23 @@ class Version:
     def name(self) -> str:
         """Of its directory."""
         return version_name(self.iteration, self.epoch)
+
+
+def newest_complete(versions: Iterable[Version]) -> Manifest | None:
+    """The manifest of the first complete version; None if there is none.
+
+    Args:
+        versions: the newest first.
+
+    Raises:
+        UnreadableError: a newer one may be complete, and cannot be read now.
+    """
+    for version in versions:
+        if version.is_unreadable:
+            raise UnreadableError(version.reason)
+        if version.manifest is not None:
+            return version.manifest
+    return None
 
 
 def tier_of(place: str) -> "Tier":
@@ -200,8 +219,12 @@ class Tier:
             raise CheckpointError(f"{where} is not complete any more: {error}") from error
 
     def newest(self) -> Manifest | None:
-        """The newest complete version; its hashes are checked when its layers are read."""
-        return next((v.manifest for v in self.each_version() if v.manifest is not None), None)
+        """The newest complete version; its hashes are checked when its layers are read.
+
+        Raises:
+            UnreadableError: a newer one may be complete, and cannot be read now.
+        """
+        return newest_complete(self.each_version())
 
     def read_layer(self, manifest: Manifest, layer: int) -> dict[str, np.ndarray]:
         """One layer's tensors by name, in memory of their own.
@@ -280,16 +303,17 @@ class Tier:
 
     def _version(self, iteration: int, epoch: int, entries: Mapping[str, Entry]) -> Version:
         version = version_name(iteration, epoch)
-        manifest, reason = None, ""
+        manifest, reason, is_unreadable = None, "", False
         try:
             manifest = self._manifest(version, entries)
         except CheckpointError as error:
-            reason = str(error)
+            reason, is_unreadable = str(error), isinstance(error, UnreadableError)
         return Version(
             iteration,
             epoch,
             manifest,
             reason,
+            is_unreadable,
             num_bytes=sum(entry.num_bytes for entry in entries.values()),
             modified_s=max(entry.modified_s for entry in entries.values()),
         )

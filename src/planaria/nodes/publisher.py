@@ -55,22 +55,25 @@ class Publisher:
 
     def tell_saves(self, *, source: str) -> bool:
         """Says which saves there are, of this run and of those before it, the newest first; False
-        if the disk refuses to list them.
+        if the disk refuses to list them, or to give the manifest of one.
 
         Args:
             source: the one from which this run started, of which the coordinator knows.
         """
+        refusals = []
         try:
             for version in self._tier.each_version():
                 if version.manifest and version.manifest.layers and version.name != source:
                     self._say(Published(version.iteration, version.epoch))
-        except CheckpointError as error:
-            text = f"older saves are of no use until they can be listed: {error}"
-            self._notify(Warned(text=text))
-            return False
-        finally:
+                elif version.is_unreadable and version.name != source:
+                    refusals.append(version.reason)
             self._say(SavesListed())
-        return True
+        except CheckpointError as error:  # A recovery still waits to hear of them.
+            refusals.append(str(error))
+        if refusals:
+            text = f"older saves are of no use until they can be read: {refusals[0]}"
+            self._notify(Warned(text=text))
+        return not refusals
 
     def publish(self, command: Publish) -> bool:
         """Creates the manifest of a save, as the coordinator before may have, just before its end;

@@ -52,9 +52,9 @@ class EventRecord:
         nodes: concerned.
         fired: False for an injected fault whose place never came.
         candidates: the answers that were proposed, with their prices; `answer` was taken.
+        time_to_failure_s: mean time to the next failure, by which they were weighed.
         error: the type of what raised in a worker, or the signal or status that ended it; `message`
             is the exception's, `layers` are those that it was computing.
-        time_to_failure_s: mean time to the next failure, by which they were weighed.
         detect_s: from the loss until every member had left the old epoch and answered, and a
             machine had come if all waited for one; of a lost coordinator, until it ran again.
         decide_s: until the plan was on record and told.

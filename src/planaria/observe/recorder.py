@@ -5,7 +5,7 @@ Source: DESIGN 7 (Report). It is told the time; it does not look.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import chain, count
 from math import inf
 from operator import itemgetter
 from typing import Final
@@ -127,7 +127,7 @@ class Recorder:
         self.tensor_bytes: list[dict[int, int]] = []
         self.measured = Measured()
         self.copied = Copied()
-        self._useful_s: list[float] = []  # Of each committed iteration.
+        self._shares_s: list[dict[Category, float]] = []  # Of each committed iteration.
         self._orders = count()
         self._events: list[tuple[int, EventRecord]] = []  # Those that are over, by their order.
         self._open: list[_Open] = []
@@ -215,10 +215,12 @@ class Recorder:
         computing_s = sum(report.computing_s for report in reports) + eager_s
         idle_s = trained_s * self._idle_share
         redundant_s = (trained_s - idle_s) * eager_s / computing_s if eager_s else 0.0
-        self._useful_s.append(trained_s - idle_s - redundant_s)
+        shares_s = {Category.IDLE: idle_s, Category.REDUNDANT: redundant_s}
         self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
-        self._move(idle_s, Category.USEFUL, Category.IDLE)
-        self._move(redundant_s, Category.USEFUL, Category.REDUNDANT)
+        for category, seconds in shares_s.items():
+            self._move(seconds, Category.USEFUL, category)
+        useful_s = trained_s - idle_s - redundant_s
+        self._shares_s.append({Category.USEFUL: useful_s, **shares_s})
 
     def corrected(self, message: ProfileCorrected) -> None:
         """Later iterations are predicted by a profile that was corrected."""
@@ -233,10 +235,10 @@ class Recorder:
         """Of what is committed only so many iterations count: all went back to a save."""
         num_undone = sum(one.iteration >= num_left for one in self.iterations)
         if num_undone:
-            undone_s = sum(self._useful_s[-num_undone:])
-            for kept in (self.iterations, self.spans, self.tensor_bytes, self._useful_s):
+            for category, seconds in chain(*(one.items() for one in self._shares_s[-num_undone:])):
+                self._move(seconds, category, Category.REDO)
+            for kept in (self.iterations, self.spans, self.tensor_bytes, self._shares_s):
                 del kept[-num_undone:]
-            self._move(undone_s, Category.USEFUL, Category.REDO)
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -30,9 +30,12 @@ _MESSAGE_BYTES_MAX = 1 << 40
 _READ_BYTES_MAX = 1 << 22  # per wake-up and connection, so that no peer starves the others
 _IOV_MAX = 64
 _RANK_BITS = 32
-# The kernel of a peer that says nothing is asked whether it is there; a link whose machine is gone,
-# or that something between has forgotten, breaks after two minutes.
+# The kernel of a peer that says nothing is asked whether it is there, but not while bytes are on
+# their way to it: these it has to take within the same time. So a link whose machine is gone, or
+# that something between has forgotten, breaks after two minutes; also one whose peer lives and
+# takes nothing for so long, as the thread that serves its links always does.
 _SILENT_S, _PROBE_S, _NUM_PROBES = 60, 10, 6
+_LOST_S = _SILENT_S + _PROBE_S * _NUM_PROBES
 
 
 class Channel(IntEnum):
@@ -139,6 +142,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_LOST_S * 1000))
         self.sock = sock
         self.target = target
         self.port = port

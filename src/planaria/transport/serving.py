@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 2.0
+_QUIET_S: Final = 10.0  # Without a call that was not accepted, before the next one is told.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Server:
         self._unproven: set[Connection] = set()  # Of the thread alone, as what follows.
         self._is_heard = True  # Who calls.
         self._paused_end_s = 0.0  # Until when no link is accepted; 0.0: links are.
-        self._is_short = False  # Of what a link takes, and that is told.
+        self._quiet_end_s = 0.0  # Until when it is not told again that a link is not accepted.
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()  # Against a wake-up of a descriptor that is closed.
@@ -157,15 +158,16 @@ class Server:
         except BlockingIOError:  # Whoever called has left.
             return
         except OSError as error:
-            # EMFILE, say. Whoever calls waits in the kernel's queue meanwhile.
-            self._paused_end_s = time.monotonic() + ACCEPT_PAUSE_S
-            if not self._is_short:
+            # EMFILE, say. Whoever calls waits in the kernel's queue meanwhile. At the limit every
+            # other call may be accepted.
+            now_s = time.monotonic()
+            self._paused_end_s = now_s + ACCEPT_PAUSE_S
+            if now_s >= self._quiet_end_s:
                 what = "a link is not accepted for now, and it is tried again and again"
                 remedy = "where descriptors are too few, raise the limit (ulimit -n)"
                 logger.warning("rank %s: %s: %s; %s", self._rank, what, error, remedy)
-            self._is_short = True
+            self._quiet_end_s = now_s + _QUIET_S
             return
-        self._is_short = False
         self._handlers.accept(sock)
 
     def _hear(self) -> None:
