@@ -290,6 +290,7 @@ def told(status: int) -> str:
 def serve(fd: int, lifeline_fd: int) -> None:
     """The server's main function: imports, then forks on request until the socket closes."""
     end_with(lifeline_fd)
+    leave_removed_directory()
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
     child_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -305,6 +306,14 @@ def serve(fd: int, lifeline_fd: int) -> None:
                 _reap(sock)
             elif not _serve_request(sock):
                 return
+
+
+def leave_removed_directory() -> None:
+    """Where the working directory was removed, libraries that load others fail (MKL, torch)."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def end_with(lifeline_fd: int) -> None:
@@ -405,6 +414,7 @@ def _become(target: str, fds: list[int]) -> None:
     """Runs the target in the forked child and leaves with its status; never returns."""
     status = 1
     try:
+        leave_removed_directory()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with os.fdopen(fds[0], "rb") as carrier:

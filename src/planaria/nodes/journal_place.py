@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.storage import is_url
+from planaria.checkpoint.storage import absolute_path, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 
@@ -48,12 +48,28 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
             else:
                 yield str(directory)
                 return
-        parent = Path(state).absolute() if state else _user_state()
+        parent = absolute_path(Path(state)) if state else _user_state()
         try:
             directory = held.enter_context(_own(parent, config.name))
         except _UnfitError as error:
             remedy = f"{error}; name a directory for the coordinator's journal that can be"
             raise ConfigError("--state", str(parent), remedy) from error
+        yield str(directory)
+
+
+@contextmanager
+def other_journal_place(config: JobConfig) -> Iterator[str]:
+    """Another directory for the journal of a run whose place is beside its saves.
+
+    Raises:
+        ConfigError: it cannot be written to, either.
+    """
+    parent = _user_state()
+    with ExitStack() as held:
+        try:
+            directory = held.enter_context(_own(parent, config.name))
+        except _UnfitError as error:
+            raise ConfigError("--state", str(parent), str(error)) from error
         yield str(directory)
 
 
@@ -137,7 +153,7 @@ def _remove_unused(directory: Path) -> None:
 
 def _user_state() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(base).absolute() / "planaria"
+    return absolute_path(Path(base)) / "planaria"
 
 
 def _told(error: OSError) -> str:

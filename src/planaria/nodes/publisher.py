@@ -57,12 +57,17 @@ class Publisher:
         if the disk refuses to list them.
 
         Args:
-            source: the one from which this run started, of which the coordinator knows.
+            source: the one from which this run started, of which the coordinator knows; that it is
+                not there any more is said, too.
         """
+        is_there = not source
         try:
             for version in self._tier.each_version():
+                is_there = is_there or version.name == source
                 if version.manifest and version.manifest.layers and version.name != source:
                     self._say(Published(version.iteration, version.epoch))
+            if not is_there:
+                self._say(Pruned(source))
         except CheckpointError as error:
             text = f"older saves are of no use until they can be listed: {error}"
             self._notify(Warned(text=text))
