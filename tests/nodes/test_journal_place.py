@@ -20,7 +20,7 @@ def saving_to(place: str) -> JobConfig:
 def leave_journal(directory: Path) -> None:
     """As a launcher does that is killed."""
     directory.mkdir(parents=True)
-    for name in ("journal", "journal.partial", "lock"):
+    for name in ("journal", "journal.partial", "archive", "lock"):
         (directory / name).write_text("of another run")
 
 

@@ -164,6 +164,24 @@ def test_lines_are_passed_on_whole_and_the_last_one_too() -> None:
     assert "".join(lines[2:]) == "x" * 100_000
 
 
+def test_what_is_printed_is_passed_on_if_the_process_between_is_killed() -> None:
+    """Nobody who prints fails with it."""
+    lines: list[str] = []
+    passed_on = PassedOn(lines.append)
+    write_fd = os.dup(passed_on.stdout_fd)
+    passed_on.begin()
+    os.write(write_fd, b"one\n")
+    wait_for(lambda: lines == ["one"], what="a line is passed on")
+    passed_on._relay.kill()
+    passed_on._relay.wait(TIMEOUT_S)
+    os.write(write_fd, b"two\n")
+    wait_for(lambda: lines == ["one", "two"], what="another one is passed on")
+    os.close(write_fd)
+
+    passed_on.close(timeout_s=TIMEOUT_S)
+    assert not any(reader.is_alive() for reader in passed_on._readers)
+
+
 TALKER = """
 import sys
 from planaria.nodes.forkserver import ForkServer

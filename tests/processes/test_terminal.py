@@ -224,23 +224,25 @@ def typed(command_line: list[str]) -> bytes:
 def test_a_job_trains_on_while_its_launcher_is_suspended(tmp_path: Path) -> None:
     """Ctrl-Z stops the launcher alone. Workers that print go on, and nobody is lost: the last save
     is there before the launcher goes on."""
-    (tmp_path / "talking.py").write_text(TALKING)
+    (tmp_path / "talking.py").write_text(TALKING.replace("* 1000", "* 4"))
     job = tmp_path / "job.toml"
     job.touch()
+    settings = ("training.iterations=40", "checkpoint.persist_every=1")
     with read(SHELL, tmp_path, *pty.openpty()) as (_, reader):
-        reader.type(typed(arguments(*TALKING_JOB, "checkpoint.persist_every=1", job=job)))
-        reader.wait_text("iteration 0")
+        reader.type(typed(arguments(*TALKING_JOB, *settings, job=job)))
+        saves = tmp_path / "checkpoints"
+        wait_for(lambda: reader.read() and any(saves.glob("*/manifest.json")), what="a save")
         reader.type(SUSPEND)
         reader.wait_text("Stopped")
-        last = tmp_path / "checkpoints" / "10-0" / "manifest.json"
-        wait_for(last.exists, what="the last save")
+        wait_for((saves / "40-0" / "manifest.json").exists, what="the last save")
         assert not (tmp_path / REPORT).exists()
         reader.type(b"fg\n")
-        wait_for((tmp_path / REPORT).exists, what="the report of a job that has ended")
+        there = (tmp_path / REPORT).exists
+        wait_for(lambda: reader.read() and there(), what="the report of a job that has ended")
 
     report = json.loads((tmp_path / REPORT).read_text())
     assert not report["events"]
-    assert [record["iteration"] for record in report["iterations"]] == list(range(10))
+    assert [record["iteration"] for record in report["iterations"]] == list(range(40))
 
 
 def test_a_job_in_the_background_trains_on_whatever_its_terminal_is_set_to(

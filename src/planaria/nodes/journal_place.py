@@ -21,7 +21,7 @@ from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 
 _BESIDE: Final = ".journal"  # No save has such a name: that would begin with a letter or digit.
-_FILES: Final = ("journal*", "lock")
+_FILES: Final = ("journal*", "archive", "lock")
 _PROBE: Final = "journal.probe"
 _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
 _NAME_LENGTH_MAX: Final = 40
