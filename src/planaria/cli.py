@@ -80,6 +80,8 @@ def main() -> None:
         handlers=[logging.StreamHandler(errors)],
     )
     signal.signal(signal.SIGTERM, _interrupted)
+    # Else `stty tostop` stops a command in the background as soon as it prints.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # As nohup has it.
         signal.signal(signal.SIGHUP, _interrupted)
     try:

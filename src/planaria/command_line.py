@@ -13,6 +13,7 @@ from typing import Annotated, Any, BinaryIO, Final, TextIO, cast
 import typer
 from rich.console import Console
 
+from planaria.checkpoint.storage import absolute_path
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.nodes.output import Outlet, descriptor_of, write_all
 
@@ -110,7 +111,7 @@ def check_writable(option: str, path: Path | None) -> None:
     """Refuses, before hours of work, an output that cannot be written after them."""
     if path is None:
         return
-    folder = path.absolute().parent
+    folder = absolute_path(path).parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(option, str(path), "name a file in a directory that can be written to")
 

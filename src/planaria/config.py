@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from pydantic import TypeAdapter, ValidationError
 
-from planaria.checkpoint.storage import absolute
+from planaria.checkpoint.storage import absolute, absolute_path
 from planaria.config_checks import check_job
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
@@ -136,7 +136,7 @@ def _anchored(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
     for table, key, path in _INPUT_PATHS:
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
         if isinstance(value, str) and value:
-            copy[table][key] = str(path(directory, value).absolute())
+            copy[table][key] = str(absolute_path(path(directory, value)))
     return copy
 
 

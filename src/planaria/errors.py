@@ -8,6 +8,7 @@ PlanariaError
 |   `-- DeadlockError    a schedule cannot finish
 |-- CheckpointError      a checkpoint cannot be written or read: exit code 1
 |   |-- UnreadableError  a disk or store refuses to give what it has
+|   |   `-- LateError    it does not answer at all
 |   `-- SpoiltError      a version on disk is not what was saved
 |-- AuthenticationError  the other end of a connection does not know the job's token
 |-- PeerLostError        a link to another rank is gone
@@ -84,6 +85,10 @@ class CheckpointError(PlanariaError):
 
 class UnreadableError(CheckpointError):
     """When a disk or a store refuses to give what it has, which may be whole."""
+
+
+class LateError(UnreadableError):
+    """When a disk or a store does not answer for as long as it is waited for."""
 
 
 class SpoiltError(CheckpointError):

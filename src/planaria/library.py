@@ -9,6 +9,7 @@
 The job runs in processes of its own; this one holds no part of the model.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,8 +20,8 @@ from typing import Protocol
 
 from planaria.checkpoint.claim import claimed
 from planaria.checkpoint.outgoing import save_as
-from planaria.checkpoint.patience import looked_at
-from planaria.checkpoint.storage import absolute
+from planaria.checkpoint.patience import held_patiently, looked_at, patient
+from planaria.checkpoint.storage import absolute, absolute_path
 from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
 from planaria.config import load_job
 from planaria.config_checks import check_job, unknown_in_domains
@@ -33,14 +34,17 @@ from planaria.core.records import Ended
 from planaria.core.specs import NodeSpec, Prepared
 from planaria.errors import (
     CheckpointError,
+    ConfigError,
     InsufficientError,
+    LateError,
     PlanariaError,
     TrainingError,
 )
 from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
+from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.journal_place import journal_place
+from planaria.nodes.journal_place import journal_place, other_journal_place
 from planaria.nodes.launcher import Launcher
 from planaria.nodes.leader_spec import LeaderSpec
 from planaria.nodes.waiting import handlers_restored
@@ -63,6 +67,8 @@ from planaria.predictions import predicted_peak_bytes
 from planaria.reporting import compared_iterations, report_of
 from planaria.resources import check_room
 from planaria.show.watcher import Progress, Watcher
+
+logger = logging.getLogger(__name__)
 
 _WORKER = "planaria.engine.process:main"
 
@@ -147,7 +153,7 @@ class Job:
             ConfigError: the file or an override is wrong.
         """
         config = load_job(Path(path), overrides=overrides)
-        return cls(config, search_path=[str(Path(path).absolute().parent)])
+        return cls(config, search_path=[str(absolute_path(Path(path)).parent)])
 
     @property
     def search_path(self) -> tuple[str, ...]:
@@ -251,13 +257,12 @@ class Job:
         """
         start_s = time.monotonic()
         config, display = self.config, display or Silent()
-        directory = config.checkpoint.directory
-        tier = tier_of(directory)
+        tier = tier_of(config.checkpoint.directory)
         _check_domains(config, injections, display)
+        _raise_open_files(config, injections)
         with ExitStack() as held:
-            held.enter_context(claimed(directory, config.name, note=display.note))
-            manifest = _starting_point(config, tier, display, resume=resume)
-            journal = held.enter_context(journal_place(config, state, note=display.note))
+            manifest = held.enter_context(_claimed(config, display, resume=resume))
+            journal = held.enter_context(_journal(config, state, display))
             given = given_profile(config)
             if given is not None:  # What it can tell, it tells before torch is imported.
                 plan_job(config, Prepared(profile=given), plan=plan)
@@ -272,8 +277,9 @@ class Job:
             display.planned(planned)
             recorder = _recorder(planned, start_s)
             watcher = _watcher(planned, recorder, display)
+            other = partial(_other_journal, held, config, journal)
             launcher = _launcher(
-                planned, running, watcher, injections, directory=journal, trace=trace
+                planned, running, watcher, injections, journals=(journal, other), trace=trace
             )
             with _told_if_interrupted(launcher, looked_at(tier, config.checkpoint)):
                 ended = launcher.run()
@@ -302,14 +308,61 @@ def _check_domains(config: JobConfig, injections: Sequence[Injection], display: 
         display.note(warning)
 
 
-def _starting_point(
-    config: JobConfig, tier: Tier, display: Display, *, resume: bool
-) -> Manifest | None:
-    """The checkpoint to go on from; says which newer ones are skipped."""
-    manifest = starting_point(config, tier, resume=resume)
-    for text in skipped_texts(tier, manifest) if manifest else ():
-        display.note(text)
-    return manifest
+def _raise_open_files(config: JobConfig, injections: Sequence[Injection]) -> None:
+    num_joining = sum(injection.num_nodes for injection in injections)
+    raise_open_files(config.cluster, num_joining=num_joining)
+
+
+@contextmanager
+def _claimed(config: JobConfig, display: Display, *, resume: bool) -> Iterator[Manifest | None]:
+    """The checkpoint to go on from, in a place that is claimed meanwhile; says which newer ones are
+    skipped."""
+    directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
+    tier = patient(tier_of(directory), timeout_s=timeout_s)
+    claim = claimed(directory, config.name, note=display.note)
+    with ExitStack() as held:
+        with _answering("checkpoint.directory", directory):
+            held.enter_context(held_patiently(claim, where=directory, timeout_s=timeout_s))
+            manifest = starting_point(config, tier, resume=resume)
+            for text in skipped_texts(tier, manifest) if manifest else ():
+                display.note(text)
+        yield manifest
+
+
+@contextmanager
+def _journal(config: JobConfig, state: str, display: Display) -> Iterator[str]:
+    """The directory of the coordinator's journal."""
+    field, where = ("--state", state) if state else ("", config.checkpoint.directory)
+    place = journal_place(config, state, note=display.note)
+    timeout_s = config.checkpoint.timeout_s
+    with ExitStack() as held:
+        with _answering(field, where):
+            journal = held.enter_context(held_patiently(place, where=where, timeout_s=timeout_s))
+        yield journal
+
+
+def _other_journal(held: ExitStack, config: JobConfig, journal: str) -> str:
+    """Another directory for the coordinator's journal, held as long as the first; "" if that is not
+    beside the saves, or there is none."""
+    if Path(journal).parent != Path(config.checkpoint.directory):
+        return ""
+    timeout_s = config.checkpoint.timeout_s
+    other = held_patiently(other_journal_place(config), where=journal, timeout_s=timeout_s)
+    try:
+        return held.enter_context(other)
+    except (ConfigError, LateError) as error:
+        logger.warning("%s", error)
+        return ""
+
+
+@contextmanager
+def _answering(field: str, place: str) -> Iterator[None]:
+    """What a disk or store does not answer before training is the user's to see to."""
+    try:
+        yield
+    except LateError as error:
+        remedy = f"{error} (checkpoint.timeout_s): see to that disk or store; nothing was trained"
+        raise ConfigError(field, place, remedy) from error
 
 
 def _recorder(planned: Planned, start_s: float) -> Recorder:
@@ -331,9 +384,10 @@ def _launcher(
     watcher: Watcher,
     injections: Sequence[Injection],
     *,
-    directory: str,
+    journals: tuple[str, Callable[[], str]],
     trace: bool,
 ) -> Launcher:
+    journal, other_journal = journals
     config, manifest, every = planned.config, planned.resumed, planned.every
     spec = NodeSpec(
         job=config,
@@ -356,10 +410,17 @@ def _launcher(
         first_iteration=manifest.iteration if manifest else 0,
         source=version_name(manifest.iteration, manifest.epoch) if manifest and has_state else "",
         fingerprint=fingerprint(config) | {"config": planned.prepared.config},
-        directory=directory,
+        directory=journal,
         token=b"",
     )
-    return Launcher(spec, leader, server=server, observer=watcher, injections=injections)
+    return Launcher(
+        spec,
+        leader,
+        server=server,
+        observer=watcher,
+        injections=injections,
+        other_journal=other_journal,
+    )
 
 
 @contextmanager

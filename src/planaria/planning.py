@@ -8,6 +8,7 @@ estimator predicts for it.
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile
 from planaria.core.specs import Prepared, PrepareRequest
-from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
+from planaria.errors import (
+    CheckpointError,
+    ConfigError,
+    InsufficientError,
+    LateError,
+    TrainingError,
+)
 from planaria.estimator.time import Timeline
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan
@@ -77,7 +84,9 @@ def fork_server(
     if config.model.kind == "hf":
         family = str(config.model.config.get("model_type", "")).replace("-", "_")
         preload += (*_PRELOAD_HF, f"transformers.models.{family}.modeling_{family}")
-    return ForkServer(preload, path=[*search_path, os.getcwd()], output=output)
+    with suppress(FileNotFoundError):  # Somebody has removed it.
+        search_path = [*search_path, os.getcwd()]
+    return ForkServer(preload, path=search_path, output=output)
 
 
 def fingerprint(config: JobConfig) -> dict[str, Any]:
@@ -101,11 +110,14 @@ def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest |
     Raises:
         ConfigError: there is none, it is another job's, or a fresh start would mix with it; or a
             newer version cannot be read now, whose saves of later on would be taken for newer.
+        LateError: the disk or store does not answer.
     """
     directory = config.checkpoint.directory
     try:
         versions = tier.versions()
         manifest = newest_complete(versions)
+    except LateError:
+        raise
     except CheckpointError as error:
         remedy = f"{error}; start again when it can be read"
         raise ConfigError("checkpoint.directory", directory, remedy) from error

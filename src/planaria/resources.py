@@ -1,11 +1,13 @@
 """Whether this machine has disk and memory for a job, before any node starts."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
+from planaria.checkpoint.patience import answered
 from planaria.checkpoint.room import available_bytes
 from planaria.checkpoint.storage import is_url
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, LateError
 from planaria.planning import Planned
 
 
@@ -26,18 +28,28 @@ def _check_disk(planned: Planned) -> None:
     config = planned.config
     if is_url(config.checkpoint.directory):  # Nobody knows how much a store takes.
         return
-    directory = Path(config.checkpoint.directory)
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
     needed_bytes = sum(
         layer.parameter_bytes + layer.optimizer_bytes for layer in planned.problem.profile.layers
     )
-    free_bytes = shutil.disk_usage(existing).free
+    directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
+    try:
+        free_bytes = answered(partial(_free, directory), where=directory, timeout_s=timeout_s)
+    except LateError as error:
+        remedy = f"{error} (checkpoint.timeout_s): see to that disk"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
     if free_bytes < needed_bytes:
         raise ConfigError(
             "checkpoint.directory",
-            config.checkpoint.directory,
+            directory,
             f"one save takes {needed_bytes:_} bytes and {free_bytes:_} are free there",
         )
+
+
+def _free(directory: str) -> int:
+    """The bytes that are free where a directory is, or will be."""
+    path = Path(directory)
+    existing = next(one for one in (path, *path.parents) if one.exists())
+    return shutil.disk_usage(existing).free
 
 
 def check_memory(planned: Planned, *, free_bytes: int) -> None:

@@ -5,6 +5,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from planaria.checkpoint.storage import absolute_path
 from planaria.config import overridden_job
 from planaria.errors import ConfigError, TrainingError
 from planaria.library import Job
@@ -19,7 +20,7 @@ def named_job(path: Path, overrides: list[str]) -> Job:
     if path.suffix != ".py":
         return Job.from_file(path, overrides=overrides)
     job = _script_job(path)
-    directory = path.absolute().parent
+    directory = absolute_path(path).parent
     config = overridden_job(job.config, directory=directory, overrides=overrides)
     return Job(config, search_path=[*job.search_path, str(directory)])
 
@@ -33,7 +34,7 @@ def _script_job(path: Path) -> Job:
     """
     if not path.is_file():
         raise ConfigError("script", str(path), "no such file")
-    sys.path.insert(0, str(path.absolute().parent))
+    sys.path.insert(0, str(absolute_path(path).parent))
     try:
         names = runpy.run_path(str(path), run_name=SCRIPT_NAME)
     except (ConfigError, KeyboardInterrupt):

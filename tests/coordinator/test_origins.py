@@ -276,6 +276,34 @@ def test_a_damaged_save_of_this_run_is_followed_by_the_one_before() -> None:
     assert newest_save(small_rules(), state) == (FIRST + 1, f"{FIRST + 1}-0")
 
 
+def test_a_new_coordinator_knows_which_saves_could_not_be_read() -> None:
+    """Its predecessor has recorded that with the members who went back to another. Nobody tries
+    them again, and they are none of those that are kept."""
+    rules = small_rules(policy=GoesBack(times=0))
+    told = CopySpoilt(rank=2, epoch=0, reason="the disk refuses", source=SAVED.source)
+    told = structs.replace(told, is_damaged=False)
+    state, commands = after(training(rules), [told], rules)
+    (members,) = of_type(commands, RecordMembers)
+    state, _ = restored_step(
+        rules,
+        PLAN,
+        term=1,
+        members=members.members,
+        outcome=state.outcome,
+        decision=None,
+        progress=Progress(num_committed=LAST, ends=False),
+        predicted_s=1.0,
+        now_s=NOW_S,
+    )
+    state, _ = after(state, [Published(FIRST + 1, 0)], rules)
+    files = [saved(0, LAST, epoch=1, layers=range(NUM_LAYERS))]
+    _, commands = after(state, files, rules)
+
+    assert newest_save(rules, state) == (FIRST, SOURCE)
+    (publish,) = of_type(commands, Publish)
+    assert publish.unused == {SAVED.source}
+
+
 def test_nobody_goes_back_to_a_save_that_was_removed() -> None:
     """Newer ones are kept, and if none of those can be read all have nothing to go back to."""
     rules = small_rules()

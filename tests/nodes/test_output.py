@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from command import TIMEOUT_S, wait_for
-from planaria.nodes.output import Outlet, PassedOn, _pass_bytes, _write_note, write_all
+from planaria.nodes.output import Outlet, PassedOn, _chunks, _pass_bytes, _write_note, write_all
 
 
 class Reader:
@@ -170,7 +170,7 @@ def test_what_has_no_end_of_a_line_is_told_of_when_it_is_dropped() -> None:
     bars_fd, bar_fd = os.pipe()
     fcntl.fcntl(target_fd, fcntl.F_SETPIPE_SZ, 4096)
     outlet = Outlet(partial(_write_note, target_fd), queued_bytes_max=10_000)
-    passing = threading.Thread(target=_pass_bytes, args=(bars_fd, outlet, target_fd))
+    passing = threading.Thread(target=_pass_bytes, args=(_chunks(bars_fd), outlet, target_fd))
     passing.start()
     for _ in range(1000):
         os.write(bar_fd, b"\r" + b"=" * 999)
@@ -190,6 +190,24 @@ def test_what_has_no_end_of_a_line_is_told_of_when_it_is_dropped() -> None:
 def _all(descriptor: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
+
+
+def test_what_is_printed_is_passed_on_if_the_process_between_is_killed() -> None:
+    """Nobody who prints fails with it."""
+    lines: list[str] = []
+    passed_on = PassedOn(lines.append)
+    write_fd = os.dup(passed_on.stdout_fd)
+    passed_on.begin()
+    os.write(write_fd, b"one\n")
+    wait_for(lambda: lines == ["one"], what="a line is passed on")
+    passed_on._relay.kill()
+    passed_on._relay.wait(TIMEOUT_S)
+    os.write(write_fd, b"two\n")
+    wait_for(lambda: lines == ["one", "two"], what="another one is passed on")
+    os.close(write_fd)
+
+    passed_on.close(timeout_s=TIMEOUT_S)
+    assert not any(reader.is_alive() for reader in passed_on._readers)
 
 
 TALKER = """

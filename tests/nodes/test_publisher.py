@@ -182,6 +182,18 @@ def test_all_saves_are_told_but_the_one_that_a_run_began_with(tmp_path: Path) ->
     assert told.events == [Published(3, 0), Published(1, 0), SavesListed()]
 
 
+def test_that_the_save_is_gone_that_a_run_began_with_is_told(tmp_path: Path) -> None:
+    """The coordinator before may have removed it, and the next one knows of it from the launcher
+    alone."""
+    told = _Told(tmp_path)
+    told.publish(2)
+    told.publish(3)
+    del told.events[:]
+    told.publisher.tell_saves(source="2-0")
+
+    assert told.events == [Published(3, 0), Pruned("2-0"), SavesListed()]
+
+
 class _Threaded(_Told):
     """A publisher in a thread, on a disk that does not answer until it is to."""
 

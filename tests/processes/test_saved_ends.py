@@ -31,7 +31,7 @@ from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.waiting import LEAVING
 from planaria.observe.metrics import IterationRecord
-from planaria.planning import PRELOAD
+from planaria.planning import PRELOAD, Planned
 
 MANY = 40  # Iterations of a job that is to be stopped before its end.
 
@@ -67,10 +67,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(directory: Path) -> None:
     """No byte more can be written there."""
-    with suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+    (directory / "fill").mkdir(exist_ok=True)
+    with suppress(OSError), (directory / "fill" / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
-    with suppress(OSError), (directory / "filler-2").open("wb", buffering=0) as file:
+    with suppress(OSError), (directory / "fill" / "filler-2").open("wb", buffering=0) as file:
         while True:
             file.write(b"!")
 
@@ -79,15 +80,16 @@ class At(Silent):
     """Does things when iterations are committed.
 
     Attributes:
+        acts: what, by iteration.
         notes: what was said.
     """
 
     def __init__(self, acts: dict[int, Callable[[], object]]) -> None:
-        self._acts = acts
+        self.acts = acts
         self.notes: list[str] = []
 
     def committed(self, record: IterationRecord) -> None:
-        act = self._acts.pop(record.iteration, None)
+        act = self.acts.pop(record.iteration, None)
         if act is not None:
             act()
 
@@ -210,6 +212,53 @@ def test_a_full_disk_of_journal_and_saves_is_said_to_have_saved_nothing(
     assert f"cannot use {saves}/.journal/journal: No space left on device" in str(result.error)
     assert "what is live was not saved: cannot write" in str(result.error)
     assert "there is no checkpoint" in str(result.error)
+
+
+class Full(At):
+    """Its disk is full before the first record."""
+
+    def __init__(self, disk: Path) -> None:
+        super().__init__({})
+        self._disk = disk
+
+    def planned(self, _: Planned) -> None:
+        fill(self._disk)
+
+
+def test_a_disk_that_takes_no_record_at_all_ends_a_job_that_has_lost_nothing(
+    own_server: ForkServer, tmp_path: Path, disk: Path
+) -> None:
+    """The user named the place, so there is no other."""
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4, iterations=MANY)
+
+    result = Job(config).run(server=own_server, state=str(disk), display=Full(disk))
+
+    assert isinstance(result.error, InsufficientError)
+    assert f"cannot use {disk}" in str(result.error)
+    assert "nothing was trained, and nothing is lost; there is no checkpoint" in str(result.error)
+    assert not result.report.iterations
+    assert [path.name for path in disk.iterdir()] == ["fill"]
+
+
+def test_a_journal_that_takes_no_record_beside_the_saves_is_kept_elsewhere(
+    own_server: ForkServer, tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody was told of anything yet. The job trains, and saves once there is space again."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    config = chaos_job("gpt2", tmp_path / "run", own_server, nodes=4)
+    saves = str(disk / "checkpoints")
+    config = replace(config, checkpoint=replace(config.checkpoint, directory=saves))
+    display = Full(disk)
+    display.acts[1] = lambda: shutil.rmtree(disk / "fill")
+
+    result = Job(config).run(server=own_server, display=display)
+
+    assert result.error is None
+    assert digests(result) == calm_digests(own_server, ITERATIONS)
+    assert not result.report.events
+    (note,) = [note for note in display.notes if "are kept in" in note]
+    assert "No space left on device" in note
+    assert not list((tmp_path / "state" / "planaria").iterdir())
 
 
 # -- the coordinator ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ SHORT = (*SMALL, "training.iterations=20")
 ENDLESS = (*SMALL, "training.iterations=1_000_000_000")
 REPORT = "report.json"
 STOP, GO_ON = b"\x13", b"\x11"  # Ctrl-S and Ctrl-Q.
+SUSPEND = b"\x1a"  # Ctrl-Z.
+SHELL = ["bash", "--norc", "--noprofile", "-i"]
 
 
 class Reader:
@@ -240,4 +243,44 @@ def test_under_nohup_a_closed_terminal_is_no_end(tmp_path: Path, calm: tuple[str
         command.process.send_signal(signal.SIGHUP)
 
         assert command.wait() == 0, output.read_text()
+    assert final(tmp_path) == calm
+
+
+def typed(command_line: list[str]) -> bytes:
+    """What one types to have a shell run it."""
+    return shlex.join(command_line).encode() + b"\n"
+
+
+def test_a_job_trains_on_while_its_launcher_is_suspended(tmp_path: Path) -> None:
+    """Ctrl-Z stops the launcher alone. Workers that print go on, and nobody is lost: the last save
+    is there before the launcher goes on."""
+    (tmp_path / "talking.py").write_text(TALKING.replace("* 1000", "* 4"))
+    job = tmp_path / "job.toml"
+    job.touch()
+    settings = ("training.iterations=40", "checkpoint.persist_every=1")
+    with read(SHELL, tmp_path, *pty.openpty()) as (_, reader):
+        reader.type(typed(arguments(*TALKING_JOB, *settings, job=job)))
+        saves = tmp_path / "checkpoints"
+        wait_for(lambda: reader.read() and any(saves.glob("*/manifest.json")), what="a save")
+        reader.type(SUSPEND)
+        reader.wait_text("Stopped")
+        wait_for((saves / "40-0" / "manifest.json").exists, what="the last save")
+        assert not (tmp_path / REPORT).exists()
+        reader.type(b"fg\n")
+        there = (tmp_path / REPORT).exists
+        wait_for(lambda: reader.read() and there(), what="the report of a job that has ended")
+
+    report = json.loads((tmp_path / REPORT).read_text())
+    assert not report["events"]
+    assert [record["iteration"] for record in report["iterations"]] == list(range(40))
+
+
+def test_a_job_in_the_background_trains_on_whatever_its_terminal_is_set_to(
+    tmp_path: Path, calm: tuple[str, str]
+) -> None:
+    """With `stty tostop` the kernel stops whoever writes to it from there."""
+    with read(SHELL, tmp_path, *pty.openpty()) as (_, reader):
+        reader.type(b"stty tostop\n" + typed([*arguments(*SHORT)])[:-1] + b" &\n")
+        wait_for((tmp_path / REPORT).exists, what="the report of a job that has ended")
+
     assert final(tmp_path) == calm

@@ -5,17 +5,22 @@ ends with the process. While one is left behind all others fail at once, so that
 the same disk again and again.
 """
 
+import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from planaria.checkpoint.storage import Entry, Storage
 from planaria.checkpoint.tiers import Tier
 from planaria.core.job import CheckpointConfig
-from planaria.errors import CheckpointError, UnreadableError
+from planaria.errors import CheckpointError, LateError
+
+logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S: Final = 10.0
 
@@ -23,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class Patient:
-    """A storage whose requests end in time, with an UnreadableError if they have to.
+    """A storage whose requests end in time, with a LateError if they have to.
 
     Args:
         timeout_s: for each request.
@@ -32,56 +37,116 @@ class Patient:
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
         self._storage = storage
         self._timeout_s = timeout_s
-        self._late: threading.Thread | None = None
+        self._late: _Request[Any] | None = None
 
     def where(self, name: str) -> str:
         return self._storage.where(name)
 
     def entries(self, version: str) -> dict[str, Entry]:
-        return self._answer(lambda: self._storage.entries(version))
+        return self._answer(version, lambda: self._storage.entries(version))
 
     def read(self, name: str) -> bytes:
-        return self._answer(lambda: self._storage.read(name))
+        return self._answer(name, lambda: self._storage.read(name))
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
-        self._answer(lambda: self._storage.write(name, content, may_write=may_write))
+        self._answer(name, lambda: self._storage.write(name, content, may_write=may_write))
 
     def create(self, name: str, content: bytes) -> bool:
-        return self._answer(lambda: self._storage.create(name, content))
+        return self._answer(name, lambda: self._storage.create(name, content))
 
     def remove(self, version: str, names: Sequence[str]) -> None:
-        self._answer(lambda: self._storage.remove(version, names))
+        self._answer(version, lambda: self._storage.remove(version, names))
 
-    def _answer(self, request: Callable[[], Answer]) -> Answer:
-        late = UnreadableError(f"{self.where('')} did not answer within {self._timeout_s:g} s")
-        if self._late is not None and self._late.is_alive():
-            raise late
-        answers: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                answers.put(request())
-            except Exception as error:
-                answers.put(error)
-
-        thread = threading.Thread(target=ask, name="patience", daemon=True)
-        thread.start()
+    def _answer(self, name: str, request: Callable[[], Answer]) -> Answer:
+        if self._late is not None and self._late.is_under_way:
+            raise self._late.error()
+        asked = _Request(request, where=self.where(name), timeout_s=self._timeout_s)
         try:
-            answer = answers.get(timeout=self._timeout_s)
+            return asked.answer()
+        except LateError:
+            self._late = asked
+            raise
+
+
+class _Request(Generic[Answer]):
+    """What is asked of a disk or store, in a thread of its own."""
+
+    def __init__(self, request: Callable[[], Answer], *, where: str, timeout_s: float) -> None:
+        self._request = request
+        self._where = where
+        self._timeout_s = timeout_s
+        self._answers: queue.SimpleQueue[tuple[Answer] | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._ask, name="patience", daemon=True)
+
+    def answer(self) -> Answer:
+        """Asks, and waits.
+
+        Raises:
+            LateError: there is no answer in time.
+            BaseException: what the request raised.
+        """
+        self._thread.start()
+        try:
+            answer = self._answers.get(timeout=self._timeout_s)
         except queue.Empty:
-            self._late = thread
-            raise late from None
-        if isinstance(answer, Exception):
+            raise self.error() from None
+        if isinstance(answer, BaseException):
             raise answer
-        return answer
+        return answer[0]
+
+    def error(self) -> LateError:
+        """What is raised as long as there is no answer."""
+        return LateError(f"{self._where} did not answer within {self._timeout_s:g} s")
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is still not answered."""
+        return self._thread.is_alive()
+
+    def _ask(self) -> None:
+        try:
+            self._answers.put((self._request(),))
+        except BaseException as error:
+            self._answers.put(error)
+
+
+def answered(request: Callable[[], Answer], *, where: str, timeout_s: float) -> Answer:
+    """What a request comes to that asks a disk, which may never answer.
+
+    Raises:
+        LateError: there is no answer in time.
+    """
+    return _Request(request, where=where, timeout_s=timeout_s).answer()
+
+
+@contextlib.contextmanager
+def held_patiently(
+    manager: AbstractContextManager[Answer], *, where: str, timeout_s: float
+) -> Iterator[Answer]:
+    """The same manager, of something on a disk; nobody waits longer than this for its begin, or
+    long for its end.
+
+    Raises:
+        LateError: it cannot begin.
+    """
+    value = answered(manager.__enter__, where=where, timeout_s=timeout_s)
+    try:
+        yield value
+    finally:
+        timeout_s = min(LOOK_TIMEOUT_S, timeout_s)
+        try:
+            answered(lambda: manager.__exit__(None, None, None), where=where, timeout_s=timeout_s)
+        except LateError as error:
+            logger.warning("%s: files of the job that has ended may stay there", error)
 
 
 def is_done_in_time(act: Callable[[], None], *, timeout_s: float) -> bool:
     """Does it in a thread, and whether that ended in time; it goes on behind."""
-    thread = threading.Thread(target=act, name="patience", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
+    try:
+        answered(act, where="", timeout_s=timeout_s)
+    except LateError:
+        return False
+    return True
 
 
 def patient(tier: Tier, *, timeout_s: float) -> Tier:

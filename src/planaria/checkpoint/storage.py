@@ -83,7 +83,23 @@ def is_url(place: str) -> bool:
 
 def absolute(place: str) -> str:
     """The same place, wherever it is looked up from."""
-    return place if is_url(place) else str(Path(place).absolute())
+    return place if is_url(place) else str(absolute_path(Path(place)))
+
+
+def absolute_path(path: Path) -> Path:
+    """The same path, wherever it is looked up from.
+
+    Raises:
+        ConfigError: nobody can tell from where it is looked up now.
+    """
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        remedy = (
+            f"{path} is relative to the working directory, which is not there any more: change to "
+            "one that is, or use absolute paths"
+        )
+        raise ConfigError("", str(path), remedy) from error
 
 
 @dataclass(frozen=True, slots=True)

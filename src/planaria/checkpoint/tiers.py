@@ -28,7 +28,7 @@ from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 from planaria.checkpoint.storage import Entry, Storage, check_member, storage_of
 from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
-from planaria.errors import CheckpointError, UnreadableError
+from planaria.errors import CheckpointError, LateError, UnreadableError
 
 # numpy has no bfloat16: an array of this type carries its bits, a.view(np.uint16) shows them.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
@@ -306,6 +306,8 @@ class Tier:
         manifest, reason, is_unreadable = None, "", False
         try:
             manifest = self._manifest(version, entries)
+        except LateError:  # Whoever does not wait any longer knows nothing of this version.
+            raise
         except CheckpointError as error:
             reason, is_unreadable = str(error), isinstance(error, UnreadableError)
         return Version(

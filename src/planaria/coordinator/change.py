@@ -260,6 +260,7 @@ def _with_switch(state: JobState) -> Step:
         failures=dict(state.failures),
         history=state.history,
         findings=state.learning.findings,
+        spoilt=tuple(sorted(state.spoilt)),
     )
     return replace(state, change=replace(change, switch=switch)), (RecordMembers(members),)
 

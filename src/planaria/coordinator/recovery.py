@@ -191,6 +191,7 @@ def _members(state: JobState) -> Members:
         failures=dict(state.failures),
         history=state.history,
         findings=state.learning.findings,
+        spoilt=tuple(sorted(state.spoilt)),
     )
 
 

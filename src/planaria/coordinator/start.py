@@ -91,6 +91,7 @@ def restored_step(
         nodes=members.nodes,
         gone=members.gone,
         failures=members.failures,
+        spoilt=frozenset(members.spoilt),
         history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
         learning=restored_learning(rules, _findings(members, progress), plan),
         plan=plan,

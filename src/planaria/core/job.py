@@ -142,7 +142,8 @@ class CheckpointConfig:
     timeout_s: float = _key(
         600.0,
         "where nothing is written for so long, nobody waits for a save any more: the job ends "
-        "without its last one, or goes back to an older one",
+        "without its last one, or goes back to an older one; so long, too, each thing that is read "
+        "of saves is waited for",
     )
     copies: int = _key(
         0,

@@ -39,6 +39,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         failures: of machines, how many and when the last one was.
         history: of failures of the job.
         findings: of the job's seconds.
+        spoilt: versions of the disk tier that could not be read.
     """
 
     epoch: int
@@ -46,6 +47,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[int, ...]
     gone: tuple[int, ...] = ()
     is_planned: bool = False
+    spoilt: tuple[str, ...] = ()
     failures: dict[str, tuple[int, float]] = {}
     history: FailureHistory = FailureHistory()
     findings: Findings = Findings()

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 from torch import Tensor
 
+from planaria.checkpoint.patience import patient
 from planaria.checkpoint.tiers import tier_of
 from planaria.checkpoint.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector, vector_layout
@@ -94,10 +95,11 @@ class Worker:
         self._control = control
         self._links = links
         self._pulse = pulse
-        self._tier = tier_of(self._job.checkpoint.directory)
+        tier = tier_of(self._job.checkpoint.directory)
+        self._read = patient(tier, timeout_s=self._job.checkpoint.timeout_s)
         self._storage = storage_of(spec)
         self._saver = Saver(
-            self._tier,
+            tier,
             rank=spec.rank,
             send=control.send,
             may_write=pulse.wait_member,
@@ -256,7 +258,7 @@ class Worker:
         self._recovers("transfer", start.iteration)
         # State flows over each link as soon as it stands, while others are still being made.
         start, received_bytes = exchanged(
-            start, self._links, self._stage, self._tier, self._copying, storage=self._storage
+            start, self._links, self._stage, self._read, self._copying, storage=self._storage
         )
         self._links.wait_linked(timeout_s=_LINK_TIMEOUT_S)
         if not self._takes_part:

@@ -56,7 +56,8 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import AuthenticationError
-from planaria.nodes.forkserver import close_others, die_with_parent
+from planaria.nodes.descriptors import raise_open_files
+from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.output import flush_own
 from planaria.nodes.stolen import Stolen
 from planaria.transport.frames import (
@@ -85,6 +86,7 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     """An agent's main function, called in a forked process."""
     spec = msgspec.json.decode(payload, type=NodeSpec)
     os.setsid()
+    raise_open_files(spec.job.cluster)
     # The launcher alone answers Ctrl-C; a terminal's signal must not reach half of the job.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A notice that the node will be taken away; nobody may die of it.
@@ -358,6 +360,7 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
     """Runs the worker in the forked child and leaves; never returns."""
     status = 1
     try:
+        leave_removed_directory()
         module, _, function = spec.worker.partition(":")
         worker_main: WorkerMain = getattr(importlib.import_module(module), function)
         worker_main(spec, agent_fd, lifeline_fd, pulse)

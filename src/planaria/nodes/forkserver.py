@@ -412,6 +412,7 @@ def serve(fd: int, lifeline_fd: int) -> None:
     # and be lost where it is killed.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
+    leave_removed_directory()
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)
     child_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -431,6 +432,14 @@ def serve(fd: int, lifeline_fd: int) -> None:
                 _reap(sock)
             elif not _serve_request(sock):
                 return
+
+
+def leave_removed_directory() -> None:
+    """Where the working directory was removed, libraries that load others fail (MKL, torch)."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 def end_with(lifeline_fd: int) -> None:
@@ -540,6 +549,7 @@ def _become(
         if not os.read(known_fd, 1):
             os._exit(0)
         os.close(known_fd)
+        leave_removed_directory()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with os.fdopen(carrier_fd, "rb") as carrier:

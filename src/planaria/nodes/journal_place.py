@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from planaria.checkpoint.patience import LOOK_TIMEOUT_S, is_done_in_time
-from planaria.checkpoint.storage import is_url
+from planaria.checkpoint.storage import absolute_path, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.user_files import plain_name, state_directory
@@ -53,16 +53,38 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
             else:
                 yield str(directory)
                 return
-        parent = Path(state).absolute() if state else state_directory()
-        if parent is None:
-            remedy = "name a directory for the coordinator's journal: no home of yours is known"
-            raise ConfigError("--state", state, remedy)
+        parent = _user_state(state)
         try:
             directory = held.enter_context(_own(parent, config.name))
         except _UnfitError as error:
             remedy = f"{error}; name a directory for the coordinator's journal that can be"
             raise ConfigError("--state", str(parent), remedy) from error
         yield str(directory)
+
+
+@contextmanager
+def other_journal_place(config: JobConfig) -> Iterator[str]:
+    """Another directory for the journal of a run whose place is beside its saves.
+
+    Raises:
+        ConfigError: it cannot be written to, either.
+    """
+    parent = _user_state("")
+    with ExitStack() as held:
+        try:
+            directory = held.enter_context(_own(parent, config.name))
+        except _UnfitError as error:
+            raise ConfigError("--state", str(parent), str(error)) from error
+        yield str(directory)
+
+
+def _user_state(state: str) -> Path:
+    """Where the user wants it, or the user's directory for such things."""
+    parent = absolute_path(Path(state)) if state else state_directory()
+    if parent is None:
+        remedy = "name a directory for the coordinator's journal: no home of yours is known"
+        raise ConfigError("--state", state, remedy)
+    return parent
 
 
 class _UnfitError(Exception):

@@ -90,6 +90,7 @@ class Launcher:
     Args:
         spec: what every node is told; `node` and all addresses are filled in here.
         leader: what the coordinator is told, likewise.
+        other_journal: another directory for the journal; "" if there is none.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Launcher:
         server: ForkServer,
         observer: Observer,
         injections: Sequence[Injection] = (),
+        other_journal: Callable[[], str] = str,
     ) -> None:
         token = secrets.token_bytes(32)
         self._spec = msgspec.structs.replace(spec, token=token)
@@ -107,6 +109,7 @@ class Launcher:
         self._server = server
         self._observer = observer
         self._injections = injections
+        self._other_journal = other_journal
         self._agents: dict[int, int] = {}
         self._there: dict[int, int] = {}  # Those that have not ended.
         self._machines: dict[int, str] = {}
@@ -139,6 +142,7 @@ class Launcher:
         self._outcome: Outcome | None = None
         self._progress: Progress | None = None
         self._committed = (-1, 0)
+        self._has_led = False  # Until a coordinator leads nobody is told anything.
         self._is_training = False
         self._stop_requested = False
         self._is_interrupted = False
@@ -461,6 +465,9 @@ class Launcher:
                         self._members = message.members or self._members
                         self._outcome = message.outcome or self._outcome
                         continue
+                    case Unrecorded() if not self._has_led:
+                        self._begin_elsewhere(message.reason)
+                        return
                     case Unrecorded():
                         self._must_end = self._must_end or message.reason
                         self._warn(f"{message.reason}; the job saves and ends")
@@ -484,10 +491,21 @@ class Launcher:
     def _led(self, message: Leading) -> None:
         """A coordinator runs; the next one is to find its records."""
         self._leader_spec = msgspec.structs.replace(self._leader_spec, led_term=message.term)
-        if self._lost_leader_s and self._error is None:
+        if self._lost_leader_s and self._has_led and self._error is None:
             lost_s, now_s = self._lost_leader_s, message.now_s
             self._tell(partial(self._observer.restarted, lost_s=lost_s, now_s=now_s))
         self._lost_leader_s = 0.0
+        self._has_led = True
+
+    def _begin_elsewhere(self, reason: str) -> None:
+        """The disk refuses the very first records: they go to another place, if there is one."""
+        self._fence(self._leader_pid)
+        directory = self._other_journal()
+        if not directory:
+            self._end(f"{reason}; nothing was trained, and nothing is lost")
+            return
+        self._leader_spec = msgspec.structs.replace(self._leader_spec, directory=directory)
+        self._notice(Warned(text=f"{reason}; they are kept in {directory} instead"))
 
     def _kill_leader(self, since_s: float) -> None:
         """The coordinator stands still; if it can be killed at all its connection closes."""

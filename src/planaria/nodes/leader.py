@@ -60,6 +60,7 @@ from planaria.core.records import (
     Warned,
 )
 from planaria.errors import AuthenticationError, StoreError
+from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.journal import Flusher, open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of, saving_rules_of
 from planaria.nodes.publisher import Left, Publisher, PublisherThread
@@ -81,6 +82,7 @@ def main(payload: bytes, listener_fd: int, launcher_fd: int, lifeline_fd: int) -
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = msgspec.json.decode(payload, type=LeaderSpec)
+    raise_open_files(spec.job.cluster)
     asyncio.run(_Leader(spec).run(listener_fd, launcher_fd, lifeline_fd))
 
 

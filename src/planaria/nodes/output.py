@@ -3,8 +3,12 @@
 The reader of a pipe may be gone (`| head`), a terminal may be stopped (Ctrl-S) or closed, a disk
 full. A write fails then, or waits for as long as nobody reads. Neither the launcher's event loop
 nor a worker may wait or fail with it, so neither writes itself: the loop posts what it prints to
-an `Outlet`, and the job's processes print into pipes that the launcher reads all the time. What
-does not fit into a queue is dropped; how many lines that were is printed once somebody reads again.
+an `Outlet`, and the job's processes print into pipes that somebody reads all the time. What does
+not fit into a queue is dropped; how many lines that were is printed once somebody reads again.
+
+Who reads these pipes is a process of its own, for the launcher may stand still: Ctrl-Z stops it,
+and whoever prints would wait. This file is its program. It imports nothing of planaria, and ends
+after the last process that prints.
 """
 
 import atexit
@@ -12,11 +16,12 @@ import contextlib
 import logging
 import os
 import select
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, TextIO
 
@@ -26,6 +31,7 @@ _QUEUED_BYTES_MAX: Final = 4 << 20
 _PIECE_BYTES: Final = 400  # What a piece takes in the queue besides its text.
 _READ_BYTES: Final = 1 << 16
 _LINE_BYTES_MAX: Final = 1 << 16
+_ENVIRONMENT: Final = ("LD_LIBRARY_PATH",)  # What a Python may need to start at all.
 
 
 class Outlet:
@@ -120,7 +126,8 @@ class Outlet:
 
 
 class PassedOn:
-    """What processes print, passed on; they neither wait for whoever takes it, nor fail with them.
+    """What processes print, passed on; they neither wait for whoever takes it, nor fail with them,
+    nor while this process is stopped.
 
     Args:
         output: takes each line of either stream, in a thread of its own; without it they go to
@@ -131,26 +138,23 @@ class PassedOn:
     """
 
     def __init__(self, output: Callable[[str], None] | None) -> None:
-        source_fd, self.stdout_fd = os.pipe()
-        self._source_fds = [source_fd]
+        self._sources: list[_Pipes] = []
+        sources = self._sources
+        with contextlib.ExitStack() as undo:
+            for _ in range(1 if output is not None else 2):
+                sources.append(_Pipes())
+                undo.callback(sources[-1].close)
+            self._relay = _start_relay(sources)
+            undo.pop_all()
+        self.stdout_fd, self.stderr_fd = sources[0].print_fd, sources[-1].print_fd
         if output is not None:
-            self.stderr_fd = self.stdout_fd
             outlet = Outlet(output)
-            self._passing = [(outlet, partial(_pass_lines, source_fd, outlet, output))]
+            self._passing = [(outlet, partial(_pass_lines, self._taken(*sources), outlet, output))]
         else:
-            try:
-                errors_fd, self.stderr_fd = os.pipe()
-            except OSError:
-                os.close(source_fd)
-                os.close(self.stdout_fd)
-                raise
-            self._source_fds.append(errors_fd)
+            targets = (descriptor_of(sys.__stdout__), descriptor_of(sys.__stderr__))
             self._passing = [
-                (outlet, partial(_pass_bytes, descriptor, outlet, target))
-                for descriptor, target in (
-                    (source_fd, descriptor_of(sys.__stdout__)),
-                    (errors_fd, descriptor_of(sys.__stderr__)),
-                )
+                (outlet, partial(_pass_bytes, self._taken(source), outlet, target))
+                for source, target in zip(sources, targets, strict=True)
                 for outlet in (Outlet(partial(_write_note, target)),)
             ]
         self._readers = [
@@ -163,20 +167,22 @@ class PassedOn:
         Raises:
             RuntimeError: there is no thread for it; nothing is passed on.
         """
-        for descriptor in {self.stdout_fd, self.stderr_fd}:
-            os.close(descriptor)
+        for source in self._sources:
+            source.close(source.print_fd)
         for index, reader in enumerate(self._readers):
             try:
                 reader.start()
             except RuntimeError:
-                for descriptor in self._source_fds[index:]:
-                    os.close(descriptor)
+                for source in self._sources[index:]:
+                    source.close()
                 raise
 
     def drop(self) -> None:
         """Instead of `begin`: no process prints there."""
-        for descriptor in {self.stdout_fd, self.stderr_fd, *self._source_fds}:
-            os.close(descriptor)
+        for source in self._sources:
+            source.close()
+        self._relay.kill()
+        self._relay.wait()
 
     def close(self, *, timeout_s: float) -> None:
         """Waits for what is still on its way; not for processes that go on, nor for nobody. What
@@ -184,9 +190,80 @@ class PassedOn:
         end_s = time.monotonic() + timeout_s
         for reader in self._readers:
             reader.join(timeout=max(0.0, end_s - time.monotonic()))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._relay.wait(timeout=max(0.0, end_s - time.monotonic()))
         for outlet, _ in self._passing:
             if not outlet.close(timeout_s=timeout_s):
                 atexit.register(outlet.close, timeout_s=timeout_s)
+
+    def _taken(self, source: "_Pipes") -> Iterator[bytes]:
+        """What comes of the relay, and after its end, if somebody has killed it, from the pipe that
+        it has read."""
+        yield from _chunks(source.taken_fd)
+        if self._relay.wait() != 0:
+            yield from _chunks(source.printed_fd)
+        else:
+            os.close(source.printed_fd)
+
+
+class _Pipes:
+    """The pipe to which processes print, and the one to which the relay passes that on."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+        self.printed_fd, self.print_fd = self._pipe()
+        try:
+            self.taken_fd, self.pass_fd = self._pipe()
+        except OSError:
+            self.close()
+            raise
+
+    def _pipe(self) -> tuple[int, int]:
+        ends = os.pipe()
+        self._open.update(ends)
+        return ends
+
+    def close(self, *ends: int) -> None:
+        """Closes these ends, or all that nobody reads yet."""
+        for end in ends or tuple(self._open):
+            self._open.remove(end)
+            os.close(end)
+
+
+def _start_relay(sources: Sequence[_Pipes]) -> subprocess.Popen[bytes]:
+    ends = [end for source in sources for end in (source.printed_fd, source.pass_fd)]
+    try:
+        return subprocess.Popen(
+            # Without what is installed a Python starts in 15 ms.
+            [sys.executable, "-I", "-S", __file__, *map(str, ends)],
+            pass_fds=ends,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # The terminal's signals are for the launcher.
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+        )
+    finally:
+        for source in sources:
+            source.close(source.pass_fd)
+
+
+def _relay(*ends: int) -> None:
+    """The relay's main function."""
+    relays = []
+    for source_fd, target_fd in zip(ends[::2], ends[1::2], strict=True):
+        outlet = Outlet(partial(_write_note, target_fd))
+        relays.append(threading.Thread(target=_pass_all, args=(source_fd, outlet, target_fd)))
+    for relay in relays:
+        relay.start()
+    for relay in relays:
+        relay.join()
+
+
+def _pass_all(source_fd: int, outlet: Outlet, target_fd: int) -> None:
+    _pass_bytes(_chunks(source_fd), outlet, target_fd)
+    outlet.close(timeout_s=threading.TIMEOUT_MAX)  # A launcher that is gone makes nobody wait.
+    os.close(target_fd)
 
 
 def descriptor_of(stream: TextIO | None) -> int:
@@ -223,15 +300,15 @@ def _write_note(descriptor: int, text: str) -> None:
     write_all(descriptor, f"\n{text}\n".encode())
 
 
-def _pass_bytes(source_fd: int, outlet: Outlet, target_fd: int) -> None:
-    for data in _chunks(source_fd):
+def _pass_bytes(source: Iterator[bytes], outlet: Outlet, target_fd: int) -> None:
+    for data in source:
         num_lines = max(1, data.count(b"\n"))  # A progress bar begins none.
         outlet.post(partial(write_all, target_fd, data), num_bytes=len(data), num_lines=num_lines)
 
 
-def _pass_lines(source_fd: int, outlet: Outlet, output: Callable[[str], None]) -> None:
+def _pass_lines(source: Iterator[bytes], outlet: Outlet, output: Callable[[str], None]) -> None:
     rest = b""
-    for data in _chunks(source_fd):
+    for data in source:
         *lines, rest = (rest + data).split(b"\n")
         if len(rest) > _LINE_BYTES_MAX:
             lines.append(rest)
@@ -250,3 +327,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
             yield data
     finally:
         os.close(descriptor)
+
+
+if __name__ == "__main__":
+    _relay(*map(int, sys.argv[1:]))

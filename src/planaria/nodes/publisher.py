@@ -58,15 +58,19 @@ class Publisher:
         if the disk refuses to list them, or to give the manifest of one.
 
         Args:
-            source: the one from which this run started, of which the coordinator knows.
+            source: the one from which this run started, of which the coordinator knows; that it is
+                not there any more is said, too.
         """
-        refusals = []
+        refusals, is_there = [], not source
         try:
             for version in self._tier.each_version():
+                is_there = is_there or version.name == source
                 if version.manifest and version.manifest.layers and version.name != source:
                     self._say(Published(version.iteration, version.epoch))
                 elif version.is_unreadable and version.name != source:
                     refusals.append(version.reason)
+            if not is_there:
+                self._say(Pruned(source))
             self._say(SavesListed())
         except CheckpointError as error:  # A recovery still waits to hear of them.
             refusals.append(str(error))

@@ -87,7 +87,7 @@ class SimulatedLeader:
         leadership: what it decides with, once it has read its records.
         is_serving: it takes connections.
         told: saves of which it has heard.
-        spoilt: those of which it has heard that they are damaged.
+        spoilt: those of which it has heard, or the leaders before it, that they are damaged.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class SimulatedLeader:
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
+        self.spoilt |= self.leadership.state.spoilt
         self.process.spawn(self._serve_saves())
         await self.leadership.begin_leases()
         self.is_serving = True

@@ -1,0 +1,47 @@
+"""A job raises the limit of open files as far as it may, and says so where that does not do."""
+
+import resource
+
+import pytest
+
+from planaria.core.job import ClusterConfig
+from planaria.errors import ConfigError
+from planaria.nodes.descriptors import raise_open_files
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+def limited(
+    soft: int, hard: int, monkeypatch: pytest.MonkeyPatch, *, cluster: ClusterConfig
+) -> list[tuple[int, int]]:
+    """What the limits are set to, where they are these."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: told.append(limits))
+    raise_open_files(cluster)
+    return told
+
+
+@pytest.mark.parametrize("hard", [4096, UNLIMITED])
+def test_a_low_soft_limit_is_raised_to_what_the_job_needs(
+    hard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no further: programs that look at each number up to the limit would take long."""
+    ((soft, kept),) = limited(40, hard, monkeypatch, cluster=ClusterConfig(nodes=32))
+    ((more, _),) = limited(40, hard, monkeypatch, cluster=ClusterConfig(nodes=8, max_nodes=64))
+
+    assert 64 < soft < more < 1024
+    assert kept == hard
+
+
+@pytest.mark.parametrize("soft", [1024, UNLIMITED])
+def test_a_limit_that_does_is_left_alone(soft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not limited(soft, UNLIMITED, monkeypatch, cluster=ClusterConfig(nodes=32))
+
+
+def test_a_hard_limit_that_is_too_low_is_the_users_to_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which one it is, and how much a job of so many nodes needs."""
+    with pytest.raises(ConfigError, match=r"may have 40 .*RLIMIT_NOFILE.*needs \d+: raise"):
+        limited(40, 40, monkeypatch, cluster=ClusterConfig(nodes=32))

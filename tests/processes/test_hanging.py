@@ -1,0 +1,131 @@
+"""A directory that never answers, as one of a file server does that is gone: nobody waits for it
+longer than was said, and what hangs is named."""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from command import PACED, assert_mistake, command
+from jobs import tiny_job
+from planaria import library
+from planaria.checkpoint import claim, patience
+from planaria.errors import InsufficientError
+from planaria.library import Job, Silent
+from planaria.nodes import journal_place
+from planaria.nodes.forkserver import ForkServer
+
+TIMEOUT_S = 0.3
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Whoever reads the file waits until the test is over."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+
+
+def resume(directory: Path) -> tuple[str, ...]:
+    settings = (f"checkpoint.directory={directory}", f"checkpoint.timeout_s={TIMEOUT_S}")
+    return ("train", str(PACED), "--resume", *(w for s in settings for w in ("--set", s)))
+
+
+def test_a_resume_says_which_file_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for one that is not there: that would make the job begin anew."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "saves"
+    manifest = directory / "7-0" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    with hanging(manifest):
+        result = command(*resume(directory))
+        anew = command(*(word for word in resume(directory) if word != "--resume"))
+
+    told = f"{manifest} did not answer within {TIMEOUT_S} s (checkpoint.timeout_s)"
+    for one in (result, anew):
+        assert_mistake(one, told)
+
+
+@pytest.mark.parametrize("module", [claim, journal_place])
+def test_a_resume_says_that_a_directory_does_not_answer(
+    module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is the first to touch it."""
+    monkeypatch.chdir(tmp_path)
+    is_over = threading.Event()
+    directory = tmp_path / "saves"
+    real: Callable[..., object]
+    name = "_locked" if module is claim else "_prove"
+    real = getattr(module, name)
+
+    def late(*arguments: object) -> object:
+        assert is_over.wait(20.0)
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, late)
+    result = command(*(word for word in resume(directory) if word != "--resume"))
+    is_over.set()
+
+    told = f"{directory} did not answer within {TIMEOUT_S} s"
+    assert_mistake(result, told, "nothing was trained")
+
+
+def test_layers_that_nobody_gives_end_a_resume_that_says_so(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank waits for its own, and all of them at the same time; the save is still there."""
+    job = tiny_job("sequential", tmp_path, iterations=2)
+    Job(job).train(server=server)
+    job = replace(
+        job,
+        training=replace(job.training, iterations=3),
+        checkpoint=replace(job.checkpoint, timeout_s=1.0),
+    )
+    monkeypatch.setattr(library, "_WORKER", "hanging_reader:main")
+
+    result = Job(job).run(resume=True, server=server)
+
+    assert isinstance(result.error, InsufficientError)
+    assert re.search(r"2-0/layer-0000\d\.safetensors did not answer", str(result.error))
+    assert "of iteration 2, go on from it with --resume" in str(result.error)
+
+
+class HangingSoon(Silent):
+    """The last save cannot be read any more once it is complete."""
+
+    def __init__(self, manifest: Path) -> None:
+        self._manifest = manifest
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        if "saved iteration 2" in text:
+            self._manifest.rename(self._manifest.with_name("before"))
+            os.mkfifo(self._manifest)
+
+
+def test_the_last_look_at_a_directory_ends_in_time(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is done, and only the report has less to tell."""
+    monkeypatch.setattr(patience, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    job = tiny_job("sequential", tmp_path, iterations=2)
+    manifest = Path(job.checkpoint.directory) / "2-0" / "manifest.json"
+    display = HangingSoon(manifest)
+
+    result = Job(job).run(server=server, display=display)
+    os.close(os.open(manifest, os.O_RDWR | os.O_NONBLOCK))
+
+    assert result.error is None
+    assert len(result.report.iterations) == 2
+    assert any(f"{manifest} did not answer within {TIMEOUT_S} s" in note for note in display.notes)
