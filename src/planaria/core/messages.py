@@ -444,3 +444,24 @@ ToNode = (
     | Shutdown
 )
 Order = Abort | StartEpoch | SaveLayers | Shutdown
+
+
+def ends_work(order: Order, *, epoch: int, saved_epoch: int) -> bool:
+    """Whether an order ends what a worker does.
+
+    A coordinator that was started again says the newest order once more, and an order to begin an
+    epoch at a commit is of no use if none follows: neither is a reason to leave anything.
+
+    Args:
+        epoch: that the worker has begun, or is to leave older ones for.
+        saved_epoch: the newest in which it was told to save and train no more.
+    """
+    match order:
+        case Abort():
+            return order.epoch > epoch
+        case StartEpoch():
+            return order.epoch > epoch and order.iteration != AT_COMMIT
+        case SaveLayers():
+            return order.epoch >= epoch and order.epoch > saved_epoch
+        case Shutdown():
+            return True

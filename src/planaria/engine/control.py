@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 
 from planaria.core.messages import AT_COMMIT, Abort, Message, Order, StartEpoch, StopRequested
 from planaria.transport.frames import FrameDecoder, frame, order_of
@@ -67,9 +68,11 @@ class Control:
         with self._lock:
             self._socket.sendall(frame(message))
 
-    def has_order(self) -> bool:
-        """Whether an order waits to be carried out."""
-        return not self._orders.empty()
+    def has_order(self, counts: Callable[[Order], bool]) -> bool:
+        """Whether an order that counts waits to be carried out."""
+        with self._orders.mutex:
+            waiting = tuple(self._orders.queue)
+        return any(counts(order) for order in waiting)
 
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""

@@ -28,7 +28,8 @@ class Saver:
     Args:
         may_write: whether the node still belongs to the job; asked before anything is written. It
             may wait for a lease that is given again.
-        is_called_off: whether an order waits, so that nobody waits for a save any more.
+        is_called_off: whether an order waits that ends what this rank does, so that nobody waits
+            for a save any more.
     """
 
     def __init__(

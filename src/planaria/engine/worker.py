@@ -20,6 +20,7 @@ import msgspec
 import psutil
 from torch import Tensor
 
+from planaria.checkpoint.gate import Gate, gated
 from planaria.checkpoint.tiers import tier_of
 from planaria.checkpoint.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector, vector_layout
@@ -29,11 +30,13 @@ from planaria.core.messages import (
     EpochReady,
     IterationDone,
     MeasuredSpan,
+    Order,
     SaveFailed,
     SaveLayers,
     Shutdown,
     StartEpoch,
     WorkerReady,
+    ends_work,
 )
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
@@ -93,14 +96,16 @@ class Worker:
         self._control = control
         self._links = links
         self._pulse = pulse
-        self._tier = tier_of(self._job.checkpoint.directory)
+        gate = Gate()
+        tier = tier_of(self._job.checkpoint.directory)
+        self._tier = gated(tier, gate) if spec.heeds else tier
         self._storage = storage_of(spec)
         self._saver = Saver(
             self._tier,
             rank=spec.rank,
             send=control.send,
             may_write=pulse.wait_member,
-            is_called_off=control.has_order,
+            is_called_off=lambda: control.has_order(self._ends_work),
         )
         self._copying = Copying(spec, links, send=control.send, timeout_s=PATIENT_S)
         self._slowness = Slowness(links.timekeeper)
@@ -113,7 +118,8 @@ class Worker:
         )
         self._reached = probe.reached
         if spec.heeds:
-            probe.heed(cutter(links, devices_per_node=spec.job.cluster.devices_per_node))
+            cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
+            probe.heed(cut=cut, slow={"store": gate.slow})
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
         self._stopped_at = -1  # The iteration whose recovery it is, -1 while all is well.
@@ -193,6 +199,9 @@ class Worker:
                         self._saver.wait_written(timeout_s=self._job.checkpoint.timeout_s)
                     if said := complaint(error, rank=rank, epoch=epoch):
                         self._control.send(said)
+
+    def _ends_work(self, order: Order) -> bool:
+        return ends_work(order, epoch=self._epoch, saved_epoch=self._saved_epoch)
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         """Whether this very worker is meant, and has not begun the epoch yet."""

@@ -57,6 +57,10 @@ async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
 Refused = Callable[[StoreError], Awaitable[None]]
 
 
+def _wait_for_nothing() -> None:
+    """What is called before a write where no fault is to be injected."""
+
+
 async def _give_up(error: StoreError) -> None:
     """What makes a store that keeps nothing any more once the disk refuses."""
     raise error
@@ -151,6 +155,7 @@ async def open_store(
     now_s: Callable[[], float],
     rewrite_bytes: int = REWRITE_BYTES,
     refused: Refused = _give_up,
+    before_write: Callable[[], None] = _wait_for_nothing,
 ) -> AsyncIterator[EmbeddedStore]:
     """The store that is journaled in `directory`, as its last process left it; made if missing.
 
@@ -159,11 +164,12 @@ async def open_store(
         rewrite_bytes: a smaller journal is never replaced by a snapshot.
         refused: is told when the disk refuses later; then the store goes on in memory. Without it
             nothing is kept any more then.
+        before_write: is called in the thread that writes; a fault may have it wait there.
 
     Raises:
         StoreError: another process has it open, it is damaged, or the disk refused at once.
     """
-    with contextlib.closing(_FileJournal(directory, rewrite_bytes)) as journal:
+    with contextlib.closing(_FileJournal(directory, rewrite_bytes, before_write)) as journal:
         flusher = Flusher(state=journal.recover(), make_durable=journal.append, refused=refused)
         try:
             yield EmbeddedStore(flusher, now_s=now_s)
@@ -200,7 +206,10 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class _FileJournal:
     """The open file; `append` may be called from one task at a time."""
 
-    def __init__(self, directory: Path, rewrite_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, rewrite_bytes: int, before_write: Callable[[], None]
+    ) -> None:
+        self._before_write = before_write
         self._path = directory / "journal"
         self._partial = directory / "journal.partial"
         self._rewrite_bytes = rewrite_bytes
@@ -259,6 +268,7 @@ class _FileJournal:
             self._fd = self._lock_fd = -1
 
     def _append(self, changes: Sequence[Change], state: StoreState) -> None:
+        self._before_write()
         with self._lock:
             if self._fd < 0:
                 raise StoreError(f"{self._path} is closed")

@@ -200,6 +200,7 @@ class Launcher:
                 self._leader_spec = msgspec.structs.replace(
                     self._leader_spec,
                     places=coordinator_places(self._injections),
+                    heeds=self._injector.is_heeded,
                     injector=injector,
                 )
                 loop.add_reader(self._server.fileno(), self._watch_processes)
@@ -249,7 +250,7 @@ class Launcher:
             coordinator=self._injector.front(node, self._listener.getsockname()[:2]),
             places=node_places(self._injections, node),
             injector=self._injector_address,
-            heeds=self._injector.has_cuts,
+            heeds=self._injector.is_heeded,
         )
         self._unforked.append((node, msgspec.json.encode(spec)))
         self._fork_agents()

@@ -74,7 +74,7 @@ class SimulatedSaver:
         write: what a layer's files are, by iteration and epoch.
         say: takes what the coordinator is to hear.
         may_write: whether its node is a member, as far as it knows.
-        is_called_off: whether an order waits.
+        is_called_off: whether an order waits that ends what the rank does.
     """
 
     def __init__(

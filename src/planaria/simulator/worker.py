@@ -35,6 +35,7 @@ from planaria.core.messages import (
     ToNode,
     WorkerFailed,
     WorkerReady,
+    ends_work,
 )
 from planaria.core.plan import Plan
 from planaria.errors import AbortedError, CheckpointError, PeerLostError, SpoiltError
@@ -128,7 +129,7 @@ class SimulatedWorker:
             write=around.write,
             say=self._say,
             may_write=may_write,
-            is_called_off=lambda: bool(self._orders),
+            is_called_off=lambda: any(map(self._ends_work, self._orders)),
         )
         self._node = node
         self._around = around
@@ -240,6 +241,9 @@ class SimulatedWorker:
                 error=error.blame, first_layer=min(error.layers), end_layer=max(error.layers) + 1
             ),
         )
+
+    def _ends_work(self, order: Order) -> bool:
+        return ends_work(order, epoch=self.epoch, saved_epoch=self._saved_epoch)
 
     def _is_for_this(self, start: StartEpoch) -> bool:
         own = start.addresses.get(self.rank)
