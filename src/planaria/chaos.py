@@ -26,7 +26,6 @@ from planaria.core.inject import KINDS, parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
-from planaria.engine.saver import WAIT_S
 from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
 from planaria.library import Display, Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -54,6 +53,7 @@ _LEASES_IN_BOUND: Final = 8
 _STOP_TIMEOUT_S: Final = 5.0
 _LINES_KEPT: Final = 200
 _REQUESTS_IN_BOUND: Final = 250  # Of the coordinator: lists, removals that wait, the last save.
+_SAVE_WAIT_S: Final = 1.0  # As engine/saver.py has it, which imports torch.
 _HUNG_UP: Final = "its terminal was closed (SIGHUP)"
 
 
@@ -317,7 +317,7 @@ def _bound_s(config: JobConfig, draw: Draw, calm: Calm) -> float:
     num_saves = config.training.iterations // draw.persist_every if draw.persist_every else 0
     # A save waits for the one before for a second at most; the last one, and what is under way
     # then, may be written by one rank alone.
-    waits_s = num_saves * WAIT_S if store_s else 0.0
+    waits_s = num_saves * _SAVE_WAIT_S if store_s else 0.0
     requests_s = store_s * (_REQUESTS_IN_BOUND + 4 * calm.num_layers)
     calm_s = _CALMS_IN_BOUND * calm.wall_s
     return _BOUND_S + calm_s + num_leases * config.cluster.lease_s + disk_s + waits_s + requests_s
