@@ -50,6 +50,8 @@ LEVELS = (
         "chaos_command",
         "command_line",
         "processes",
+        "shown",
+        "surroundings",
         "verdict",
     },
 )

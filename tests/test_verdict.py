@@ -7,7 +7,15 @@ import pytest
 
 from jobs import shaped_plan
 from planaria.observe.metrics import EventRecord, FinalRecord, IterationRecord, Report
-from planaria.verdict import Calm, calm_of, justification, undecidable, wrongs, wrongs_until_end
+from planaria.verdict import (
+    Calm,
+    calm_of,
+    failure_justification,
+    justification,
+    undecidable,
+    wrongs,
+    wrongs_until_end,
+)
 
 NUM_ITERATIONS = 4
 
@@ -52,11 +60,12 @@ def report(*, numbers: tuple[int, ...] = (0, 1, 2, 3), **fields: Any) -> Report:
 
 
 def calm() -> Calm:
-    return calm_of(report(), num_needed=2)
+    return calm_of(report(), num_needed=2, num_layers=10)
 
 
 def event(kind: str, *nodes: int, **fields: Any) -> EventRecord:
-    return EventRecord(kind=kind, nodes=nodes, iteration=1, **fields)
+    """Of a fault that was injected: what the job notices by itself has no step."""
+    return EventRecord(kind=kind, nodes=nodes, iteration=1, **({"step": "start"} | fields))
 
 
 def test_nothing_is_wrong_with_a_run_that_ends_as_in_peace() -> None:
@@ -128,6 +137,8 @@ FIRST = shaped_plan((2, 2), 10)  # Nodes 0 and 2 hold the first half, 1 and 3 th
         ((event("kill", 0), event("crash", 1)), ""),
         ((event("kill", 0, 2, fired=False),), ""),
         ((event("lost", 0), event("lost", 2)), ""),
+        ((event("crash", 0, 2, step=""),), ""),
+        ((event("store"), event("disk")), ""),
         ((event("leader"), event("join")), ""),
     ],
 )
@@ -166,6 +177,34 @@ def test_a_flipped_bit_in_the_last_holder_cannot_be_found(
 ) -> None:
     """Two that differ can: the job ends then."""
     assert undecidable(report(events=events), [FIRST]) == why
+
+
+CRASHED = [event("crash", 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ((*CRASHED, event("crash", 0)), "workers ended of the same crash on nodes [0, 1]"),
+        ((event("stall", 1, 2), event("stall", 1), event("hang", 1)), "workers ended of the same"),
+        ((*CRASHED, event("kill", 3)), "of a crash ended all who held layer 5: [1, 3]"),
+        ((*CRASHED, event("kill", 0, 2)), "workers of node 1 ended of a crash again and again"),
+        (CRASHED, ""),
+        ((*CRASHED[1:], event("crash", 0)), ""),
+        ((*CRASHED[1:], event("stall", 1), event("crash", 0)), ""),
+        ((*CRASHED[1:], event("crash", 1, step=""), event("crash", 0)), ""),
+        ((*CRASHED, event("crash", 0, fired=False)), ""),
+    ],
+)
+def test_a_job_may_fail_only_where_no_node_can_be_to_blame(
+    events: tuple[EventRecord, ...], why: str
+) -> None:
+    """Equal ends of workers on one node evict it; on two, or on one that is needed, they end the
+    job."""
+    found = failure_justification(report(events=tuple(events)), [FIRST], num_needed=2)
+
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
 
 
 SHAPED = replace(shaped_plan((1, 2), 10), epoch=1)  # Node 0 holds all layers.

@@ -1,9 +1,10 @@
 """Runs a job under many drawn faults, and judges every run from outside.
 
 First the job trains in peace, for its hashes and its seconds. Then runs follow until the time is
-over, each with faults drawn from the seed and the run's number (core/chaos.py), checkpoints in a
-directory of its own, and a bound on its time. verdict.py judges the report; a run that had to end
-early is resumed with all nodes and has to reach the same hashes then. No process may be left over.
+over, each with faults and surroundings drawn from the seed and the run's number (core/chaos.py),
+checkpoints in a directory of its own, and a bound on its time. verdict.py judges the report; a run
+that had to end early is resumed with all nodes and has to reach the same hashes then. No process
+may be left over.
 """
 
 import os
@@ -13,26 +14,35 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Final
 
-from planaria.core.chaos import Draw, World, drawn
+from planaria.core.chaos import Draw, Surroundings, World, drawn
 from planaria.core.inject import KINDS, parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
-from planaria.errors import ConfigError, InsufficientError, PlanariaError
-from planaria.library import Job, TrainingResult
+from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
+from planaria.library import Display, Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
 from planaria.planning import Planned, fork_server
 from planaria.processes import left_over, marked, worker_stacks
-from planaria.verdict import Calm, calm_of, justification, undecidable, wrongs, wrongs_until_end
+from planaria.surroundings import UnreadOutput, possible_temporaries, temporary_directory
+from planaria.verdict import (
+    Calm,
+    calm_of,
+    failure_justification,
+    justification,
+    undecidable,
+    wrongs,
+    wrongs_until_end,
+)
 
 TRAINING_S: Final = 3.0  # A run in peace trains for about as long, if it has so many iterations.
 ITERATIONS_MIN: Final = 6
@@ -42,6 +52,9 @@ _CALMS_IN_BOUND: Final = 5
 _LEASES_IN_BOUND: Final = 8
 _STOP_TIMEOUT_S: Final = 5.0
 _LINES_KEPT: Final = 200
+_REQUESTS_IN_BOUND: Final = 250  # Of the coordinator: lists, removals that wait, the last save.
+_SAVE_WAIT_S: Final = 1.0  # As engine/saver.py has it, which imports torch.
+_HUNG_UP: Final = "its terminal was closed (SIGHUP)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +63,7 @@ class Outcome:
 
     Attributes:
         settings: besides the job's own, as --set takes them.
+        surroundings: of the run, in words.
         fired: how many faults of each kind.
         reason: why it ended early.
         justification: why it had to, as worked out from outside.
@@ -61,6 +75,7 @@ class Outcome:
     number: int
     specs: tuple[str, ...]
     settings: tuple[str, ...]
+    surroundings: tuple[str, ...]
     seconds: float
     fired: Mapping[str, int]
     reason: str = ""
@@ -88,7 +103,7 @@ class Chaos:
         self._seed = seed
         self._doing = doing
 
-    def outcomes(self, *, minutes: float) -> Iterator[Outcome]:
+    def outcomes(self, *, minutes: float) -> Generator[Outcome, None, None]:
         """Runs, one at least, until the time is over; what became of each.
 
         Raises:
@@ -102,15 +117,18 @@ class Chaos:
             tempfile.TemporaryDirectory(prefix="planaria-chaos-") as directory,
             _running_server(self._job, lines.append) as server,
         ):
-            stand = _Stand(Path(directory), server, mark, lines)
+            stand = _Stand(Path(directory), (server,), mark, lines)
             calm, world, config = self._calm(stand)
             number = 0
             while not number or time.monotonic() < end_s:
                 draw = drawn(world, Random(f"{self._seed}:{number}"))
-                self._doing(f"run {number}: {' '.join(draw.specs)}")
-                with tempfile.TemporaryDirectory(dir=directory) as saves:
+                self._doing(f"run {number}: {' '.join(draw.words)}")
+                with (
+                    tempfile.TemporaryDirectory(dir=directory) as saves,
+                    _surrounded(self._job, draw.surroundings, stand) as there,
+                ):
                     struck = _configured(config, draw, Path(saves) / "checkpoints")
-                    outcome = _outcome(struck, draw, number=number, calm=calm, stand=stand)
+                    outcome = _outcome(struck, draw, number=number, calm=calm, stand=there)
                 _renew_if_struck(server, outcome)
                 yield outcome
                 number += 1
@@ -136,52 +154,79 @@ class Chaos:
         num_needed = smallest_num_nodes(result.planned.problem)
         if config.resilience.when_below == "stop":
             num_needed *= config.resilience.failures_tolerated + 1
-        calm = calm_of(result.report, num_needed=num_needed)
+        num_layers = result.planned.plan.num_layers
+        calm = calm_of(result.report, num_needed=num_needed, num_layers=num_layers)
         world = World(
             num_nodes=config.cluster.nodes,
             num_needed=num_needed,
             iterations=len(calm.sample_digests),
             training_s=calm.training_s,
             lease_s=config.cluster.lease_s,
+            temporaries=possible_temporaries(stand.directory),
         )
         return calm, world, config
 
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """Where runs take place: a directory for their files, and the processes' origin and mark."""
+    """Where runs take place: a directory for their files, and the processes' origin and mark.
+
+    Attributes:
+        servers: those that there are, the last of which forks.
+    """
 
     directory: Path
-    server: ForkServer
+    servers: tuple[ForkServer, ...]
     mark: str
     lines: deque[str]
 
+    @property
+    def server(self) -> ForkServer:
+        return self.servers[-1]
+
 
 class _Watch:
-    """A display that remembers what it is told."""
+    """A display that remembers what it is told.
 
-    def __init__(self) -> None:
+    Args:
+        output: where the run is shown, too.
+    """
+
+    def __init__(self, output: UnreadOutput | None) -> None:
         self.plans: list[Plan] = []
         self.log: list[str] = []
         self._start_s = time.monotonic()
+        self._output = output
+        self._shown: Display = output.shown if output else Silent()
 
     def doing(self, text: str) -> None:
-        self.note(text)
+        self._remember(text)
+        self._shown.doing(text)
 
     def planned(self, planned: Planned) -> None:
         self.plans.append(planned.plan)
+        self._shown.planned(planned)
 
     def began(self) -> None:
-        self.note("training")
+        self._remember("training")
+        self._shown.began()
 
     def committed(self, record: IterationRecord) -> None:
-        self.note(f"iteration {record.iteration} in epoch {record.epoch}")
+        self._remember(f"iteration {record.iteration} in epoch {record.epoch}")
+        self._shown.committed(record)
+        if self._output is not None:
+            self._output.committed(record)
 
     def replanned(self, plan: Plan) -> None:
         self.plans.append(plan)
-        self.note(f"epoch {plan.epoch}: {[list(p.nodes) for p in plan.pipelines]}")
+        self._remember(f"epoch {plan.epoch}: {[list(p.nodes) for p in plan.pipelines]}")
+        self._shown.replanned(plan)
 
     def note(self, text: str) -> None:
+        self._remember(text)
+        self._shown.note(text)
+
+    def _remember(self, text: str) -> None:
         self.log.append(f"{time.monotonic() - self._start_s:7.3f} {text}")
 
 
@@ -216,54 +261,123 @@ class _Bound:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@dataclass(slots=True)
+class _Judgement:
+    """What a run came to so far; see Outcome."""
+
+    justification: str = ""
+    undecidable: str = ""
+    is_resumed: bool = False
+    wrongs: list[str] = field(default_factory=list)
+
+
 def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _Stand) -> Outcome:
     """One run, judged."""
     stand.lines.clear()
     start_s = time.monotonic()
-    watch, found = _Watch(), list[str]()
-    num_leases = _LEASES_IN_BOUND * (len(draw.specs) + 1)
-    seconds = _CALMS_IN_BOUND * calm.wall_s + num_leases * config.cluster.lease_s
-    bound = _Bound(_BOUND_S + seconds, stand)
-    result = _run(config, bound, found, watch, specs=draw.specs)
-    report = result.report if result else None
-    why, hidden, is_resumed = "", "", False
-    if result is not None and report is not None:
-        if result.stopped and not bound.is_expired:
+    judgement = _Judgement()
+    output = UnreadOutput(draw.surroundings) if draw.surroundings.output else None
+    watch, bound = _Watch(output), _Bound(_bound_s(config, draw, calm), stand)
+    with output() if output else nullcontext():
+        result = _run(config, bound, judgement.wrongs, watch, specs=draw.specs)
+    report, reason = result.report if result else None, ""
+    if result is not None:
+        has_hung_up = output is not None and output.has_hung_up
+        if result.stopped and not bound.is_expired and not has_hung_up:
             raise KeyboardInterrupt("stopped")
-        if result.error is None and not result.stopped:
-            hidden = undecidable(report, watch.plans)
-            found += wrongs_until_end(report, calm) if hidden else wrongs(report, calm)
-        elif isinstance(result.error, InsufficientError):
-            found += wrongs_until_end(report, calm)
-            why = justification(report, watch.plans, num_needed=calm.num_needed)
-            if not why:
-                found.append(f"exit 3 without need: {result.error}")
-            is_resumed = _resume(config, stand, calm, found, watch)
-        elif result.error is not None:
-            found.append(f"{type(result.error).__name__}: {result.error}")
-    found += left_over(stand.mark, but={stand.server.pid})
+        reason = "stopped" if result.stopped else str(result.error or "")
+        if not bound.is_expired:
+            _judge(result, judgement, config=config, calm=calm, stand=stand, watch=watch)
+    judgement.wrongs += left_over(stand.mark, but={server.pid for server in stand.servers})
     events = report.events if report else ()
+    is_wrong = bool(judgement.wrongs)
     return Outcome(
         number=number,
         specs=draw.specs,
         settings=_settings(config),
+        surroundings=draw.surroundings.words,
         seconds=time.monotonic() - start_s,
         fired=Counter(event.kind for event in events if event.kind in KINDS and event.fired),
-        reason=str(result.error or "") if result else "",
-        justification=why,
-        undecidable=hidden,
-        is_resumed=is_resumed,
-        wrongs=tuple(found),
-        log=(*watch.log, *stand.lines, *bound.stacks) if found else (),
+        reason=reason,
+        justification=judgement.justification,
+        undecidable=judgement.undecidable,
+        is_resumed=judgement.is_resumed,
+        wrongs=tuple(judgement.wrongs),
+        log=(*watch.log, *stand.lines, *bound.stacks) if is_wrong else (),
         report=report,
     )
+
+
+def _bound_s(config: JobConfig, draw: Draw, calm: Calm) -> float:
+    """How long a run may take that is not at fault; how slow a store is counts in each request."""
+    num_leases = _LEASES_IN_BOUND * (len(draw.specs) + 1)
+    injections = [parse_injection(spec) for spec in draw.specs]
+    disk_s = sum(one.value for one in injections if one.kind == "disk")
+    store_s = max((one.value for one in injections if one.kind == "store"), default=0.0)
+    num_saves = config.training.iterations // draw.persist_every if draw.persist_every else 0
+    # A save waits for the one before for a second at most; the last one, and what is under way
+    # then, may be written by one rank alone.
+    waits_s = num_saves * _SAVE_WAIT_S if store_s else 0.0
+    requests_s = store_s * (_REQUESTS_IN_BOUND + 4 * calm.num_layers)
+    calm_s = _CALMS_IN_BOUND * calm.wall_s
+    return _BOUND_S + calm_s + num_leases * config.cluster.lease_s + disk_s + waits_s + requests_s
+
+
+def _judge(
+    result: TrainingResult,
+    judgement: _Judgement,
+    *,
+    config: JobConfig,
+    calm: Calm,
+    stand: _Stand,
+    watch: _Watch,
+) -> None:
+    """Whether a run was right to end as it did, and can be resumed if it ended early.
+
+    A run that was stopped, or failed, has saved what it had then.
+    """
+    report, error, plans = result.report, result.error, watch.plans
+    hidden = "" if isinstance(error, InsufficientError) else undecidable(report, plans)
+    judgement.undecidable = hidden
+    if error is None and not result.stopped:
+        judgement.wrongs += wrongs_until_end(report, calm) if hidden else wrongs(report, calm)
+        return
+    judgement.wrongs += wrongs_until_end(report, calm)
+    match error:
+        case None:
+            why = _HUNG_UP
+        case InsufficientError():
+            why = justification(report, plans, num_needed=calm.num_needed)
+        case TrainingError():
+            why = failure_justification(report, plans, num_needed=calm.num_needed)
+            if not error.traceback.strip():
+                judgement.wrongs.append("the job failed, and does not say where")
+        case _:
+            judgement.wrongs.append(f"{type(error).__name__}: {error}")
+            return
+    judgement.justification = why
+    if not why:
+        judgement.wrongs.append(f"ended without need: {type(error).__name__}: {error}")
+    is_saved = bool(report.iterations) or not isinstance(error, TrainingError)
+    num_saved = len(report.iterations) if result.stopped else -1
+    found = _resumed_wrongs(
+        config,
+        stand,
+        calm,
+        watch,
+        is_saved=is_saved,
+        num_saved=num_saved,
+        is_hidden=bool(hidden),
+    )
+    judgement.is_resumed = not found
+    judgement.wrongs += [f"resumed: {text}" for text in found]
 
 
 def _run(
     config: JobConfig,
     bound: _Bound,
     found: list[str],
-    watch: _Watch,
+    watch: Display,
     *,
     specs: Sequence[str] = (),
     resume: bool = False,
@@ -288,19 +402,38 @@ def _run(
     return result
 
 
-def _resume(config: JobConfig, stand: _Stand, calm: Calm, found: list[str], watch: _Watch) -> bool:
-    """Goes on with all nodes from what a run has left; whether that reached the same bits."""
-    watch.note("resuming")
-    wrong: list[str] = []
+def _resumed_wrongs(
+    config: JobConfig,
+    stand: _Stand,
+    calm: Calm,
+    watch: _Watch,
+    *,
+    is_saved: bool,
+    num_saved: int,
+    is_hidden: bool,
+) -> list[str]:
+    """Goes on with all nodes from what a run has left; what is wrong with how that ends.
+
+    Args:
+        is_saved: the run has left something; else the job begins anew.
+        num_saved: iterations that must be in that, -1 if any may.
+        is_hidden: a flipped bit may be in it of which nobody can know.
+    """
+    found: list[str] = []
     bound = _Bound(_BOUND_S + _CALMS_IN_BOUND * calm.wall_s, stand)
-    result = _run(config, bound, wrong, watch, resume=True)
+    again = _Watch(None)
+    result = _run(config, bound, found, again, resume=is_saved)
+    watch.log += ["resuming", *again.log]
     if result is not None:
-        first = result.planned.resumed.iteration if result.planned.resumed else 0
-        wrong += wrongs(result.report, calm, first=first)
+        resumed = result.planned.resumed
+        first = resumed.iteration if resumed else 0
+        judged = wrongs_until_end if is_hidden else wrongs
+        found += judged(result.report, calm, first=first)
+        if num_saved not in (-1, first):
+            found.append(f"of {num_saved} iterations {first} were saved")
         if result.error is not None:
-            wrong.append(f"{type(result.error).__name__}: {result.error}")
-    found += [f"resumed: {text}" for text in wrong]
-    return not wrong
+            found.append(f"{type(result.error).__name__}: {result.error}")
+    return found
 
 
 def _in_peace(config: JobConfig, stand: _Stand, name: str) -> TrainingResult:
@@ -343,6 +476,19 @@ def _renew_if_struck(server: ForkServer, outcome: Outcome) -> None:
     if server.loss and outcome.fired.get("forkserver"):
         server.renew()
     server.wait_ready()
+
+
+@contextmanager
+def _surrounded(job: Job, surroundings: Surroundings, stand: _Stand) -> Iterator[_Stand]:
+    """Where a run takes place; with another temporary directory it has a fork server of its own."""
+    if not surroundings.temporary:
+        yield stand
+        return
+    with (
+        temporary_directory(surroundings.temporary, stand.directory),
+        _running_server(job, stand.lines.append) as server,
+    ):
+        yield replace(stand, servers=(*stand.servers, server))
 
 
 @contextmanager

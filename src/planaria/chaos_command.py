@@ -1,17 +1,28 @@
 """The command `planaria chaos`: tries to break a job, and says what came of it."""
 
 import shlex
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from planaria.chaos import Chaos, Outcome
-from planaria.command_line import JobFile, Settings, check_writable, exit_codes, write
+from planaria.command_line import (
+    JobFile,
+    Settings,
+    check_writable,
+    exit_codes,
+    finish,
+    unfailing,
+    write,
+)
 from planaria.errors import ConfigError
+from planaria.nodes.output import Outlet
 from planaria.scripts import named_job
 from planaria.show.score import run_text, score, score_table
 
@@ -30,8 +41,9 @@ def chaos(
 ) -> None:
     """Runs a job again and again under many faults; every run has to end with the same bits.
 
-    Nodes are killed, stopped, cut off, taken away and joined, workers crash, bits flip: several at
-    once, also during recoveries. First the job trains in peace. It trains fewer iterations than
+    Nodes are killed, stopped, cut off, taken away and joined, workers crash, bits flip, disks stand
+    still: several at once, also during recoveries. Some runs have no temporary directory that is of
+    use, or print where nobody reads. First the job trains in peace. It trains fewer iterations than
     its file says where these would take longer than about three seconds (six at least), and saves
     to a temporary directory. A run that had to end early is resumed. What is known of a run that is
     not as it must be is written to chaos-SEED-RUN.json, beside the report.
@@ -40,50 +52,61 @@ def chaos(
         raise ConfigError("--minutes", minutes, f"must be above 0 and at most {_MINUTES_MAX:.0f}")
     check_writable("--report", report)
     overrides = list(settings or ())
-    console = Console(soft_wrap=True, highlight=False)
+    console = _Console()
     outcomes: list[Outcome] = []
-    runs = Chaos(named_job(job, overrides), seed=seed, doing=_Doing(console).tell)
+    runs = Chaos(named_job(job, overrides), seed=seed, doing=console.tell)
     try:
         for outcome in runs.outcomes(minutes=minutes):
             outcomes.append(replace(outcome, report=None, log=()))
-            console.print(run_text(outcome), markup=False)
+            console.print(run_text(outcome))
             if outcome.wrongs:
                 directory = Path() if report is None else report.parent
                 path = directory / f"chaos-{seed}-{outcome.number}.json"
                 write(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2))
-                console.print(f"  seed {seed}, all that is known: {path}", markup=False)
+                console.print(f"  seed {seed}, all that is known: {path}")
                 for wrong in outcome.wrongs:
-                    console.print(f"  {wrong}", markup=False)
-                console.print(
-                    f"  {command_text(outcome, job=job, overrides=overrides)}", markup=False
-                )
+                    console.print(f"  {wrong}")
+                console.print(f"  {command_text(outcome, job=job, overrides=overrides)}")
     finally:
-        if outcomes:
-            console.print(score_table(outcomes))
-            console.print(f"seed {seed}")
         if outcomes and report is not None:
             data = msgspec.json.encode({"seed": seed, "score": score(outcomes), "runs": outcomes})
             write(report, msgspec.json.format(data, indent=2))
+        console.close(*((score_table(outcomes), f"seed {seed}") if outcomes else ()))
     if any(outcome.wrongs for outcome in outcomes):
         raise typer.Exit(1)
 
 
-class _Doing:
-    """Says what begins, where somebody looks."""
+class _Console:
+    """What is printed, to somebody who may not read it: the runs go on all the same."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        self._console = Console(file=unfailing(sys.stdout), soft_wrap=True, highlight=False)
+        self._outlet = Outlet(self._console.print)
 
     def tell(self, text: str) -> None:
+        """Says what begins, where somebody looks."""
         if self._console.is_terminal:
-            self._console.print(text, style="dim", markup=False)
+            self._post(text, style="dim")
+
+    def print(self, text: str) -> None:
+        """Prints a line."""
+        self._post(text)
+
+    def close(self, *last: RenderableType) -> None:
+        """Prints this, too, unless nobody reads any more."""
+        finish(self._outlet, *(partial(self._console.print, one) for one in last))
+
+    def _post(self, text: str, *, style: str = "") -> None:
+        line = partial(self._console.print, text, style=style, markup=False)
+        self._outlet.post(line, num_bytes=len(text))
 
 
 def command_text(outcome: Outcome, *, job: Path, overrides: list[str]) -> str:
-    """The command line that does what a run did."""
+    """The command line that does what a run did; its surroundings are for a person to make."""
     words = ["planaria", "train", str(job)]
     for setting in (*overrides, *outcome.settings, "checkpoint.directory=chaos-checkpoints"):
         words += ["--set", setting]
     for spec in outcome.specs:
         words += ["--inject", spec]
-    return shlex.join(words)
+    comment = f"  # {' '.join(outcome.surroundings)}" if outcome.surroundings else ""
+    return shlex.join(words) + comment

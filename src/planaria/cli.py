@@ -12,8 +12,7 @@ import json
 import logging
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,6 @@ from planaria.command_line import (
     write,
 )
 from planaria.core.inject import check_injections, parse_injection
-from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.estimator.drift import Compared
@@ -45,16 +43,13 @@ from planaria.events_command import events
 from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
 from planaria.nodes.output import Outlet
-from planaria.observe.metrics import IterationRecord
 from planaria.placement_command import placement
 from planaria.plan_command import plan
-from planaria.planning import Planned, short_actions_text
 from planaria.scripts import named_job
 from planaria.show.gantt import compared_figure
-from planaria.show.live import LiveDisplay, summary
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
-from planaria.show.words import counted
+from planaria.shown import Shown
 
 app = typer.Typer(
     add_completion=False,
@@ -193,7 +188,7 @@ def train(
     trained = named_job(job, overrides)
     cluster = trained.config.cluster
     check_injections(injections, num_nodes=cluster.nodes + cluster.standby)
-    shown = _Shown(Console(file=sys.stdout))
+    shown = Shown(Console(file=sys.stdout))
     try:
         result = trained.run(
             resume=resume,
@@ -247,78 +242,6 @@ def drain(
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
     Console().print(answer.text)
-
-
-class _Shown:
-    """A live display as the library wants one; what is shown makes nobody wait."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._display = LiveDisplay(console)
-        self._outlet = Outlet(self._note_now)
-        self._last: Callable[[], None] | None = None
-
-    @property
-    def output(self) -> Callable[[str], None] | None:
-        """Shows a line that the job's own code printed; it calls from a thread that may wait."""
-        return self._display.printed if self._console.is_interactive else None
-
-    def doing(self, text: str) -> None:
-        self._outlet.post(partial(self._display.doing, text))
-
-    def planned(self, planned: Planned) -> None:
-        self._outlet.post(partial(self._show_plan, planned))
-
-    def _show_plan(self, planned: Planned) -> None:
-        profile = planned.prepared.profile
-        assert profile is not None
-        self._note_now(
-            f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
-            f"layers, {planned.prepared.num_samples} samples; "
-            f"{counted(len(planned.plan.nodes), 'node')} in "
-            f"{counted(len(planned.plan.pipelines), 'pipeline')}"
-        )
-        self._display.show_plan(
-            planned.plan,
-            tuple(layer.name for layer in profile.layers),
-            iterations=planned.config.training.iterations,
-            first=planned.resumed.iteration if planned.resumed else 0,
-        )
-        if short := short_actions_text(planned):
-            self._note_now(short)
-
-    def began(self) -> None:
-        self.note("training")
-
-    def committed(self, record: IterationRecord) -> None:
-        # The panel of a terminal has it in no line of its own.
-        num_lines = 0 if self._console.is_interactive else 1
-        self._outlet.post(partial(self._display.committed, record), num_lines=num_lines)
-
-    def replanned(self, plan: Plan) -> None:
-        self._outlet.post(partial(self._display.replan, plan, at_s=time.time()))
-
-    def note(self, text: str) -> None:
-        note = partial(self._display.note, text, at_s=time.time())
-        self._outlet.post(note, num_bytes=len(text))
-
-    def _note_now(self, text: str) -> None:
-        self._display.note(text, at_s=time.time())
-
-    def end(self, result: TrainingResult) -> None:
-        """Has `close` say what a job came to that did not fail."""
-        if result.error is None:
-            self._last = partial(self._sum_up, result)
-
-    def _sum_up(self, result: TrainingResult) -> None:
-        self._console.print(summary(result.report), soft_wrap=True)
-        if result.stopped:
-            self._console.print("stopped; go on with --resume")
-
-    def close(self) -> None:
-        """Ends the live display, once what was told has been shown, or nobody looks."""
-        last = () if self._last is None else (self._last,)
-        finish(self._outlet, self._display.stop, *last)
 
 
 def _timeline(result: TrainingResult, picture: Format | None) -> bytes:

@@ -1,8 +1,9 @@
 """Judges a run under faults from outside: by its report and its files, against a run in peace.
 
-A run ends well with the bits of the run in peace, or with exit code 3 where it had to: too few
-nodes, or some layer, were left. The latter is worked out from which nodes were struck and from who
-held what in the plans since the last that ran, without asking the code that decided it.
+A run ends well with the bits of the run in peace, or early where it had to: with exit code 3 where
+too few nodes, or some layer, were left, and as its own code's failure where its workers ended alike
+on several nodes, so that no node is to blame. Both are worked out from which nodes were struck and
+from who held what in the plans since the last that ran, without asking the code that decided it.
 
 Nodes that were struck are counted generously: what strikes a node's workers only, or for less than
 its lease, takes what they hold for a moment. So an end is called justified a little too often;
@@ -20,6 +21,8 @@ from planaria.observe.metrics import EventRecord, Report
 _TAKES_NODE = ("kill", "hang", "preempt", "flip", "cut")
 _TAKES_WORKER = ("crash", "stall")
 _TAKES_STATE = (*_TAKES_NODE, *_TAKES_WORKER)
+# What a worker ends of, and the faults of which one may.
+_CRASHES = {"crash": ("crash",), "stall": ("stall", "hang")}
 _EVICTED_AT = 3  # Ends of its workers.
 _LEDGER_TOLERANCE_S = 1e-6
 
@@ -33,6 +36,7 @@ class Calm:
         training_s: of all iterations.
         wall_s: from the start of the run to its end.
         num_needed: nodes without which the job ends.
+        num_layers: of the model.
     """
 
     parameters_sha256: str
@@ -41,9 +45,10 @@ class Calm:
     training_s: float
     wall_s: float
     num_needed: int
+    num_layers: int
 
 
-def calm_of(report: Report, *, num_needed: int) -> Calm:
+def calm_of(report: Report, *, num_needed: int, num_layers: int) -> Calm:
     """What the report of a run in peace says."""
     return Calm(
         parameters_sha256=report.final.parameters_sha256,
@@ -52,6 +57,7 @@ def calm_of(report: Report, *, num_needed: int) -> Calm:
         training_s=sum(record.seconds for record in report.iterations),
         wall_s=report.ledger["wall"],
         num_needed=num_needed,
+        num_layers=num_layers,
     )
 
 
@@ -104,8 +110,8 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
     Args:
         plans: all that the run had, the first one included.
     """
-    fired = [event for event in report.events if event.fired]
-    gone = _struck(fired, _TAKES_NODE) | _struck_often(fired)
+    fired = _injected(report)
+    gone = _struck(fired, _TAKES_NODE) | _struck_often(fired, _TAKES_WORKER, plans)
     known = {node for plan in plans for node in plan.nodes}
     if len(known - gone) < num_needed:
         return f"{len(known - gone)} of {len(known)} nodes were left, {num_needed} are needed"
@@ -122,6 +128,35 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
     return ""
 
 
+def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> str:
+    """Why a run had to end as its own code's failure; empty if it need not have.
+
+    Its workers ended in the same way three times in a row on a node, and on another node, too; or
+    the job cannot go on without that node. Strikes count for the whole run, so also those in
+    between which an iteration was committed.
+    """
+    fired = _injected(report)
+    gone = _struck(fired, _TAKES_NODE)
+    known = {node for plan in plans for node in plan.nodes}
+    for how, kinds in _CRASHES.items():
+        often = _struck_often(fired, kinds, plans)
+        struck = _struck(fired, kinds)
+        if often and len(struck) > 1:
+            return f"workers ended of the same {how} on nodes {sorted(struck)}"
+        if often and len(known - gone - often) < num_needed:
+            return f"workers of node {min(often)} ended of a {how} again and again; it is needed"
+        for plan in plans:
+            for layer, holders in _holders(plan).items():
+                if often & holders and holders <= often | gone:
+                    return f"of a {how} ended all who held layer {layer}: {sorted(holders)}"
+    return ""
+
+
+def _injected(report: Report) -> list[EventRecord]:
+    """What was done to the run; what it noticed itself has no place at which it was to happen."""
+    return [event for event in report.events if event.fired and event.step]
+
+
 def _last_epoch_that_ran(report: Report) -> int:
     """The last one that is known to have computed. An iteration that was in flight at a loss may be
     committed in the next epoch before that begins, so one alone proves nothing."""
@@ -134,7 +169,7 @@ def undecidable(report: Report, plans: Sequence[Plan]) -> str:
 
     Where all other holders of a layer are struck, nothing is left to compare it with.
     """
-    fired = [event for event in report.events if event.fired]
+    fired = _injected(report)
     flipped, emptied = _struck(fired, ("flip",)), _struck(fired, _TAKES_STATE)
     for plan in plans:
         for layer, holders in _holders(plan).items():
@@ -152,10 +187,13 @@ def _holders(plan: Plan) -> dict[int, set[int]]:
     }
 
 
-def _struck_often(events: Iterable[EventRecord]) -> set[int]:
+def _struck_often(
+    events: Iterable[EventRecord], kinds: Sequence[str], plans: Sequence[Plan]
+) -> set[int]:
     """Nodes whose workers may have ended often enough in a row to have them evicted."""
-    counts = Counter(n for event in events if event.kind in _TAKES_WORKER for n in event.nodes)
-    return {node for node, count in counts.items() if count >= _EVICTED_AT}
+    per_node = plans[0].pipelines[0].template.devices_per_node if plans else 1
+    counts = Counter(node for event in events if event.kind in kinds for node in event.nodes)
+    return {node for node, count in counts.items() if count * per_node >= _EVICTED_AT}
 
 
 def _struck(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:

@@ -1,9 +1,18 @@
 """Faults drawn from a seed: all kinds and places, the same again for the same seed."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
-from planaria.core.chaos import FAULTS_MAX, Draw, World, drawn
+from planaria.core.chaos import (
+    FAULTS_MAX,
+    OUTPUTS,
+    TEMPORARIES,
+    Draw,
+    Surroundings,
+    World,
+    drawn,
+)
 from planaria.core.inject import (
     AFTER_COMMIT,
     ITERATION_STEPS,
@@ -74,3 +83,35 @@ def test_only_kinds_that_are_asked_for_are_drawn() -> None:
     specs = [spec for number in range(50) for spec in drawn(world, Random(number)).specs]
 
     assert {parse_injection(spec).kind for spec in specs} == {"kill", "leader"}
+
+
+def test_some_runs_have_surroundings_of_no_use_and_most_have_none() -> None:
+    """All kinds of them; what closes does so in an iteration that there is."""
+    surroundings = [draw.surroundings for draw in DRAWS]
+    outputs = Counter((s.output, s.closes_at >= 0) for s in surroundings)
+
+    assert {s.temporary for s in surroundings} == {"", *TEMPORARIES}
+    assert {s.output for s in surroundings} == {"", *OUTPUTS}
+    assert all(outputs[output, closes] > 20 for output in OUTPUTS for closes in (False, True))
+    assert all(
+        s.output and s.closes_at < WORLD.iterations for s in surroundings if s.closes_at >= 0
+    )
+    assert len(DRAWS) / 2 < sum(s == Surroundings() for s in surroundings) < len(DRAWS)
+
+
+def test_a_temporary_directory_is_only_as_this_machine_can_make_it() -> None:
+    """A full one takes the right to mount."""
+    for temporaries in ((), ("missing",)):
+        world = replace(WORLD, temporaries=temporaries)
+        found = {drawn(world, Random(number)).surroundings.temporary for number in range(200)}
+        assert found == {"", *temporaries}
+
+
+def test_surroundings_are_told_in_words() -> None:
+    """Behind the faults, where a run is told."""
+    closed = Surroundings(temporary="full", output="terminal", closes_at=5)
+    draw = Draw(specs=("kill:1@3",), num_joins=0, persist_every=0, surroundings=closed)
+
+    assert draw.words == ("kill:1@3", "temporary=full", "terminal=closed@5")
+    assert Surroundings(output="pipe").words == ("pipe=blocked",)
+    assert Surroundings().words == ()

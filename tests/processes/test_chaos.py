@@ -1,6 +1,9 @@
 """Many faults, at any moment: each run ends with the bits of the run in peace, or resumes."""
 
+import fcntl
 import json
+import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import psutil
 import pytest
 
 from chaos import small_job
-from command import command
+from command import command, running, wait_for
 from planaria.chaos import Chaos, Outcome
 from planaria.chaos_command import command_text
 from planaria.config import load_job
@@ -19,6 +22,7 @@ SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 SEED = 20_261_121
 MINUTES = 0.8
 KINDS_MIN = 4
+PIPE_BYTES = 4096  # Of the smallest.
 PROTECTED = (
     *("checkpoint.copies=2", "checkpoint.profile_iterations=0"),
     *("cluster.standby=1", "cluster.grant_s=0.5"),
@@ -101,6 +105,30 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     assert found["score"]["failures"] == found["score"]["runs"] == 1
     assert json.loads(Path("chaos-3-0.json").read_text())["report"]["version"] == 1
     assert not Path("checkpoints").exists()
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "blocked"])
+def test_nobody_has_to_read_what_came_of_it(is_closed: bool, tmp_path: Path) -> None:
+    """As with `| head`: the score is written all the same, and no word of a broken pipe is said."""
+    settings = ("cluster.nodes=4", "training.iterations=6")
+    words = [sys.executable, "-m", "planaria.cli", "chaos", str(SMALL), "--minutes", "1e-6"]
+    words += ["--seed", "1", "--report", "score.json"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    reader_fd, writer_fd = os.pipe()
+    fcntl.fcntl(writer_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    if is_closed:
+        os.close(reader_fd)
+    else:
+        os.write(writer_fd, bytes(PIPE_BYTES))
+    with running(words, directory=tmp_path, output_fd=writer_fd) as chaos:
+        os.close(writer_fd)
+        wait_for((tmp_path / "score.json").exists, what="the score", timeout_s=200.0)
+        if not is_closed:
+            os.close(reader_fd)
+
+        assert chaos.wait() == 0, chaos.errors
+    assert not chaos.errors
+    assert json.loads((tmp_path / "score.json").read_text())["score"]["runs"] == 1
 
 
 def test_a_run_that_takes_too_long_is_ended_and_told(

@@ -1,8 +1,12 @@
-"""Draws what is to strike a job: several faults of all kinds, from a seed.
+"""Draws what is to strike a job: several faults of all kinds, from a seed, and what surrounds it.
 
 Half of the faults strike at a step of an iteration or of a recovery, half at any second. Some
 strike together. Which nodes they strike is drawn too, so some runs lose more than a job can: four
 of five draws that would leave too few nodes are drawn again.
+
+Some runs have surroundings that are of no use: a temporary directory that is full, missing or not
+to be written to; a pipe or terminal that nobody reads, or that closes. A terminal that closes stops
+the job (SIGHUP); all else is no reason to end.
 
 Source: DESIGN 7 (SPEC); TigerBeetle draws its faults from one seed likewise.
 """
@@ -19,6 +23,10 @@ _DRAWS_MAX: Final = 20
 _HOPELESS_KEPT: Final = 0.2
 # How often a kind is drawn; a notice or a coordinator's end is over sooner than a lease.
 _WEIGHTS: Final = {"kill": 3, "crash": 2, "preempt": 2, "join": 2, "leader": 2}
+TEMPORARIES: Final = ("full", "missing", "unwritable")
+OUTPUTS: Final = ("pipe", "terminal")
+_TEMPORARY: Final = 0.1  # Of the runs have one of no use.
+_OUTPUT: Final = 0.25  # Of the runs print to one that nobody reads, half of which close.
 # After which of these a node is gone, and after which maybe.
 _LASTING: Final = ("kill", "preempt", "flip", "hang", "cut")
 
@@ -31,6 +39,7 @@ class World:
         num_needed: nodes without which the job ends.
         training_s: how long the job trains in peace.
         kinds: that may be drawn.
+        temporaries: what may be wrong with the temporary directory on this machine.
     """
 
     num_nodes: int
@@ -39,11 +48,34 @@ class World:
     training_s: float
     lease_s: float
     kinds: tuple[str, ...] = KINDS
+    temporaries: tuple[str, ...] = TEMPORARIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What stands around a run, if it is not as it should be.
+
+    Attributes:
+        temporary: what is wrong with the temporary directory, one of TEMPORARIES; "" if nothing.
+        output: to what the run prints that nobody reads, one of OUTPUTS; "" if somebody does.
+        closes_at: that is closed when this iteration is committed; -1: it is not.
+    """
+
+    temporary: str = ""
+    output: str = ""
+    closes_at: int = -1
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """As a person reads them."""
+        how = "blocked" if self.closes_at < 0 else f"closed@{self.closes_at}"
+        temporary = (f"temporary={self.temporary}",) if self.temporary else ()
+        return temporary + ((f"{self.output}={how}",) if self.output else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A run's faults, as --inject takes them.
+    """A run's faults, as --inject takes them, and what surrounds it.
 
     Attributes:
         num_joins: nodes that are to join.
@@ -53,10 +85,29 @@ class Draw:
     specs: tuple[str, ...]
     num_joins: int
     persist_every: int
+    surroundings: Surroundings = Surroundings()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All of it, as a person reads it."""
+        return self.specs + self.surroundings.words
 
 
 def drawn(world: World, rng: Random) -> Draw:
-    """The faults of a run."""
+    """The faults of a run, and its surroundings."""
+    return replace(_faults(world, rng), surroundings=_surroundings(world, rng))
+
+
+def _surroundings(world: World, rng: Random) -> Surroundings:
+    has_temporary = rng.random() < _TEMPORARY and bool(world.temporaries)
+    temporary = rng.choice(world.temporaries) if has_temporary else ""
+    if rng.random() >= _OUTPUT:
+        return Surroundings(temporary=temporary)
+    closes_at = rng.choice((-1, rng.randrange(world.iterations)))
+    return Surroundings(temporary=temporary, output=rng.choice(OUTPUTS), closes_at=closes_at)
+
+
+def _faults(world: World, rng: Random) -> Draw:
     draw = _drawn(world, rng)
     for _ in range(_DRAWS_MAX):
         num_left = world.num_nodes - _num_lost(draw)
@@ -114,6 +165,10 @@ def _value(kind: str, world: World, rng: Random) -> str:
             return rng.choice((f"={rng.uniform(0.05, 0.5):.2f}", f"={rng.uniform(1.0, 5.0):.2f}"))
         case "slow":
             return f"={rng.uniform(2.0, 5.0):.1f}"
+        case "store":
+            return f"={rng.uniform(0.02, 0.5):.2f}"
+        case "disk":
+            return f"={rng.uniform(0.3, 3.0) * world.lease_s:.2f}"
     return ""
 
 

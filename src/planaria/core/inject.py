@@ -12,6 +12,8 @@
     join:2@5             two more nodes come
     slow=2:3@4           from iteration 4 on node 3 takes twice as long; slow=1:3@9 ends that
     cut=4:2,3@5          the network between nodes 2, 3 and all others is down for 4 seconds
+    store=2:@5           from then on each request to the checkpoint directory takes 2 s longer
+    disk=4:@5            the disk of the coordinator's journal stands still for 4 seconds
 
 Specs with the same place (and so the same nodes' turn) fire together.
 
@@ -25,14 +27,16 @@ from dataclasses import dataclass
 
 from planaria.errors import ConfigError
 
+# Disks, whose requests wait in the processes that make them.
+DISKS = ("store", "disk")
 # What stands around the nodes: a fault of one of these names none.
-AROUND = ("leader", "forkserver")
+AROUND = ("leader", "forkserver", *DISKS)
 KINDS = (
     *("kill", "hang", "stall", "crash", "leader", "flip", "preempt", "join", "slow", "cut"),
-    "forkserver",
+    *("forkserver", *DISKS),
 )
 # Of which a VALUE says for how long, and what it is if there is none; 0: for ever.
-SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0}
+SECONDS = {"hang": 0.0, "preempt": 30.0, "cut": 0.0, "store": 1.0, "disk": 5.0}
 ITERATION_STEPS = ("start", "forward", "backward", "reduce", "commit", "optimizer")
 RECOVERY_STEPS = ("detect", "decide", "regroup", "transfer", "resume")
 STEPS = (*ITERATION_STEPS, *RECOVERY_STEPS)
@@ -69,7 +73,8 @@ class Injection:
     Attributes:
         nodes: that it strikes; none if what stands around them is struck, or nodes join.
         value: seconds until a node that hangs goes on, the network is whole again, or a node that
-            was told to leave is killed; how many times as long one that is slow takes.
+            was told to leave is killed; how many times as long one that is slow takes; for how long
+            a disk stands still, or each request to the checkpoint directory waits.
         num_nodes: that join.
     """
 

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 from torch import Tensor
 
+from planaria.checkpoint.gate import Gate, gated
 from planaria.checkpoint.patience import patient
 from planaria.checkpoint.tiers import tier_of
 from planaria.checkpoint.wire import copy_peers
@@ -95,7 +96,9 @@ class Worker:
         self._control = control
         self._links = links
         self._pulse = pulse
+        gate = Gate()
         tier = tier_of(self._job.checkpoint.directory)
+        tier = gated(tier, gate) if spec.heeds else tier
         self._read = patient(tier, timeout_s=self._job.checkpoint.timeout_s)
         self._storage = storage_of(spec)
         self._saver = Saver(
@@ -116,7 +119,8 @@ class Worker:
         )
         self._reached = probe.reached
         if spec.heeds:
-            probe.heed(cutter(links, devices_per_node=spec.job.cluster.devices_per_node))
+            cut = cutter(links, devices_per_node=spec.job.cluster.devices_per_node)
+            probe.heed(cut=cut, slow={"store": gate.slow})
         self._epoch = -1  # The newest that was begun or given up.
         self._saved_epoch = -1
         self._owes_save = False  # The one with which the epoch was to begin.

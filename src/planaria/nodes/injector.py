@@ -4,25 +4,27 @@ A probe that reaches a step is kept waiting until the faults of that place have 
 go from here to a node's whole process group, or to its workers; a bit is flipped by the worker
 that calls, because it is told to in the answer, and so is a node slow. A node is cut off by its own
 workers, who keep a line to here on which they are told, and by a relay between its agent and the
-coordinator.
+coordinator. Disks are slow in the workers and in the coordinator, which keeps such a line, too.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import psutil
 
-from planaria.core.inject import AFTER_COMMIT, COORDINATOR_STEPS, Injection, Place
+from planaria.core.inject import AFTER_COMMIT, COORDINATOR_STEPS, DISKS, Injection, Place
 from planaria.errors import AuthenticationError
 from planaria.nodes.relay import Address, Relay
 from planaria.transport.frames import Role, shake_hands
-from planaria.transport.probe import LISTENING, NO_NODE, Cut, Reached
+from planaria.transport.probe import LISTENING, NO_NODE, Cut, Reached, Slowed, Told
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class Injector:
 
     Attributes:
         has_cuts: a node may be cut off.
+        is_heeded: workers and the coordinator are to keep a line to here.
     """
 
     def __init__(
@@ -79,7 +82,10 @@ class Injector:
         self._fired = fired
         self._relay = Relay()
         self._lines: dict[int, list[asyncio.StreamWriter]] = {}
+        # By disk, for processes that are still to come: what it is, and until when.
+        self._slowed: dict[str, tuple[Slowed, float]] = {}
         self.has_cuts = any(injection.kind == "cut" for injection in injections)
+        self.is_heeded = self.has_cuts or any(one.kind in DISKS for one in injections)
 
     async def listen(self) -> tuple[str, int]:
         """Serves probes from now on; where."""
@@ -118,6 +124,7 @@ class Injector:
             reached = msgspec.json.decode(await reader.readuntil(), type=Reached)
             if reached.step == LISTENING:
                 self._lines.setdefault(node, []).append(writer)
+                self._tell_disks(writer)
                 await reader.read()  # Until the process is gone.
                 self._lines[node].remove(writer)
                 return
@@ -166,9 +173,25 @@ class Injector:
                 self._slow.append(injection)
             if injection.kind in self._around:
                 _kill(self._around[injection.kind](), signal.SIGKILL)
+            if injection.kind in DISKS:
+                self._slow_disk(injection.kind, injection.value)
             self._join(injection.num_nodes)
             for node in injection.nodes:
                 self._strike(injection, node)
+
+    def _slow_disk(self, disk: str, seconds: float) -> None:
+        """Every process hears of it that has begun, or begins while it is so."""
+        slowed = Slowed(disk, seconds)
+        end_s = time.monotonic() + seconds if disk == "disk" else math.inf
+        self._slowed[disk] = slowed, end_s
+        for line in itertools.chain(*self._lines.values()):
+            _tell(line, slowed)
+
+    def _tell_disks(self, line: asyncio.StreamWriter) -> None:
+        for slowed, end_s in self._slowed.values():
+            left_s = end_s - time.monotonic()
+            if left_s > 0.0:
+                _tell(line, Slowed(slowed.disk, min(slowed.seconds, left_s)))
 
     def _strike(self, injection: Injection, node: int) -> None:
         pid = self._agents.get(node)
@@ -187,8 +210,7 @@ class Injector:
             case "cut":
                 self._relay.cut(node, injection.value)
                 for line in self._lines.get(node, ()):
-                    told = Cut(nodes=injection.nodes, seconds=injection.value)
-                    line.write(msgspec.json.encode(told) + b"\n")
+                    _tell(line, Cut(nodes=injection.nodes, seconds=injection.value))
             case "preempt":
                 _kill(pid, signal.SIGTERM)
                 asyncio.get_running_loop().call_later(injection.value, self._take, node)
@@ -209,6 +231,10 @@ def _is_at(place: Place, reached: Reached) -> bool:
     if place.is_in_recovery:
         is_then = place.iteration <= reached.iteration
     return is_then and place.step == reached.step
+
+
+def _tell(line: asyncio.StreamWriter, told: Told) -> None:
+    line.write(msgspec.json.encode(told) + b"\n")
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

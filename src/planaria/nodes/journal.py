@@ -65,6 +65,10 @@ async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
 Refused = Callable[[StoreError], Awaitable[None]]
 
 
+def _wait_for_nothing() -> None:
+    """What is called before a write where no fault is to be injected."""
+
+
 async def _give_up(error: StoreError) -> None:
     """What makes a store that keeps nothing any more once the disk refuses."""
     raise error
@@ -165,6 +169,7 @@ async def open_store(
     timeout_s: float = TIMEOUT_S,
     refused: Refused = _give_up,
     note: Callable[[str], None] = logger.warning,
+    before_write: Callable[[], None] = _wait_for_nothing,
 ) -> AsyncIterator[EmbeddedStore]:
     """The store that is journaled in `directory`, as its last process left it; made if missing.
 
@@ -175,11 +180,14 @@ async def open_store(
         refused: is told when the disk refuses later; then the store goes on in memory. Without it
             nothing is kept any more then.
         note: is told what a person should know: that the disk is slow, or the journal only grows.
+        before_write: is called in the thread that writes; a fault may have it wait there.
 
     Raises:
         StoreError: another process has it open, it is damaged, or the disk refused at once.
     """
-    opened = _FileJournal(directory, rewrite_bytes, timeout_s=timeout_s, note=note)
+    opened = _FileJournal(
+        directory, rewrite_bytes, timeout_s=timeout_s, note=note, before_write=before_write
+    )
     with contextlib.closing(opened) as journal:
         flusher = Flusher(state=journal.recover(), make_durable=journal.append, refused=refused)
         try:
@@ -224,7 +232,9 @@ class _FileJournal:
         *,
         timeout_s: float,
         note: Callable[[str], None],
+        before_write: Callable[[], None],
     ) -> None:
+        self._before_write = before_write
         self._path = directory / "journal"
         self._partial = directory / "journal.partial"
         self._least_bytes = self._rewrite_bytes = rewrite_bytes
@@ -323,6 +333,7 @@ class _FileJournal:
 
     def _append(self, changes: Sequence[Change], state: StoreState) -> str:
         """Keeps changes; returns what a person should know, or ""."""
+        self._before_write()
         try:
             with self._lock:
                 if self._fd < 0:

@@ -212,6 +212,7 @@ class Launcher:
                 self._leader_spec = msgspec.structs.replace(
                     self._leader_spec,
                     places=coordinator_places(self._injections),
+                    heeds=self._injector.is_heeded,
                     injector=injector,
                 )
                 self._forker.begin()
@@ -254,7 +255,7 @@ class Launcher:
             coordinator=self._injector.front(node, self._listener.getsockname()[:2]),
             places=node_places(self._injections, node),
             injector=self._injector_address,
-            heeds=self._injector.has_cuts,
+            heeds=self._injector.is_heeded,
         )
         self._forker.add(node, msgspec.json.encode(spec), (self._lifeline_fd,))
 

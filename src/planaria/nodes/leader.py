@@ -31,6 +31,7 @@ from typing import Any, Final
 
 import msgspec
 
+from planaria.checkpoint.gate import Gate, gated
 from planaria.checkpoint.tiers import tier_of
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
@@ -97,6 +98,10 @@ class _Leader:
         self._probe = Probe(
             NO_NODE, places=spec.places, address=spec.injector, token=spec.token, faults={}
         )
+        self._disk, self._store_of_saves = Gate(), Gate()
+        if spec.heeds:
+            slow = {"disk": self._disk.shut, "store": self._store_of_saves.slow}
+            self._probe.heed(cut=lambda *_: None, slow=slow)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._agents: set[_Agent] = set()
         self._frames = _Frames()
@@ -140,6 +145,7 @@ class _Leader:
             timeout_s=self._spec.job.checkpoint.timeout_s,
             refused=self._refused,
             note=lambda text: self.notify(Warned(text=text)),
+            before_write=self._disk.wait_passed,
         )
         async with opened as store:
             yield store
@@ -368,7 +374,7 @@ class _Leader:
         loop, checkpoint = asyncio.get_running_loop(), self._spec.job.checkpoint
         self._publisher_error: asyncio.Future[None] = loop.create_future()
         publisher = Publisher(
-            tier_of(checkpoint.directory),
+            gated(tier_of(checkpoint.directory), self._store_of_saves),
             fingerprint=self._spec.fingerprint,
             keep=checkpoint.keep,
             say=lambda event: _call(loop, lambda: self.queue(event)),

@@ -49,6 +49,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     token: bytes
     places: tuple[Place, ...] = ()
+    heeds: bool = False
     injector: tuple[str, int] = ("", 0)
     led_term: int = -1
     rescue: Rescue | None = None

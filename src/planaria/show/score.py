@@ -16,6 +16,8 @@ class Run(Protocol):
     @property
     def specs(self) -> tuple[str, ...]: ...
     @property
+    def surroundings(self) -> tuple[str, ...]: ...
+    @property
     def fired(self) -> Mapping[str, int]: ...
     @property
     def reason(self) -> str: ...
@@ -36,24 +38,28 @@ def run_text(run: Run) -> str:
     came = "survived, the same bits"
     if run.wrongs:
         came = "NOT AS IT MUST BE"
-    elif run.reason:
-        came = f"ended early: {run.justification}; resumed to the same bits"
     elif run.undecidable:
         came = f"not judged: {run.undecidable}"
-    return f"run {run.number}, {run.seconds:.1f} s: {' '.join(run.specs)}: {came}"
+    elif run.reason:
+        came = f"ended early: {run.justification}; resumed to the same bits"
+    words = " ".join((*run.specs, *run.surroundings))
+    return f"run {run.number}, {run.seconds:.1f} s: {words}: {came}"
 
 
 def score(runs: Sequence[Run]) -> dict[str, Any]:
     """The numbers."""
     fired: Counter[str] = Counter()
+    surroundings: Counter[str] = Counter()
     for run in runs:
         fired.update(run.fired)
+        surroundings.update(word.partition("@")[0] for word in run.surroundings)
     ended = [run for run in runs if run.reason]
     survived = [run for run in runs if not (run.reason or run.wrongs or run.undecidable)]
     return {
         "runs": len(runs),
         "faults": sum(fired.values()),
         "faults_by_kind": dict(sorted(fired.items())),
+        "surroundings": dict(sorted(surroundings.items())),
         "survived_identical": len(survived),
         "ended_early": len(ended),
         "justified": sum(bool(run.justification) for run in ended),
@@ -67,7 +73,10 @@ def score(runs: Sequence[Run]) -> dict[str, Any]:
 def score_table(runs: Sequence[Run]) -> Table:
     """The numbers as a person reads them."""
     numbers = score(runs)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in numbers["faults_by_kind"].items())
+    kinds, surroundings = (
+        ", ".join(f"{count} {name}" for name, count in numbers[key].items())
+        for key in ("faults_by_kind", "surroundings")
+    )
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -76,7 +85,7 @@ def score_table(runs: Sequence[Run]) -> Table:
         ("runs", "runs", f"the slowest took {numbers['slowest_s']:.1f} s"),
         ("faults", "faults", kinds),
         ("survived", "survived_identical", "with the bits of the run in peace"),
-        ("ended early", "ended_early", "exit 3, too little was left"),
+        ("ended early", "ended_early", "too little was left, workers ended alike, or SIGHUP"),
         ("  with good reason", "justified", "as worked out from what was struck"),
         ("  resumed", "resumed_identical", "to the bits of the run in peace"),
         ("not judged", "undecidable", "a bit flipped in the only holder that was left"),
@@ -84,4 +93,6 @@ def score_table(runs: Sequence[Run]) -> Table:
     )
     for name, key, about in rows:
         table.add_row(name, str(numbers[key]), about)
+    if surroundings:
+        table.add_row("surroundings", str(sum(numbers["surroundings"].values())), surroundings)
     return table

@@ -32,7 +32,12 @@ from planaria.show.beside import expected_text
 from planaria.show.choice import back_text, choice_text
 from planaria.show.words import counted
 
-_AROUND: Final = {"leader": "the coordinator", "forkserver": "the fork server"}
+_AROUND: Final = {
+    "leader": "the coordinator",
+    "forkserver": "the fork server",
+    "store": "the checkpoint directory",
+    "disk": "the journal",
+}
 
 
 class Progress(Protocol):

@@ -6,8 +6,8 @@ process. So a fault happens exactly there, not a little later. The answer is a l
 faults which only the process can plant in itself, KIND or KIND=VALUE; the probe was given what does
 that.
 
-A process that is to be cut off from others hears of it at any time: it keeps a line to the launcher
-on which it is told (`heed`).
+A process that is to be cut off from others, or whose disk is to be slow, hears of it at any time:
+it keeps a line to the launcher on which it is told (`heed`).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Reached(msgspec.Struct, frozen=True):
     iteration: int
 
 
-class Cut(msgspec.Struct, frozen=True):
+class Cut(msgspec.Struct, frozen=True, tag=True):
     """What a process hears on its line: the network between these nodes and all others is down.
 
     Attributes:
@@ -47,6 +47,22 @@ class Cut(msgspec.Struct, frozen=True):
 
     nodes: tuple[int, ...]
     seconds: float
+
+
+class Slowed(msgspec.Struct, frozen=True, tag=True):
+    """What a process hears on its line: a disk is slow from now on.
+
+    Attributes:
+        disk: one of DISKS.
+        seconds: as the fault's value says.
+    """
+
+    disk: str
+    seconds: float
+
+
+Told = Cut | Slowed
+_told_decoder: msgspec.json.Decoder[Told] = msgspec.json.Decoder(Told)
 
 
 class Probe:
@@ -82,17 +98,25 @@ class Probe:
             kind, _, value = fault.partition("=")
             self._faults[kind](iteration, float(value or 0.0))
 
-    def heed(self, cut: Callable[[Cut, float], None]) -> None:
-        """Has a thread call `cut` with what is to be cut, and when that ends."""
-        threading.Thread(target=self._heed, args=(cut,), name="probe", daemon=True).start()
+    def heed(
+        self, *, cut: Callable[[Cut, float], None], slow: Mapping[str, Callable[[float], None]]
+    ) -> None:
+        """Has a thread call `cut` with what is to be cut, and when that ends; and what slows a disk
+        with its seconds, by disk."""
+        threading.Thread(target=self._heed, args=(cut, slow), name="probe", daemon=True).start()
 
-    def _heed(self, cut: Callable[[Cut, float], None]) -> None:
+    def _heed(
+        self, cut: Callable[[Cut, float], None], slow: Mapping[str, Callable[[float], None]]
+    ) -> None:
         with contextlib.suppress(OSError), self._line() as sock:
             sock.sendall(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
             sock.settimeout(None)  # The line is there for as long as both processes are.
             for line in sock.makefile("rb"):
-                heard = msgspec.json.decode(line, type=Cut)
-                cut(heard, time.monotonic() + (heard.seconds or math.inf))
+                match _told_decoder.decode(line):
+                    case Cut() as heard:
+                        cut(heard, time.monotonic() + (heard.seconds or math.inf))
+                    case Slowed(disk, seconds) if disk in slow:
+                        slow[disk](seconds)
 
     def _line(self) -> socket.socket:
         sock = socket.create_connection(self._address, timeout=_WAIT_TIMEOUT_S)

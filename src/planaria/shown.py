@@ -1,0 +1,88 @@
+"""A job that is shown while it runs, to somebody who may not look; see nodes/output.py."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Console
+
+from planaria.command_line import finish
+from planaria.core.plan import Plan
+from planaria.library import TrainingResult
+from planaria.nodes.output import Outlet
+from planaria.observe.metrics import IterationRecord
+from planaria.planning import Planned, short_actions_text
+from planaria.show.live import LiveDisplay, summary
+from planaria.show.words import counted
+
+
+class Shown:
+    """A live display as the library wants one; what is shown makes nobody wait."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._display = LiveDisplay(console)
+        self._outlet = Outlet(self._note_now)
+        self._last: Callable[[], None] | None = None
+
+    @property
+    def output(self) -> Callable[[str], None] | None:
+        """Shows a line that the job's own code printed; it calls from a thread that may wait."""
+        return self._display.printed if self._console.is_interactive else None
+
+    def doing(self, text: str) -> None:
+        self._outlet.post(partial(self._display.doing, text))
+
+    def planned(self, planned: Planned) -> None:
+        self._outlet.post(partial(self._show_plan, planned))
+
+    def _show_plan(self, planned: Planned) -> None:
+        profile = planned.prepared.profile
+        assert profile is not None
+        self._note_now(
+            f"{planned.prepared.num_parameters / 1e6:.2f} M parameters in {len(profile.layers)} "
+            f"layers, {planned.prepared.num_samples} samples; "
+            f"{counted(len(planned.plan.nodes), 'node')} in "
+            f"{counted(len(planned.plan.pipelines), 'pipeline')}"
+        )
+        self._display.show_plan(
+            planned.plan,
+            tuple(layer.name for layer in profile.layers),
+            iterations=planned.config.training.iterations,
+            first=planned.resumed.iteration if planned.resumed else 0,
+        )
+        if short := short_actions_text(planned):
+            self._note_now(short)
+
+    def began(self) -> None:
+        self.note("training")
+
+    def committed(self, record: IterationRecord) -> None:
+        # The panel of a terminal has it in no line of its own.
+        num_lines = 0 if self._console.is_interactive else 1
+        self._outlet.post(partial(self._display.committed, record), num_lines=num_lines)
+
+    def replanned(self, plan: Plan) -> None:
+        self._outlet.post(partial(self._display.replan, plan, at_s=time.time()))
+
+    def note(self, text: str) -> None:
+        note = partial(self._display.note, text, at_s=time.time())
+        self._outlet.post(note, num_bytes=len(text))
+
+    def _note_now(self, text: str) -> None:
+        self._display.note(text, at_s=time.time())
+
+    def end(self, result: TrainingResult) -> None:
+        """Has `close` say what a job came to that did not fail."""
+        if result.error is None:
+            self._last = partial(self._sum_up, result)
+
+    def _sum_up(self, result: TrainingResult) -> None:
+        self._console.print(summary(result.report), soft_wrap=True)
+        if result.stopped:
+            self._console.print("stopped; go on with --resume")
+
+    def close(self) -> None:
+        """Ends the live display, once what was told has been shown, or nobody looks."""
+        last = () if self._last is None else (self._last,)
+        finish(self._outlet, self._display.stop, *last)

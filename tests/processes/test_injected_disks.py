@@ -1,0 +1,39 @@
+"""Slow disks on demand: what is injected is felt where it says, and costs training nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chaos import ITERATIONS, calm_digests, chaos_job, check_survived, recoveries, struck
+from planaria.nodes.forkserver import ForkServer
+
+STORE_S = 0.2
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (f"store={STORE_S}:@1", "kill:1@4", "leader:@6"),
+        ("disk=2:@4", "kill:1@4"),
+    ],
+    ids=["store", "disk"],
+)
+def test_a_slow_disk_changes_no_bit(
+    specs: tuple[str, ...], tmp_path: Path, server: ForkServer
+) -> None:
+    """The store stays slow for processes that come later; records wait for the journal's disk. A
+    coordinator that says the newest order again had ranks leave their last save out, if one before
+    it was still being written."""
+    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, persist_every=2))
+
+    result = struck(config, server, *specs)
+
+    check_survived(result, specs, calm_digests(server, ITERATIONS))
+    (loss,) = (event for event in recoveries(result) if event.kind == "kill")
+    if specs[0].startswith("store"):
+        # Each rank writes some layers, one after the other; then the save is made complete.
+        assert result.report.checkpoints["checkpoint_s"] > 3 * STORE_S
+    else:
+        assert loss.downtime_s > 1.0, "the record of members waited for the disk"
