@@ -259,7 +259,7 @@ def test_bytes_of_plain_routes_are_equation_14(plan: Plan, copies: int) -> None:
 
 
 @given(broken_plans, st.integers(1, 6))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_no_device_gets_more_than_it_can_hold(plan: Plan, num_in_flight: int) -> None:
     """With room for few microbatches in flight, fewer are; never more, and never a wrong plan."""
     free = problem_for(plan)

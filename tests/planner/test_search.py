@@ -134,7 +134,7 @@ def test_no_layout_with_whole_backwards_is_faster_by_a_twentieth(case: tuple[Pro
     check_is_best(*case)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(small_problems(splits_backward=True))
 def test_no_layout_with_split_backwards_is_faster_by_a_twentieth(case: tuple[Problem, int]) -> None:
     """Of both classes the search takes the faster one."""
