@@ -17,6 +17,12 @@ MINUTES ?= 30
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
+# A file's tests stay with one worker, which then starts what they share once. The files go in their
+# order: sorted by their number of tests, long ones with few tests would come last, one by one.
+PYTEST := $(BIN)/python -m pytest
+WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# What code that decides is tested by: no process, no torch.
+UNIT := $(addprefix tests/,core observe schedule estimator planner restorer policies coordinator)
 READY := .venv/ready
 # torch goes in first and every version is pinned: whatever else needs torch would otherwise pull
 # in its newest release. Wheels only: a clear error is better than twenty minutes of compiling.
@@ -25,11 +31,12 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test green sim soak sweep chaos check docs profiles bench clean
+.PHONY: help demo unit test green sim soak sweep chaos check docs profiles bench clean
 
 help:
 	@echo 'make demo     train on six nodes, kill two, compare the bits with a run in peace'
-	@echo 'make test     check the code, then run all tests'
+	@echo 'make unit     the tests that start no process and need no torch: within a minute'
+	@echo 'make test     check the code, then run all tests but the long ones'
 	@echo 'make green    make test until 20 runs in a row are green (RUNS=), over several sittings'
 	@echo 'make sim      1,000 simulated jobs under faults; SEED=n RUNS=1 replays one'
 	@echo 'make soak     100,000 of them; then a job of 3,500 iterations whose nodes die, its curves'
@@ -44,10 +51,13 @@ help:
 demo: $(READY)
 	$(BIN)/python examples/survive.py reports/demo
 
+unit: $(READY)
+	$(PYTEST) $(WORKERS) -m 'not timed and not long' $(UNIT)
+
 # Tests that measure time have the machine to themselves; the others share its cores.
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 -m 'not timed and not long'
-	$(BIN)/python -m pytest -m 'timed and not long'
+	$(PYTEST) $(WORKERS) -m 'not timed and not long'
+	$(PYTEST) -m 'timed and not long'
 
 # A clone at HEAD runs; each result is kept in benchmarks/results/green.jsonl.
 green: RUNS = 20
@@ -76,7 +86,9 @@ chaos: $(READY)
 		tests/processes/test_object_store.py tests/processes/test_memory_checkpointer.py \
 		tests/processes/test_between_collectives.py tests/processes/test_standing_by.py \
 		tests/processes/test_absorbing.py tests/processes/test_morphing.py \
-		tests/processes/test_prediction.py
+		tests/processes/test_prediction.py tests/processes/test_saved_ends.py \
+		tests/processes/test_temporary_directory.py tests/processes/test_seconds.py \
+		tests/processes/test_chaos.py
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from planaria.core.job import ModelConfig
-from planaria.engine.hf_model import hf_config
+from planaria.engine.hf_model import hf_config, meta_model
 from planaria.engine.layers import (
     SplitModel,
 )
@@ -129,6 +129,25 @@ def _assert_same_bits(expected: nn.Module, actual: nn.Module) -> None:
     assert list(before) == list(after)
     for name in before:
         assert torch.equal(before[name], after[name]), name
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_nothing_is_drawn_for_a_model_without_memory(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no effect there, and took three quarters of the time in which a worker builds it."""
+
+    def drawn(*_: object, **__: object) -> None:
+        raise AssertionError("weights are drawn")
+
+    for name in ("normal_", "uniform_"):
+        monkeypatch.setattr(Tensor, name, drawn)
+    model = ModelConfig(kind="hf", config=_FAMILIES[family])
+    config = hf_config(model, vocabulary_size=_VOCABULARY, sequence_length=_LENGTH)
+
+    built, _ = meta_model(config)
+
+    assert all(parameter.is_meta for parameter in built.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

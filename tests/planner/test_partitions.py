@@ -25,8 +25,8 @@ from planaria.planner.refine import slowest_cycle_s, table_of
 from planaria.planner.templates import pipeline_template
 
 SEED = 20_261_121
-NUM_INSTANCES = 200
-SOME = [100, pytest.param(1500, marks=pytest.mark.long)]
+NUM_INSTANCES = 100
+SOME = [50, pytest.param(1500, marks=pytest.mark.long)]
 
 
 def instances(number: int) -> list[tuple[Problem, int]]:

@@ -6,6 +6,7 @@ from math import ceil
 
 import pytest
 
+from cases import every_nth
 from lost_places import GREEDY, Lost, grid, unit_problem
 from planaria.core.plan import NodeKind, Plan
 from planaria.planner.reroutes import rerouted
@@ -31,7 +32,9 @@ def with_room(plan: Plan, rooms: Sequence[int]) -> Plan:
     return replace(plan, pipelines=pipelines)
 
 
-@pytest.mark.parametrize(("num_pipelines", "num_places", "each", "lost", "units"), GREEDY)
+@pytest.mark.parametrize(
+    ("num_pipelines", "num_places", "each", "lost", "units"), every_nth(3, GREEDY)
+)
 def test_no_slower_than_a_greedy_schedule_of_recycle(
     num_pipelines: int, num_places: int, each: int, lost: Lost, units: tuple[int, int, int]
 ) -> None:
@@ -52,7 +55,7 @@ def test_no_slower_than_a_greedy_schedule_of_recycle(
     assert all(found)
 
 
-@pytest.mark.parametrize(("row", "fault_free", "shared", "one_more"), LESS_MEMORY)
+@pytest.mark.parametrize(("row", "fault_free", "shared", "one_more"), every_nth(3, LESS_MEMORY))
 def test_with_less_memory_some_rows_of_recycles_table_cannot_be_had(
     row: int, fault_free: int, shared: int, one_more: int
 ) -> None:

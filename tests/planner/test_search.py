@@ -127,14 +127,14 @@ def fits(problem: Problem, layout: Layout) -> bool:
     return not layout.splits_backward or min(plan.in_flight.values()) > 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(small_problems(splits_backward=False))
 def test_no_layout_with_whole_backwards_is_faster_by_a_twentieth(case: tuple[Problem, int]) -> None:
     """All depths, cuts and batches of small clusters are priced by their schedules."""
     check_is_best(*case)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(small_problems(splits_backward=True))
 def test_no_layout_with_split_backwards_is_faster_by_a_twentieth(case: tuple[Problem, int]) -> None:
     """Of both classes the search takes the faster one."""

@@ -89,13 +89,13 @@ def losses(before: tuple[int, ...], num_lost: int) -> Iterator[tuple[int, ...]]:
 
 
 def test_every_loss_of_f_nodes_leaves_as_many_pipelines_as_promised() -> None:
-    """All N <= 16, f <= 3, n0 <= 4, all first plans, all losses: f' + 1 pipelines, all at work.
+    """All N <= 15, f <= 3, n0 <= 4, all first plans, all losses: f' + 1 pipelines, all at work.
 
     f' is what the survivors can have: f, or with fewer than (f + 1) * n0 nodes what still fits.
     """
     steps, num_cases = set(), 0
     for n0, f in product(range(1, 5), range(1, 4)):
-        for num_nodes in range((f + 1) * n0, 17):
+        for num_nodes in range((f + 1) * n0, 16):
             sizes = range(n0, max(num_nodes - f * n0, 2 * n0 - 1) + 1)
             for before in instantiations(num_nodes, sizes, min_pipelines=f + 1):
                 for num_lost in range(1, f + 1):

@@ -86,7 +86,7 @@ def test_the_seed_reaches_parameters_order_and_dropout(server: ForkServer, tmp_p
     assert digests(train_shape(job, (2, 3), server)) != _expected("gpt2", False, server, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_several_devices_in_a_node_give_the_same_bits(
     dtype: str, server: ForkServer, tmp_path: Path
 ) -> None:

@@ -35,7 +35,13 @@ def _note(text: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("overrides", [(), PROTECTED], ids=["plain", "copies and standby nodes"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(PROTECTED, marks=pytest.mark.long, id="copies and standby nodes"),
+    ],
+)
 def test_every_run_of_some_minutes_ends_with_the_same_bits_or_resumes_to_them(
     overrides: tuple[str, ...],
 ) -> None:

@@ -11,6 +11,7 @@ from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 ITERATIONS = 8
+LONG = pytest.mark.long
 # How busy the machine is decides these, or they are in every run.
 LEFT_OUT = {"useful", "startup", "checkpoint_stall", "regroup", "transfer", "wall"}
 
@@ -31,9 +32,9 @@ def check(result: TrainingResult, categories: set[str]) -> None:
     [
         ("", "reinstantiate", ""),
         ("kill:1@4", "reinstantiate", "redo detect decide"),
-        ("kill:1@4.optimizer", "reinstantiate", "detect decide"),
+        pytest.param("kill:1@4.optimizer", "reinstantiate", "detect decide", marks=LONG),
         ("crash:1@4.backward", "reinstantiate", "redo detect decide restart"),
-        ("leader:@4", "reinstantiate", ""),
+        pytest.param("leader:@4", "reinstantiate", "", marks=LONG),
         ("kill:1@4.backward leader:@4.decide", "reinstantiate", "redo detect decide restart"),
         ("kill:1@4.backward", "morph", "redo detect decide idle"),
     ],

@@ -13,7 +13,8 @@ from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planning import given_profile, plan_job
 
-ITERATIONS = 40
+LONG = 40  # Iterations in which a machine that was granted comes before the end.
+SHORT = 20  # Where nobody has to come.
 
 
 def standing_by(
@@ -26,10 +27,11 @@ def standing_by(
     copies: int = 0,
     policy: PolicyName = "rollback",
     f: int = 1,
+    iterations: int = LONG,
 ) -> JobConfig:
     """A job of pipelines of two nodes."""
     config = chaos_job(
-        "gpt2", directory / "run", server, nodes=nodes, f=f, policy=policy, iterations=ITERATIONS
+        "gpt2", directory / "run", server, nodes=nodes, f=f, policy=policy, iterations=iterations
     )
     return replace(
         config,
@@ -39,7 +41,8 @@ def standing_by(
 
 
 def check(result: TrainingResult, server: ForkServer, *specs: str) -> None:
-    check_survived(result, specs, calm_digests(server, ITERATIONS))
+    iterations = result.planned.config.training.iterations
+    check_survived(result, specs, calm_digests(server, iterations))
 
 
 def granted(result: TrainingResult) -> list[str]:
@@ -51,7 +54,7 @@ def test_a_standby_node_takes_the_place_of_a_lost_one(
     policy: PolicyName, server: ForkServer, tmp_path: Path
 ) -> None:
     """It is no member before, and nobody else gets other layers."""
-    config = standing_by(tmp_path, server, standby=1, policy=policy)
+    config = standing_by(tmp_path, server, standby=1, policy=policy, iterations=SHORT)
     before = plan_job(config, Prepared(profile=given_profile(config))).plan
     result = struck(config, server, "kill:1@5.backward")
 
@@ -98,7 +101,8 @@ def test_without_a_standby_node_the_others_go_on_until_a_machine_is_granted(
 
 def test_no_machine_is_granted_in_time(server: ForkServer, tmp_path: Path) -> None:
     """The job is done before; nothing is left of what was asked for."""
-    result = struck(standing_by(tmp_path, server, grant_s=600.0), server, "kill:2@4")
+    config = standing_by(tmp_path, server, grant_s=600.0, iterations=SHORT)
+    result = struck(config, server, "kill:2@4")
 
     check(result, server, "kill:2@4")
     assert result.report.final.nodes == (0, 1, 3)
@@ -110,7 +114,7 @@ def test_all_holders_of_a_layer_are_lost_and_standby_nodes_pull_its_copies(
     step: str, server: ForkServer, tmp_path: Path
 ) -> None:
     """Gemini's case: a whole placement, from the memory of those who kept copies of it."""
-    config = standing_by(tmp_path, server, standby=2, copies=2)
+    config = standing_by(tmp_path, server, standby=2, copies=2, iterations=SHORT)
     config = replace(config, checkpoint=replace(config.checkpoint, every=1))
     plan = plan_job(config, Prepared(profile=given_profile(config))).plan
     spec = f"kill:{','.join(map(str, plan.holders(0)))}@8.{step}"

@@ -44,7 +44,7 @@ def fill(directory: Path) -> None:
             return
 
 
-@pytest.mark.parametrize("moment", ["before", "meanwhile"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("meanwhile", marks=pytest.mark.long)])
 def test_a_full_temporary_directory_ends_no_job(
     moment: str, temporary: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
 
 SMALL = ("model.time_scale=0.1", "cluster.nodes=6", "training.global_batch_size=12")
-SHORT = (*SMALL, "training.iterations=20")
+SHORT = (*SMALL, "training.iterations=10")
 ENDLESS = (*SMALL, "training.iterations=1_000_000_000")
 REPORT = "report.json"
 STOP, GO_ON = b"\x13", b"\x11"  # Ctrl-S and Ctrl-Q.
@@ -128,7 +128,7 @@ def test_a_job_trains_on_while_its_terminal_is_stopped(
         reader.wait_end()
 
         assert command.wait() == 0, reader.text
-    assert "saved iteration 20" in reader.text
+    assert "saved iteration 10" in reader.text
     assert final(tmp_path)[0] in reader.text
     assert final(tmp_path) == calm
 

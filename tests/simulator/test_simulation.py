@@ -1,4 +1,4 @@
-"""The coordinator under simulation: a thousand jobs under faults keep every promise."""
+"""The coordinator under simulation: hundreds of jobs under faults keep every promise."""
 
 import os
 import subprocess
@@ -11,13 +11,13 @@ from planaria.simulator.__main__ import runs
 from planaria.simulator.loop import Loop
 from planaria.simulator.simulation import run, told
 
-NUM_RUNS = 1000
+NUM_RUNS = 250
 _LOG = "from planaria.simulator.simulation import run; print(run({}).log)"
 
 
 @pytest.mark.timeout(600)
-def test_a_thousand_jobs_under_faults_keep_every_promise() -> None:
-    """`make soak` runs a hundred times as many; `make sim SEED=n RUNS=1` replays one."""
+def test_hundreds_of_jobs_under_faults_keep_every_promise() -> None:
+    """`make sim` runs 1,000, `make soak` 100,000; `make sim SEED=n RUNS=1` replays one."""
     for one in runs(range(NUM_RUNS), num_processes=min(4, os.cpu_count() or 1)):
         assert not one.violations, told(run(one.seed))
 
