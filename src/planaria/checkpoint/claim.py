@@ -14,11 +14,12 @@ to each other there is in docs/ASSUMPTIONS.md.
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from planaria.checkpoint.patience import in_time
 from planaria.checkpoint.storage import is_url, make_directory
 from planaria.errors import ConfigError
 
@@ -44,18 +45,24 @@ def claimed(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[No
     directory = Path(place)
     _check_writable(directory)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
+    descriptor = -1
     try:
         descriptor = _locked(directory, note)
-        try:
-            _say(descriptor, job)
-            yield
-        finally:
-            (directory / _FILE).unlink(missing_ok=True)
-            os.close(descriptor)
+        _say(descriptor, job)
+        yield
     finally:
-        with suppress(OSError):  # Something was saved there.
-            for path in made:
-                path.rmdir()
+        in_time(lambda: _leave(directory, descriptor, made))
+
+
+def _leave(directory: Path, descriptor: int, made: Sequence[Path]) -> None:
+    """Gives the lock back, if it was got, and removes what was made for saves and holds none."""
+    if descriptor >= 0:
+        try:
+            (directory / _FILE).unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)  # Not before: the file would be another job's.
+    for path in made:
+        path.rmdir()
 
 
 def _check_writable(directory: Path) -> None:

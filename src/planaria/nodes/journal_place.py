@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from planaria.checkpoint.patience import in_time
 from planaria.checkpoint.storage import is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
@@ -73,7 +74,7 @@ def _beside(saves: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        _remove(directory)
+        in_time(lambda: _remove(directory))
 
 
 @contextmanager
@@ -94,8 +95,12 @@ def _own(parent: Path, job: str) -> Iterator[Path]:
             _remove_unused(other.parent)
         yield directory
     finally:
-        _remove(directory)
-        os.close(fd)
+        in_time(lambda: _release(directory, fd))
+
+
+def _release(directory: Path, fd: int) -> None:
+    _remove(directory)
+    os.close(fd)
 
 
 def _prove(directory: Path) -> None:
