@@ -249,11 +249,10 @@ class Job:
         """
         start_s = time.monotonic()
         config, display = self.config, display or Silent()
-        directory = config.checkpoint.directory
-        tier = tier_of(directory)
+        tier = tier_of(config.checkpoint.directory)
         _check_domains(config, injections, display)
         with ExitStack() as held:
-            held.enter_context(claimed(directory, config.name, note=display.note))
+            held.enter_context(claimed(config.checkpoint.directory, config.name, note=display.note))
             manifest = _starting_point(config, tier, display, resume=resume)
             journal = held.enter_context(journal_place(config, state, note=display.note))
             given = given_profile(config)
@@ -270,16 +269,17 @@ class Job:
             display.planned(planned)
             recorder = _recorder(planned, start_s)
             watcher = _watcher(planned, recorder, display)
+            left = looked_at(tier, config.checkpoint)
             launcher = _launcher(
-                planned, running, watcher, injections, directory=journal, trace=trace
+                planned, running, watcher, injections, left, directory=journal, trace=trace
             )
             ended = launcher.run()
         watcher.ended(launcher.unfired)
-        error = _failure(ended, looked_at(tier, config.checkpoint))
+        error = failure_of(ended, left)
         if error is not None:
             watcher.failed(str(error), ended)
         return TrainingResult(
-            report=report_of(planned, tier, recorder, watcher, ended),
+            report=report_of(planned, left, recorder, watcher, ended),
             planned=planned,
             compared=tuple(compared_iterations(planned, recorder)),
             stopped=ended.ending == Ending.STOPPED.value,
@@ -335,6 +335,7 @@ def _launcher(
     server: ForkServer,
     watcher: Watcher,
     injections: Sequence[Injection],
+    tier: Tier,
     *,
     directory: str,
     trace: bool,
@@ -364,17 +365,21 @@ def _launcher(
         directory=directory,
         token=b"",
     )
-    return Launcher(spec, leader, server=server, observer=watcher, injections=injections)
+    return Launcher(spec, leader, server=server, observer=watcher, tier=tier, injections=injections)
 
 
-def _failure(ended: Ended, tier: Tier) -> PlanariaError | None:
+def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
+    """What ended a job early, with what it has left; None where nothing did."""
     match Ending(ended.ending):
         case Ending.FAILED:
             assert ended.failure is not None
             if ended.failure.mistake is not None:
                 return mistake_error(ended.failure.mistake)
             return TrainingError(
-                ended.failure.rank, ended.failure.traceback, standing=standing(tier)
+                ended.failure.rank,
+                ended.failure.traceback,
+                standing=standing(tier),
+                blame=ended.failure.blame,
             )
         case Ending.LOST:
             return InsufficientError(f"{ended.reason}; {standing(tier)}")

@@ -33,8 +33,8 @@ from itertools import count
 
 import msgspec
 
-from planaria.checkpoint.patience import LOOK_TIMEOUT_S, looked_at
-from planaria.checkpoint.tiers import standing, tier_of
+from planaria.checkpoint.patience import LOOK_TIMEOUT_S
+from planaria.checkpoint.tiers import Tier, standing
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
@@ -87,6 +87,7 @@ class Launcher:
     Args:
         spec: what every node is told; `node` and all addresses are filled in here.
         leader: what the coordinator is told, likewise.
+        tier: where the job saves, one that answers in time.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Launcher:
         *,
         server: ForkServer,
         observer: Observer,
+        tier: Tier,
         injections: Sequence[Injection] = (),
     ) -> None:
         token = secrets.token_bytes(32)
@@ -140,8 +142,7 @@ class Launcher:
         self._stop_requested = False
         self._is_interrupted = False
         self._interruption = ""
-        checkpoint = spec.job.checkpoint
-        self._tier = looked_at(tier_of(checkpoint.directory), checkpoint)
+        self._tier = tier
         self._unsaved: set[tuple[int, int]] = set()
         self._unfired: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
