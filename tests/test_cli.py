@@ -6,15 +6,21 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
+import typer
 from typer.testing import Result
 
 import planaria
 from command import PACED, assert_mistake, command, train
 from planaria import cli
-from planaria.command_line import unfailing
+from planaria.checkpoint.tiers import tier_of
+from planaria.command_line import exit_codes, unfailing
+from planaria.core.messages import WorkerFailed
+from planaria.core.records import Ended
+from planaria.library import failure_of
 from planaria.nodes.waiting import handlers_restored
 from planaria.planning import read_profile
 
@@ -73,6 +79,26 @@ def test_a_stream_that_never_fails_writes_at_once_and_drops_what_nobody_reads() 
     print("closed", file=unfailing(None))
     in_memory = io.StringIO()
     assert unfailing(in_memory) is in_memory
+
+
+@pytest.mark.parametrize(
+    ("blame", "told"),
+    [
+        ("job", "the job's own code raised in rank 3; see above; there is no checkpoint"),
+        ("node", "the worker of rank 3 failed again and again; see above; there is no checkpoint"),
+    ],
+)
+def test_what_ended_a_job_is_not_called_its_own_code_where_a_process_was_killed(
+    blame: Literal["job", "node"], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody would look for a mistake that is not there."""
+    failure = WorkerFailed(node=1, rank=3, traceback="what it was\n", blame=blame)
+    ended = Ended(ending="failed", reason="", failure=failure, nodes=(0,), epoch=2)
+
+    with pytest.raises(typer.Exit) as left, exit_codes():
+        raise failure_of(ended, tier_of("nowhere")) or AssertionError
+    assert left.value.exit_code == 1
+    assert capsys.readouterr().err == f"what it was\nplanaria: {told}\n"
 
 
 def test_chaos_needs_time_and_bits_that_can_be_compared() -> None:

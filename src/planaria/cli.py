@@ -1,11 +1,11 @@
 """The command line: `planaria train | profile | plan | placement | drain | events | chaos`, and
 `planaria checkpoint ls | verify | prune | save | export`.
 
-Exit codes: 0 done; 1 the user's code raised, the last save failed, what a command checks is not as
-it must be, or a mistake of ours; 2 the user's mistake in the job or on the command line; 3 too few
-nodes or copies are left, or the job could not go on and was saved; 130 stopped by Ctrl-C or a
-signal that tells a process to leave (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGXCPU): saved,
-unless training had not begun, or by a second Ctrl-C.
+Exit codes: 0 done; 1 the user's code raised, workers failed again and again, the last save failed,
+what a command checks is not as it must be, or a mistake of ours; 2 the user's mistake in the job or
+on the command line; 3 too few nodes or copies are left, or the job could not go on and was saved;
+130 stopped by Ctrl-C or a signal that tells a process to leave (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1,
+SIGUSR2, SIGXCPU): saved, unless training had not begun, or by a second Ctrl-C.
 """
 
 import json

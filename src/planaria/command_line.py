@@ -38,9 +38,8 @@ def exit_codes() -> Iterator[None]:
     except ConfigError as error:
         text, code = str(error), 2
     except TrainingError as error:
-        where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
         left = f"; {error.standing}" if error.standing else ""
-        text, code = f"the job's own code raised {where}; see above{left}", 1
+        text, code = f"{_failure(error)}; see above{left}", 1
         more = (error.traceback.rstrip(),)
     except InsufficientError as error:
         text, code = str(error), 3
@@ -54,6 +53,14 @@ def exit_codes() -> Iterator[None]:
     lines = (partial(errors.print, line, markup=False) for line in (*more, f"planaria: {text}"))
     finish(Outlet(errors.print), *lines)
     raise typer.Exit(code)
+
+
+def _failure(error: TrainingError) -> str:
+    """What failed, in words."""
+    if error.blame != "job":
+        return f"the worker of rank {error.rank} failed again and again"
+    where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
+    return f"the job's own code raised {where}"
 
 
 def finish(outlet: Outlet, *last: Callable[[], object]) -> None:

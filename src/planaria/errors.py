@@ -3,7 +3,7 @@
 PlanariaError
 |-- ConfigError          the user's mistake: exit code 2
 |-- InsufficientError    too few nodes or copies are left to go on: exit code 3
-|-- TrainingError        the user's code raised while it trained: exit code 1
+|-- TrainingError        the user's code raised, or workers failed again and again: exit code 1
 |-- ScheduleError        a schedule breaks a rule
 |   `-- DeadlockError    a schedule cannot finish
 |-- CheckpointError      a checkpoint cannot be written or read: exit code 1
@@ -48,19 +48,24 @@ class InsufficientError(PlanariaError):
 
 
 class TrainingError(PlanariaError):
-    """When the user's model, data or optimizer raised in a worker.
+    """When the user's model, data or optimizer raised in a worker; or a worker failed again and
+    again for another reason, on a node that the job needs, or on two.
 
     Attributes:
         rank: the rank that failed, -1 where no rank was involved.
-        traceback: the formatted traceback of the user's error.
+        traceback: the formatted traceback of the user's error, if any, and what else is known.
         standing: what the job has left, in words; "" where it had not begun.
+        blame: "job" where the user's code raised; else "node", or "memory" that did not do.
     """
 
-    def __init__(self, rank: int, traceback: str, *, standing: str = "") -> None:
+    def __init__(
+        self, rank: int, traceback: str, *, standing: str = "", blame: str = "job"
+    ) -> None:
         super().__init__(traceback)
         self.rank = rank
         self.traceback = traceback
         self.standing = standing
+        self.blame = blame
 
 
 class ScheduleError(PlanariaError):

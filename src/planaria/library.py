@@ -277,15 +277,16 @@ class Job:
             display.planned(planned)
             recorder = _recorder(planned, start_s)
             watcher = _watcher(planned, recorder, display)
+            left = looked_at(tier, config.checkpoint)
             other = partial(_other_journal, held, config, journal)
             launcher = _launcher(
-                planned, running, watcher, injections, journals=(journal, other), trace=trace
+                planned, running, watcher, injections, left, journals=(journal, other), trace=trace
             )
-            with _told_if_interrupted(launcher, looked_at(tier, config.checkpoint)):
+            with _told_if_interrupted(launcher, left):
                 ended = launcher.run()
                 held.close()
                 watcher.ended(launcher.unfired)
-                return _result(planned, ended, tier=tier, recorder=recorder, watcher=watcher)
+                return _result(planned, ended, tier=left, recorder=recorder, watcher=watcher)
 
     @contextmanager
     def _server(
@@ -383,6 +384,7 @@ def _launcher(
     server: ForkServer,
     watcher: Watcher,
     injections: Sequence[Injection],
+    tier: Tier,
     *,
     journals: tuple[str, Callable[[], str]],
     trace: bool,
@@ -418,6 +420,7 @@ def _launcher(
         leader,
         server=server,
         observer=watcher,
+        tier=tier,
         injections=injections,
         other_journal=other_journal,
     )
@@ -440,7 +443,7 @@ def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
 def _result(
     planned: Planned, ended: Ended, *, tier: Tier, recorder: Recorder, watcher: Watcher
 ) -> TrainingResult:
-    error = _failure(ended, looked_at(tier, planned.config.checkpoint))
+    error = failure_of(ended, tier)
     if error is not None:
         watcher.failed(str(error), ended)
     return TrainingResult(
@@ -452,14 +455,18 @@ def _result(
     )
 
 
-def _failure(ended: Ended, tier: Tier) -> PlanariaError | None:
+def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
+    """What ended a job early, with what it has left; None where nothing did."""
     match Ending(ended.ending):
         case Ending.FAILED:
             assert ended.failure is not None
             if ended.failure.mistake is not None:
                 return mistake_error(ended.failure.mistake)
             return TrainingError(
-                ended.failure.rank, ended.failure.traceback, standing=standing(tier)
+                ended.failure.rank,
+                ended.failure.traceback,
+                standing=standing(tier),
+                blame=ended.failure.blame,
             )
         case Ending.LOST:
             return InsufficientError(f"{ended.reason}; {standing(tier)}")

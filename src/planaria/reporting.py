@@ -4,13 +4,14 @@ import importlib.metadata
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import inf
+from typing import Final
 
 import msgspec
 
 from planaria.checkpoint.digest import digests
-from planaria.checkpoint.patience import looked_at, patient
 from planaria.checkpoint.tiers import Tier
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended, Warned
@@ -32,11 +33,17 @@ from planaria.predictions import Prediction, prediction
 from planaria.schedule.action import parse_action
 from planaria.show.watcher import Watcher
 
+_SLOW_S: Final = 3.0  # From when on it is told that a save is read.
+
 
 def report_of(
     planned: Planned, tier: Tier, recorder: Recorder, watcher: Watcher, ended: Ended
 ) -> Report:
-    """The report of a run that has ended."""
+    """The report of a run that has ended.
+
+    Args:
+        tier: one that answers in time.
+    """
     config = planned.config
     now_s = time.monotonic()
     measured = recorder.measured.epochs
@@ -51,7 +58,7 @@ def report_of(
             every=config.checkpoint.persist_every, is_resumed=planned.resumed is not None
         ),
         ledger=recorder.ledger.enter(recorder.ledger.category, now_s).parts(),
-        final=_final(planned, tier, recorder.iterations, watcher, ended),
+        final=final_record(planned, tier, recorder.iterations, watcher, ended),
         plan=msgspec.to_builtins(planned.plan),
         actions=tuple(
             record
@@ -158,7 +165,7 @@ def _measured_timeline(
     return Timeline(tuple(spans), iteration_s)
 
 
-def _final(
+def final_record(
     planned: Planned,
     tier: Tier,
     records: Sequence[IterationRecord],
@@ -170,10 +177,14 @@ def _final(
     iteration = records[-1].iteration + 1 if records else first
     manifest, parameters, optimizer = None, "", ""
     try:
-        manifest = looked_at(tier, planned.config.checkpoint).newest()
+        manifest = tier.newest()
         if manifest is not None and manifest.layers and manifest.iteration == iteration:
-            read = patient(tier, timeout_s=planned.config.checkpoint.timeout_s)
-            parameters, optimizer = digests(read, manifest, parameters=planned.prepared.parameters)
+            parameters, optimizer = digests(
+                tier,
+                manifest,
+                parameters=planned.prepared.parameters,
+                progress=_told_once(len(manifest.layers), watcher),
+            )
     except CheckpointError as error:
         watcher.noticed(Warned(text=f"the report has no hashes of what was saved: {error}"))
     return FinalRecord(
@@ -185,6 +196,20 @@ def _final(
         epoch=ended.epoch,
         checkpoint=tier.where(manifest.iteration, manifest.epoch) if manifest else "",
     )
+
+
+def _told_once(num_layers: int, watcher: Watcher) -> Callable[[int], None]:
+    """Has it told what the job does still, if reading what it saved takes long."""
+    tell_s = time.monotonic() + _SLOW_S
+
+    def progress(num_read: int) -> None:
+        nonlocal tell_s
+        if time.monotonic() >= tell_s and num_read < num_layers:
+            text = f"the last save is read for its hashes: {num_read} of {num_layers} layers so far"
+            watcher.noticed(Warned(text=text))
+            tell_s = inf
+
+    return progress
 
 
 def _versions() -> dict[str, str]:

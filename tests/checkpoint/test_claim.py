@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -87,6 +88,55 @@ def test_directories_that_nobody_saved_to_are_gone_in_the_end(tmp_path: Path) ->
     with claimed(str(tmp_path / "a" / "b"), "job", note=refuse_notes):
         (tmp_path / "a" / "b" / "4-0").mkdir()
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["4-0"]
+
+
+def test_a_directory_that_is_not_writable_any_more_costs_the_job_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk may have become read-only while it trained: what it has to tell is told, and its
+    process keeps no lock."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        del missing_ok
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with claimed(str(tmp_path), "one", note=refuse_notes):
+            pass
+    assert (tmp_path / ".job.lock").exists()
+
+    with claimed(str(tmp_path), "two", note=refuse_notes):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_hangs_does_not_keep_a_job_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is locked for as long as its file may still be removed, and no longer."""
+    monkeypatch.setattr("planaria.checkpoint.patience.LOOK_TIMEOUT_S", 0.05)
+    may_answer = threading.Event()
+    unlink = Path.unlink
+
+    def late(path: Path, missing_ok: bool = False) -> None:
+        assert may_answer.wait(20.0)
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", late)
+        with claimed(str(tmp_path), "one", note=refuse_notes):
+            pass
+        (tidying,) = [one for one in threading.enumerate() if one.name == "patience"]
+        with (
+            pytest.raises(ConfigError, match="'one'"),
+            claimed(str(tmp_path), "two", note=refuse_notes),
+        ):
+            pass
+        may_answer.set()
+        tidying.join(20.0)
+    with claimed(str(tmp_path), "two", note=refuse_notes):
+        pass
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,29 @@ def test_while_a_request_is_late_the_next_ones_fail_at_once(
     is_answered.set()
     late.join(20.0)
     assert tier.versions() == ()
+
+
+def test_a_large_content_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as its bytes do from a slow disk, once it is known how many there are."""
+    (tmp_path / "1-0").mkdir()
+    (tmp_path / "1-0" / "large").write_bytes(bytes(100))
+    monkeypatch.setattr("planaria.checkpoint.patience._READ_BYTES_PER_S_MIN", 5.0)
+    may_answer, read = threading.Event(), Directory.read
+
+    def late(storage: Directory, name: str) -> bytes:
+        assert may_answer.wait(20.0)
+        return read(storage, name)
+
+    monkeypatch.setattr(Directory, "read", late)
+    unlisted, listed = (patient(tier_of(str(tmp_path)), timeout_s=0.05).storage for _ in range(2))
+    listed.entries("1-0")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listed.read, "1-0/large")
+        with pytest.raises(UnreadableError):
+            unlisted.read("1-0/large")
+        may_answer.set()
+
+        assert waiting.result() == bytes(100)
 
 
 def test_what_a_storage_refuses_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from coordinated import (
     of_type,
     ready,
     small_rules,
+    unsaved,
     worker,
 )
 from fake_cluster import FakeCluster
@@ -355,6 +356,8 @@ def test_a_failed_job_ends_without_a_save_where_a_layer_is_lost() -> None:
     end = ending(cluster)
     assert (end.ending, end.reason[:30]) == (Ending.FAILED, "no live node holds layer 0, so")
     assert end.failure is not None
+    told = end.failure.traceback.splitlines()  # All that a person sees of it.
+    assert told[-2:] == ["ValueError: a mistake", end.reason]
 
 
 def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
@@ -384,6 +387,21 @@ def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
     end = ending(cluster)
     assert end.failure is not None
     assert "what is live was not saved" in end.failure.traceback
+
+
+def test_a_failed_job_says_why_what_is_live_was_not_saved() -> None:
+    """Below what raised, which is all that a person sees of it."""
+    cluster = trained()
+    cluster.is_saving_slow = True
+    cluster.fail(1, MISTAKE, blame="job")
+    cluster.hear(unsaved(0, NEXT, epoch=cluster.state.epoch))
+
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    mistake, why = end.failure.traceback.splitlines()[-2:]
+    assert mistake == "ValueError: a mistake"
+    assert why.startswith("what is live was not saved: ")
 
 
 def test_a_new_coordinator_ends_a_failed_job_like_the_one_before() -> None:

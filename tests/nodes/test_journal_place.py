@@ -43,6 +43,31 @@ def test_a_journal_is_beside_the_saves_and_is_none_of_them(tmp_path: Path) -> No
     assert not notes
 
 
+@pytest.mark.parametrize("state", ["", "state"])
+def test_a_disk_that_hangs_does_not_keep_a_job_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """What is not removed goes with the next run."""
+    monkeypatch.setattr("planaria.checkpoint.patience.LOOK_TIMEOUT_S", 0.05)
+    may_answer = threading.Event()
+    unlink = Path.unlink
+
+    def late(path: Path, missing_ok: bool = False) -> None:
+        assert may_answer.wait(20.0)
+        unlink(path, missing_ok)
+
+    saves, place = str(tmp_path / "saves"), str(tmp_path / state) if state else ""
+    with monkeypatch.context() as patched:
+        with journal_place(saving_to(saves), place, note=pytest.fail) as found:
+            (Path(found) / "journal").touch()
+            patched.setattr(Path, "unlink", late)
+        assert (Path(found) / "journal").exists()
+        (tidying,) = [one for one in threading.enumerate() if one.name == "patience"]
+        may_answer.set()
+        tidying.join(20.0)
+    assert not Path(found).exists()
+
+
 def test_the_journal_of_saves_in_a_store_is_in_the_users_state_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from command import keep_desks_in
 from fake_fork_server import LOSS, FakeForkServer, Lead, Line
 from jobs import leader_spec
+from planaria.checkpoint.tiers import tier_of
 from planaria.core.messages import StopRequested
 from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
 from planaria.core.specs import NodeSpec
@@ -108,7 +109,11 @@ class Launched:
             job=spec.job, node=0, token=b"", coordinator=("", 0), worker="", cache_directory=""
         )
         self._launcher = Launcher(
-            node, spec, server=cast(ForkServer, self.server), observer=self.observer
+            node,
+            spec,
+            server=cast(ForkServer, self.server),
+            observer=self.observer,
+            tier=tier_of(spec.job.checkpoint.directory),
         )
 
     def run(self) -> Ended:

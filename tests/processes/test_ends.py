@@ -223,9 +223,12 @@ def test_a_worker_that_dies_again_and_again_ends_the_job(
     children = set(psutil.Process(server.pid).children())
     job = dying_job("killed", tmp_path, *MANY_MICROBATCHES)
 
-    with pytest.raises(TrainingError, match=r"by signal 9 .*the 3rd time in a row; so did node"):
+    with pytest.raises(
+        TrainingError, match=r"by signal 9 .*the 3rd time in a row; so did node"
+    ) as e:
         job.train(server=server)
 
+    assert e.value.blame == "node"
     assert set(psutil.Process(server.pid).children()) <= children
     assert not caplog.records  # The launcher warns of a process that is left.
 

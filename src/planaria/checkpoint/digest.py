@@ -6,7 +6,7 @@ each parameter's state tensors by sorted name, the step as int64 (DESIGN 7).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,17 @@ from planaria.checkpoint.tiers import Manifest, Tier
 
 
 def digests(
-    tier: Tier, manifest: Manifest, *, parameters: Sequence[Sequence[str]]
+    tier: Tier,
+    manifest: Manifest,
+    *,
+    parameters: Sequence[Sequence[str]],
+    progress: Callable[[int], None] = lambda _num_read: None,
 ) -> tuple[str, str]:
     """(parameters_sha256, optimizer_sha256) of a checkpoint.
 
     Args:
         parameters: for each layer the names of its parameters, without later uses of tied ones.
+        progress: is told after each layer how many have been read.
 
     Raises:
         CheckpointError: a file of the checkpoint is missing or damaged.
@@ -33,6 +38,7 @@ def digests(
             prefix = f"optimizer/{name}/"
             for key in sorted(key for key in tensors if key.startswith(prefix)):
                 of_optimizer.update(_bytes(tensors[key]))
+        progress(layer + 1)
     return of_parameters.hexdigest(), of_optimizer.hexdigest()
 
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
@@ -23,6 +23,7 @@ from planaria.errors import CheckpointError, LateError
 logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S: Final = 10.0
+_READ_BYTES_PER_S_MIN: Final = 20e6  # A layer may have gigabytes, and its disk be busy.
 
 Answer = TypeVar("Answer")
 
@@ -31,22 +32,27 @@ class Patient:
     """A storage whose requests end in time, with a LateError if they have to.
 
     Args:
-        timeout_s: for each request.
+        timeout_s: for each request, without what it takes to read the bytes that were listed.
     """
 
     def __init__(self, storage: Storage, *, timeout_s: float) -> None:
         self._storage = storage
         self._timeout_s = timeout_s
         self._late: _Request[Any] | None = None
+        self._read_s: dict[str, float] = {}  # At most.
 
     def where(self, name: str) -> str:
         return self._storage.where(name)
 
     def entries(self, version: str) -> dict[str, Entry]:
-        return self._answer(version, lambda: self._storage.entries(version))
+        found = self._answer(version, lambda: self._storage.entries(version))
+        for name, entry in found.items():
+            self._read_s[name] = entry.num_bytes / _READ_BYTES_PER_S_MIN
+        return found
 
     def read(self, name: str) -> bytes:
-        return self._answer(name, lambda: self._storage.read(name))
+        more_s = self._read_s.get(name, 0.0)
+        return self._answer(name, lambda: self._storage.read(name), more_s=more_s)
 
     def write(self, name: str, content: bytes, *, may_write: Callable[[], bool]) -> None:
         self._answer(name, lambda: self._storage.write(name, content, may_write=may_write))
@@ -57,10 +63,11 @@ class Patient:
     def remove(self, version: str, names: Sequence[str]) -> None:
         self._answer(version, lambda: self._storage.remove(version, names))
 
-    def _answer(self, name: str, request: Callable[[], Answer]) -> Answer:
+    def _answer(self, name: str, request: Callable[[], Answer], *, more_s: float = 0.0) -> Answer:
         if self._late is not None and self._late.is_under_way:
             raise self._late.error()
-        asked = _Request(request, where=self.where(name), timeout_s=self._timeout_s)
+        timeout_s = self._timeout_s + more_s
+        asked = _Request(request, where=self.where(name), timeout_s=timeout_s)
         try:
             return asked.answer()
         except LateError:
@@ -96,7 +103,7 @@ class _Request(Generic[Answer]):
 
     def error(self) -> LateError:
         """What is raised as long as there is no answer."""
-        return LateError(f"{self._where} did not answer within {self._timeout_s:g} s")
+        return LateError(f"{self._where} did not answer within {self._timeout_s:.3g} s")
 
     @property
     def is_under_way(self) -> bool:
@@ -141,9 +148,15 @@ def held_patiently(
 
 
 def is_done_in_time(act: Callable[[], None], *, timeout_s: float) -> bool:
-    """Does it in a thread, and whether that ended in time; it goes on behind."""
+    """Has a disk tidied up in a thread, and whether that ended in time; it goes on behind. What the
+    disk refuses is left to whoever comes next."""
+
+    def try_to() -> None:
+        with suppress(OSError):
+            act()
+
     try:
-        answered(act, where="", timeout_s=timeout_s)
+        answered(try_to, where="", timeout_s=timeout_s)
     except LateError:
         return False
     return True

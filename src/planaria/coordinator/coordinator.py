@@ -46,7 +46,7 @@ from planaria.coordinator.foresight import with_recovery
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.overhead import with_order, with_start
-from planaria.coordinator.recovery import decided, lost, refuted
+from planaria.coordinator.recovery import decided, lost, refuted, with_reason
 from planaria.coordinator.saves import (
     Kept,
     kept,
@@ -428,8 +428,9 @@ def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     order, decision = state.decision.order, state.decision
     unsaved = state.unsaved.get((number, state.epoch))
     if decision.ending and unsaved is not None:
-        reason = f"{decision.reason}; what is live was not saved: {unsaved}"
-        return ended(state, End(Ending(decision.ending), reason, decision.failure))
+        why, failure = f"what is live was not saved: {unsaved}", decision.failure
+        failure = with_reason(failure, why) if failure else None
+        return ended(state, End(Ending(decision.ending), f"{decision.reason}; {why}", failure))
     if unsaved is not None and state.must_end:
         reason = f"{state.must_end}; what is live was not saved: {unsaved}"
         return ended(state, End(Ending.LOST, reason))

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.memory import with_more_room
-from planaria.coordinator.recovery import lost, replaceable
+from planaria.coordinator.recovery import lost, replaceable, with_reason
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.shortage import shortage_text
 from planaria.coordinator.state import (
@@ -214,11 +214,11 @@ def _crashed(
     if others:
         nodes = ", ".join(map(str, sorted(others)))
         reason = f"{times}; so did node {nodes}, so it is not the fault of a node"
-        return _failing(state, rules, _with_reason(failure, reason), reason=reason, now_s=now_s)
+        return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
     if is_often and not state.failure:
         if why := _why_needed(rules, state, node):
             reason = f"{times}; {why}"
-            return _failing(state, rules, _with_reason(failure, reason), reason=reason, now_s=now_s)
+            return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
         return lost(rules, state, "lost", (node,), reason=times, now_s=now_s, raised=raised)
     if is_often:  # It is to save, and cannot.
         return _ended_unsaved(state, text)
@@ -252,11 +252,6 @@ def _is_known(state: JobState, crash: Crash) -> bool:
 
 def _node(state: JobState, rank: int) -> int:
     return rank // state.devices_per_node
-
-
-def _with_reason(failure: WorkerFailed, reason: str) -> WorkerFailed:
-    text = f"{failure.traceback.rstrip()}\n{reason}" if failure.traceback else reason
-    return msgspec.structs.replace(failure, traceback=text)
 
 
 # -- the end --------------------------------------------------------------------------------------
@@ -302,7 +297,7 @@ def unsavable(state: JobState) -> Step:
 
 def _ended_unsaved(state: JobState, why: str) -> Step:
     assert state.failure is not None
-    failure = _with_reason(state.failure, f"what is live was not saved: {why}")
+    failure = with_reason(state.failure, f"what is live was not saved: {why}")
     return ended(state, End(Ending.FAILED, "the code in a worker raised", failure))
 
 

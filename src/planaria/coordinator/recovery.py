@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+import msgspec
+
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.drift import policy_of
@@ -58,7 +60,7 @@ from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing
-from planaria.core.messages import Raised, SaveLayers, StartEpoch
+from planaria.core.messages import Raised, SaveLayers, StartEpoch, WorkerFailed
 from planaria.core.plan import Transition
 from planaria.core.records import (
     Decided,
@@ -400,7 +402,8 @@ def _save(
     """Has each layer saved by one of its holders, and then the job ends."""
     origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
     if not is_begun and not origin.copied:  # There is nothing that was not there before.
-        return _end(state, reason)
+        failed_or_lost = Ending.FAILED if state.failure else Ending.LOST
+        return _ended(state, End(failed_or_lost, reason, state.failure))
     if state.published >= outcome.iteration:
         layers: dict[int, tuple[int, ...]] = {}
     else:
@@ -439,5 +442,15 @@ def _after_crash(state: JobState) -> str:
 
 def _end(state: JobState, reason: str) -> Step:
     """Ends the job: what is live is not whole."""
-    ending = Ending.FAILED if state.failure else Ending.LOST
-    return replace(state, phase=Phase.ENDED), (End(ending, reason, state.failure),)
+    failure = with_reason(state.failure, reason) if state.failure else None
+    return _ended(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
+
+
+def _ended(state: JobState, end: End) -> Step:
+    return replace(state, phase=Phase.ENDED), (end,)
+
+
+def with_reason(failure: WorkerFailed, reason: str) -> WorkerFailed:
+    """A failure that ends the job, and what else there is to be said of it."""
+    text = f"{failure.traceback.rstrip()}\n{reason}" if failure.traceback else reason
+    return msgspec.structs.replace(failure, traceback=text)

@@ -84,7 +84,9 @@ def restored_step(
         plan: of the newest decision to start an epoch, or the job's first.
         predicted_s: of an iteration with the job's first plan.
     """
-    origin = outcome.origin if outcome else _start(rules)
+    findings, origin = _findings(members, progress), outcome.origin if outcome else _start(rules)
+    fitted = fitted_rules(rules, findings, len(members.nodes))
+    rules = fitted or rules
     state = JobState(
         term=term,
         epoch=members.epoch,
@@ -93,7 +95,8 @@ def restored_step(
         failures=members.failures,
         spoilt=frozenset(members.spoilt),
         history=_history(rules, members, progress, predicted_s=predicted_s, now_s=now_s),
-        learning=restored_learning(rules, _findings(members, progress), plan),
+        learning=restored_learning(rules, findings, plan),
+        fitted=fitted,
         plan=plan,
         saves_since=members.epoch,
         next_iteration=_num_committed(rules, origin, progress),
@@ -107,11 +110,6 @@ def restored_step(
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         is_settled=False,
     )
-    fitted = fitted_rules(rules, state.learning.findings, len(members.nodes))
-    if fitted is not None:
-        rules = fitted
-        learning = restored_learning(rules, state.learning.findings, plan)
-        state = replace(state, learning=learning, fitted=fitted)
     state = of_members(state)  # The record of a switch is from before those who leave have left.
     if decision is None and plan.epoch == members.epoch:
         # The one before was killed while it recorded how the job begins.

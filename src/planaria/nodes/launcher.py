@@ -35,8 +35,8 @@ from itertools import count
 
 import msgspec
 
-from planaria.checkpoint.patience import discard, looked_at
-from planaria.checkpoint.tiers import standing, tier_of
+from planaria.checkpoint.patience import discard
+from planaria.checkpoint.tiers import Tier, standing
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (
@@ -90,6 +90,7 @@ class Launcher:
     Args:
         spec: what every node is told; `node` and all addresses are filled in here.
         leader: what the coordinator is told, likewise.
+        tier: where the job saves, one that answers in time.
         other_journal: another directory for the journal; "" if there is none.
     """
 
@@ -100,6 +101,7 @@ class Launcher:
         *,
         server: ForkServer,
         observer: Observer,
+        tier: Tier,
         injections: Sequence[Injection] = (),
         other_journal: Callable[[], str] = str,
     ) -> None:
@@ -147,8 +149,7 @@ class Launcher:
         self._stop_requested = False
         self._is_interrupted = False
         self._interruption = ""
-        checkpoint = spec.job.checkpoint
-        self._tier = looked_at(tier_of(checkpoint.directory), checkpoint)
+        self._tier = tier
         self._unsaved: set[tuple[int, int]] = set()
         self._unfired: tuple[Injection, ...] = ()
         self._ended: asyncio.Future[Ended]
