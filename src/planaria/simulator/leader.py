@@ -6,16 +6,15 @@ Source: nodes/leader.py, whose order of things it keeps.
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
-from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.logbook import opened_logbook
+from planaria.coordinator.logbook import Logbook, opened_logbook
 from planaria.coordinator.state import (
     Discard,
-    Ending,
+    MustEnd,
     Publish,
     Published,
     SavesListed,
@@ -24,14 +23,23 @@ from planaria.coordinator.state import (
     Tick,
 )
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
-from planaria.core.records import Beat, Ended, Leading, Saved, ToLauncher, Unsaved
+from planaria.core.records import (
+    Beat,
+    Ended,
+    Leading,
+    Rescue,
+    Saved,
+    ToLauncher,
+    Unrecorded,
+    Unsaved,
+)
 from planaria.errors import CheckpointError, StoreError
-from planaria.simulator.loop import Process, Waiting
+from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.simulator.network import End
 from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
+from planaria.simulator.store import SimulatedDisk
 
-CANNOT_RECORD: Final = "the coordinator cannot keep its records"
 Item = TypeVar("Item")
 
 _LOOK_S = 0.02
@@ -45,6 +53,7 @@ class Launcher(Protocol):
     damaged: set[str]
     set_aside: set[str]
     saves: SimulatedSaves
+    loop: Loop
 
     def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
         """The coordinator tells something."""
@@ -82,27 +91,40 @@ class SimulatedLeader:
 
     Args:
         piece_bytes: of a record, in one value of the store.
+        rescue: what to go on from, only to save what is live; None: from the store.
 
     Attributes:
         leadership: what it decides with, once it has read its records.
         is_serving: it takes connections.
-        told: saves of which it has heard.
+        has_adopted: it goes on from its store, which has what the rescue knows.
+        admitted: nodes whose heartbeats it answers.
+        told: when it heard of which save.
         spoilt: those of which it has heard that they are damaged.
     """
 
     def __init__(
-        self, process: Process, store: EmbeddedStore, launcher: Launcher, *, piece_bytes: int
+        self,
+        process: Process,
+        disk: SimulatedDisk,
+        launcher: Launcher,
+        *,
+        piece_bytes: int,
+        rescue: Rescue | None,
     ) -> None:
         self.process = process
         self.leadership: Leadership[_Line]
         self.is_serving = False
-        self.told: set[str] = set()
+        self.has_adopted = rescue is None
+        self._rescue = rescue
+        self.admitted: set[int] = set()
+        self.told: dict[str, float] = {}
         self.spoilt: set[str] = set()
         self._requests: _Inbox[Saving] = _Inbox()
         self._num_requests = 0
         self._since_s = math.inf
         self._is_refused = self._is_unlisted = False
-        self._store = store
+        self._disk = disk
+        self._store = disk.open(process, self._refuse)
         self._piece_bytes = piece_bytes
         self._launcher = launcher
         self._lines: list[_Line] = []
@@ -118,18 +140,35 @@ class SimulatedLeader:
         try:
             await task
         except StoreError as error:
-            reason = f"{CANNOT_RECORD}: {error}"
-            self._end(
-                Ended(ending=Ending.LOST.value, reason=reason, failure=None, nodes=(), epoch=0)
-            )
+            self.notify(Unrecorded(reason=_reason(error)))
             self.process.kill()
 
-    async def _lead(self) -> None:
-        job, name = self._launcher.job, self._launcher.job.rules.job.name
+    def _refuse(self, error: StoreError) -> None:
+        """The disk keeps no records any more: the launcher knows before anything follows."""
+        self.notify(Unrecorded(reason=_reason(error)))
+        self.queue(MustEnd(_reason(error)))
+
+    async def _opened_logbook(self) -> Logbook:
+        """The records that this coordinator goes on from."""
+        name, rescue = self._launcher.job.rules.job.name, self._rescue
         logbook = await opened_logbook(
-            self._store, name, lease_s=LEASE_S, piece_bytes=self._piece_bytes
+            self._store,
+            name,
+            lease_s=LEASE_S,
+            first_term=rescue.term if rescue else 0,
+            piece_bytes=self._piece_bytes,
         )
-        self.leadership = Leadership(job.rules, logbook, self)
+        if rescue is not None:
+            await logbook.adopt(rescue.members, rescue.outcome, rescue.progress)
+            self.has_adopted = True
+            self.queue(MustEnd(rescue.reason))
+        return logbook
+
+    async def _lead(self) -> None:
+        job = self._launcher.job
+        rules = job.rules if self._rescue is None else job.saving_rules
+        logbook = await self._opened_logbook()
+        self.leadership = Leadership(rules, logbook, self)
         self.process.spawn(self._beat())
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
@@ -190,13 +229,20 @@ class SimulatedLeader:
         self._lines.append(line)
         try:
             if await self.leadership.admit(node, line):
+                self.admitted.add(node)
                 while (message := await inbox.get()) is not None:
                     await self.leadership.take(node, message)
         except StoreError as error:
             self._launcher.happened("gives up", node, repr(error))
         self._lines.remove(line)
+        self.admitted.discard(node)
         self.leadership.left(node, line)
         line.close()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something that it records is not on the disk yet."""
+        return self._disk.is_writing
 
     def lost(self, node: int, reason: str) -> None:
         """The launcher's word that the process of a node is gone."""
@@ -284,12 +330,16 @@ class SimulatedLeader:
         return True
 
     def _tell(self, published: Published) -> None:
-        self.told.add(published.source)
+        self.told.setdefault(published.source, self._launcher.loop.now_s)
         self.queue(published)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""
         self._launcher.reached_by_leader(place, iteration)
+
+
+def _reason(error: StoreError) -> str:
+    return f"the coordinator cannot keep its records: {error}"
 
 
 class _Inbox(Generic[Item]):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from planaria.core.job import (
     ResilienceConfig,
     TrainingConfig,
 )
-from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan
+from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan, Transition
 from planaria.core.samples import sample_numbers
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
@@ -29,6 +29,7 @@ from planaria.policies.named import aware_policy_of
 from planaria.policies.policy import profile_prices
 
 PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on what is expected.
+LAYER_S = 0.01  # Of a layer and a microbatch, forward; the backward takes twice that.
 LEASE_S = 3.0
 NUM_SAMPLES = 1000
 REGROUP_S = 0.05
@@ -115,15 +116,20 @@ class PlannedJob:
     """A scenario with all that its coordinator and workers need.
 
     Attributes:
+        saving_rules: of a coordinator that only saves what is live.
+        forward_s: that the forward of each layer takes for a microbatch, in truth; the backward
+            takes twice that.
         samples: of each iteration, by microbatch.
         contents: what each layer's state is at each age, a hash of all that led there.
     """
 
     scenario: Scenario
     rules: Rules
+    saving_rules: Rules
     every: EveryPlan
     plan: Plan
     predicted_s: float
+    forward_s: tuple[float, ...]
     samples: Mapping[int, tuple[tuple[int, ...], ...]]
     contents: Mapping[tuple[int, int], int]
 
@@ -153,12 +159,22 @@ def planned_job(scenario: Scenario) -> PlannedJob:
     return PlannedJob(
         scenario=scenario,
         rules=rules,
+        saving_rules=replace(rules, policy=_NoAnswer(), every=None, policy_of=None, layer_s=()),
         every=every,
         plan=plan,
         predicted_s=every.times.iteration_s([p.template for p in plan.pipelines], counts),
+        forward_s=(LAYER_S,) * scenario.num_layers,
         samples=samples,
         contents=_contents(scenario, samples),
     )
+
+
+class _NoAnswer:
+    """The policy of a coordinator that only saves."""
+
+    def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
+        """See Policy."""
+        return ()
 
 
 @cache
