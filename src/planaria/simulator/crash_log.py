@@ -20,6 +20,14 @@ class CrashFact:
     raised: Raised
 
 
+def _are_alike(mine: Raised, other: Raised) -> bool:
+    """Whether it is one error, in layers that both computed or outside of all."""
+    layers = range(mine.first_layer, mine.end_layer)
+    both = set(layers).intersection(range(other.first_layer, other.end_layer))
+    is_outside = mine.end_layer == other.end_layer == 0
+    return mine.error == other.error and (bool(both) or is_outside)
+
+
 class CrashLog:
     """Facts, those from since the newest commit but one apart: a coordinator may hear of what was
     before a commit behind it, but not of what was before the one before.
@@ -61,7 +69,7 @@ class CrashLog:
         often = self.often()
         facts = [fact for fact in self.recent if fact.blame != "job"]
         return any(
-            mine.node in often and other.node != mine.node and mine.raised.is_like(other.raised)
+            mine.node in often and other.node != mine.node and _are_alike(mine.raised, other.raised)
             for mine in facts
             for other in facts
         )

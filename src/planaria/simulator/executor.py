@@ -6,7 +6,8 @@ down a binary tree. Gradients are the samples that went into them.
 Source: engine/executor.py and groups.py, whose order of things it keeps.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +41,15 @@ class Pulse:
     """
 
     layers: tuple[int, int] = (0, 0)
+
+    @contextmanager
+    def computing(self, first_layer: int, end_layer: int) -> Iterator[None]:
+        """It computes these layers meanwhile."""
+        self.layers = first_layer, end_layer
+        try:
+            yield
+        finally:
+            self.layers = (0, 0)
 
 
 class SimulatedExecutor:
@@ -150,9 +160,8 @@ class SimulatedExecutor:
         """Computes a forward, or one or both parts of a backward, each of which takes as long."""
         each_s = sum(self._job.forward_s[layer] for layer in visit.layers)
         seconds = num_parts * each_s * len(visit.microbatches)
-        self._pulse.layers = visit.layers.start, visit.layers.stop
-        await self._process.sleep(seconds)
-        self._pulse.layers = (0, 0)
+        with self._pulse.computing(visit.layers.start, visit.layers.stop):
+            await self._process.sleep(seconds)
         self.action_s[kind] += seconds
         self._links.check_epoch()
 
@@ -165,9 +174,10 @@ class SimulatedExecutor:
             total = [samples.get(layer, ()) for layer in bucket.layers]
             for rank in others:
                 self._links.send(rank, ("reduce", iteration, index), tuple(total))
-            for rank in others:
-                theirs = await self._links.receive(rank, ("reduce", iteration, index))
-                total = [mine + more for mine, more in zip(total, theirs, strict=True)]
+            with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
+                for rank in others:
+                    theirs = await self._links.receive(rank, ("reduce", iteration, index))
+                    total = [mine + more for mine, more in zip(total, theirs, strict=True)]
             for layer, found in zip(bucket.layers, total, strict=True):
                 reduced[layer] = tuple(sorted(found))
         return reduced

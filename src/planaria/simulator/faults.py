@@ -194,18 +194,46 @@ def disk_faults(rng: Random) -> tuple[Fault, ...]:
     return (fault, loss)
 
 
-def raising_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """What the code in workers raises, now and then."""
-    if rng.random() < 0.7:
-        return ()
+def disk_filled(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """The disk of records is full while the job trains, and in most runs the coordinator is lost
+    then."""
+    del num_nodes
+    filled = Fault(
+        kind=FaultKind.FULL,
+        node=0,
+        other=0,
+        lasts_s=math.inf,
+        breaks=False,
+        at_s=_CONNECTED_S + 3.0 * rng.random(),
+    )
+    loss = replace(filled, kind=FaultKind.LEADER, at_s=rng.random() * 0.5, follows=True)
+    return (filled, *((loss,) if rng.random() < 0.8 else ()))
+
+
+def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """The code in workers raises, on one node or on two."""
     kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
     if rng.random() < 0.3:
         kinds = (*kinds[1:], FaultKind.MISTAKE)
-    faults = [_drawn(rng, kind, num_nodes) for kind in kinds]
-    return tuple(
-        replace(fault, where=rng.choice(_PLACES), blame=rng.choice(("node", "node", "memory")))
-        for fault in faults
-    )
+    faults = [
+        replace(
+            _drawn(rng, kind, num_nodes),
+            where=rng.choice(_PLACES),
+            blame=rng.choice(("node", "node", "memory")),
+        )
+        for kind in kinds
+    ]
+    if len(faults) > 1 and rng.random() < 0.5:  # On another node at the same time.
+        first, second, *more = faults
+        second = replace(second, at_s=rng.random() * 0.01, place="", follows=True, node=first.other)
+        second = replace(second, blame=first.blame, lasts_s=first.lasts_s)
+        faults = [first, second, *more]
+    return tuple(faults)
+
+
+def raising_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """What the code in workers raises, now and then."""
+    return code_raises(rng, num_nodes) if rng.random() >= 0.7 else ()
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:

@@ -322,10 +322,9 @@ class SimulatedWorker:
             if held.gradients_of == iteration and held.age != NOT_YET:
                 if blame := self._raises("step"):
                     raise CodeError(blame, (layer,))
-                self.pulse.layers = (layer, layer + 1)
-                await self.process.sleep(_STEP_S)
-                self.step(layer, held, iteration)
-                self.pulse.layers = (0, 0)
+                with self.pulse.computing(layer, layer + 1):
+                    await self.process.sleep(_STEP_S)
+                    self.step(layer, held, iteration)
 
     def step(self, layer: int, held: HeldLayer, iteration: int) -> None:
         """The optimizer step of a layer; nothing if it was taken already."""
