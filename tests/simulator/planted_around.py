@@ -14,6 +14,7 @@ from planaria.core.messages import WorkerFailed
 from planaria.core.records import Rescue
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
+from planaria.policies.roomy import Roomy
 from planaria.simulator.rescue import HeardRecords
 
 
@@ -37,6 +38,11 @@ def failed_jobs_save_nothing(patch: pytest.MonkeyPatch) -> None:
 def any_error_is_the_jobs(patch: pytest.MonkeyPatch) -> None:
     """Two nodes that had different layers in hand count as one mistake of the job's."""
     patch.setattr("planaria.core.messages.Raised.is_like", lambda *_: True)
+
+
+def stages_without_room_are_planned(patch: pytest.MonkeyPatch) -> None:
+    """What is known of memory is not looked at."""
+    patch.setattr(Roomy, "_fitting", lambda _, transitions: transitions)
 
 
 def jobs_go_on_without_records(patch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from planaria.coordinator.change import REFORM
+from planaria.coordinator.state import Rules
 from planaria.coordinator.store import Entry, Event
 from planaria.coordinator.trust import DISTRUSTED_MIN
 from planaria.core.messages import StartEpoch
@@ -47,6 +48,7 @@ from planaria.core.records import (
     decode_record,
 )
 from planaria.core.samples import sample_digest
+from planaria.policies.roomy import has_room
 from planaria.simulator.absence import Absence
 from planaria.simulator.agent import machine_of
 from planaria.simulator.back_checker import newest_copied, newest_told
@@ -108,6 +110,7 @@ class Checkers:
         self._failures: dict[str, int] = {}
         self._planned: set[int] = set()
         self._plan = cluster.job.plan
+        self._fitted = cluster.job.rules
         self._crashes = CrashLog()
         self._absence = Absence(cluster)
         self._num_before_back = 0
@@ -271,17 +274,42 @@ class Checkers:
         for text in wrong_in(plan, num_layers=num_layers, num_microbatches=num_microbatches):
             self._fail(text)
         staying = len(set(self._members) - self._leaving())
-        most = len(job.every.plans[staying].nodes) if staying >= job.rules.n0 else 0
+        rules = self._fitted_rules()
+        plans = self._plans_of(rules)
+        most = len(plans[staying].nodes) if staying >= rules.n0 else 0
         is_short = len(plan.nodes) < most and not plan.silent and not self._morphs
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
         moves = job.scenario.policy == "adaptive" or not plan.gone
         if moves and not plan.silent and not self._morphs:  # Else it is an older one.
             self._check_trust(plan, staying)
+        if rules is not job.rules and staying >= rules.n0 and not plan.silent:
+            self._check_room(plan, rules, plans[staying])
+
+    def _fitted_rules(self) -> Rules:
+        """With estimates of memory that were raised, which needs somebody who had too little."""
+        if (fitted := self._cluster.leader.fitted) is not None:
+            self._fitted = fitted
+            if not any(fact.blame == "memory" for fact in self._crashes.facts):
+                self._fail("estimates were raised, and nobody had too little memory")
+        return self._fitted
+
+    def _plans_of(self, rules: Rules) -> Mapping[int, Plan]:
+        return rules.every.plans if rules.every else self._job.every.plans
+
+    def _check_room(self, plan: Plan, rules: Rules, other: Plan) -> None:
+        """By what is estimated it fits, if any plan does."""
+        assert rules.every is not None
+        problem = rules.every.problem
+        self._cluster.happened("fitted", rules.n0)
+        if has_room(problem, other) and not has_room(problem, plan):
+            stages = [pipeline.template.stages for pipeline in plan.pipelines]
+            self._fail(f"there is no memory for {stages}")
 
     def _check_trust(self, plan: Plan, num_staying: int) -> None:
         """Trusted nodes fill the smallest pipeline, if all who can work still do beside it."""
-        n0, plans = self._job.rules.n0, self._job.every.plans
+        rules = self._fitted_rules()
+        n0, plans = rules.n0, self._plans_of(rules)
         machines = {node: machine_of(node) for node in self._members}
         trusted = {n for n, one in machines.items() if self._failures.get(one, 0) < DISTRUSTED_MIN}
         rest = plans.get(num_staying - n0)
@@ -346,7 +374,7 @@ class Checkers:
             origin=self._origin,
             plan=self._plan,
             gone=frozenset(self._gone),
-            n0=self._job.rules.n0,
+            n0=self._fitted_rules().n0,
             crashes=self._crashes,
             forsaken=self._absence.forsaken(),
         )

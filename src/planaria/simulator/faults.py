@@ -219,7 +219,7 @@ def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
         replace(
             _drawn(rng, kind, num_nodes),
             where=rng.choice(_PLACES),
-            blame=rng.choice(("node", "node", "memory")),
+            blame=rng.choice(("node", "memory")),
         )
         for kind in kinds
     ]

@@ -17,6 +17,7 @@ from planaria.coordinator.state import (
     MustEnd,
     Publish,
     Published,
+    Rules,
     SavesListed,
     Saving,
     SetAside,
@@ -116,6 +117,7 @@ class SimulatedLeader:
         self.is_serving = False
         self.has_adopted = rescue is None
         self._rescue = rescue
+        self._is_restored = False
         self.admitted: set[int] = set()
         self.told: dict[str, float] = {}
         self.spoilt: set[str] = set()
@@ -173,6 +175,7 @@ class SimulatedLeader:
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
+        self._is_restored = True
         self.process.spawn(self._serve_saves())
         await self.leadership.begin_leases()
         self.is_serving = True
@@ -238,6 +241,12 @@ class SimulatedLeader:
         self.admitted.discard(node)
         self.leadership.left(node, line)
         line.close()
+
+    @property
+    def fitted(self) -> Rules | None:
+        """The rules with estimates of memory that were raised; None: none were, or it has yet to
+        read that."""
+        return self.leadership.state.fitted if self._is_restored else None
 
     @property
     def is_writing(self) -> bool:

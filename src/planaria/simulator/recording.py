@@ -17,6 +17,7 @@ from planaria.core.records import (
     Ended,
     Forked,
     Leading,
+    ProfileCorrected,
     Recovering,
     Running,
     Starting,
@@ -210,6 +211,8 @@ class Recording:
                 recorder.decided(message, predicted_peak_bytes=0)
             case Changed():
                 recorder.changed(message, predicted_peak_bytes=0)
+            case ProfileCorrected():
+                recorder.corrected(message)
             case Ended():
                 recorder.ended()
 
