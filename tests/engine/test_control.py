@@ -82,7 +82,8 @@ while True:
         while last_beat_s() < first_s + 0.005:
             time.sleep(0.001)
     stop = control.stop_requested.is_set()
-    control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__))
+    waits = int(control.has_order())
+    control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__, pid=waits))
     if isinstance(order, Shutdown):
         break
 for thread in threads:
@@ -155,6 +156,18 @@ def test_a_rank_that_begins_anew_forgets_a_stop(iteration: int, agent: Agent) ->
 
     (told,) = [m for m in messages if isinstance(m, WorkerFailed)]
     assert bool(told.node) == (iteration == AT_COMMIT)
+
+
+@pytest.mark.parametrize("iteration", [0, AT_COMMIT])
+def test_an_order_for_a_commit_calls_nothing_off(iteration: int, agent: Agent) -> None:
+    """Or the last save is not begun where that commit is the job's last."""
+    start = msgspec.structs.replace(_start(), iteration=iteration)
+    save = SaveLayers(epoch=0, iteration=1, layers={})
+    agent.socket.sendall(frame(save) + frame(start))
+    messages = agent.messages(102)
+
+    told, _ = [m for m in messages if isinstance(m, WorkerFailed)]
+    assert bool(told.pid) == (iteration != AT_COMMIT)
 
 
 def test_an_abort_frees_the_epochs_before_it_and_no_other(agent: Agent) -> None:

@@ -68,8 +68,10 @@ class Control:
             self._socket.sendall(frame(message))
 
     def has_order(self) -> bool:
-        """Whether an order waits to be carried out."""
-        return not self._orders.empty()
+        """Whether an order waits to be carried out now. One to begin an epoch at a commit is carried
+        out behind that commit, and not at all if it is the job's last."""
+        with self._orders.mutex:
+            return not all(map(_is_for_a_commit, self._orders.queue))
 
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
@@ -118,3 +120,7 @@ class Control:
                     if isinstance(message, Abort):
                         self._links.abort("a member is lost", first_epoch=message.epoch)
                     self._orders.put(message)
+
+
+def _is_for_a_commit(order: Order) -> bool:
+    return isinstance(order, StartEpoch) and order.iteration == AT_COMMIT

@@ -143,7 +143,7 @@ class SimulatedWorker:
             write=around.write,
             say=self._say,
             may_write=may_write,
-            is_called_off=lambda: bool(self._orders),
+            is_called_off=self._has_order,
         )
         self._node = node
         self._around = around
@@ -220,6 +220,11 @@ class SimulatedWorker:
         while not isinstance(order := await self._next_order(), Shutdown):
             if isinstance(order, Abort):
                 self._say(Stopped(rank=self.rank, epoch=order.epoch, ages={}, complete=()))
+
+    def _has_order(self) -> bool:
+        """Whether an order waits to be carried out now."""
+        at_commit = (isinstance(o, StartEpoch) and o.iteration == AT_COMMIT for o in self._orders)
+        return not all(at_commit)
 
     async def _next_order(self) -> Order:
         while not self._orders:
