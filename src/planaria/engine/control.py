@@ -68,8 +68,8 @@ class Control:
             self._socket.sendall(frame(message))
 
     def has_order(self) -> bool:
-        """Whether an order waits to be carried out now. One to begin an epoch at a commit is carried
-        out behind that commit, and not at all if it is the job's last."""
+        """Whether an order waits to be carried out now. One to begin an epoch at a commit is for
+        after that commit, and for never if it is the job's last."""
         with self._orders.mutex:
             return not all(map(_is_for_a_commit, self._orders.queue))
 

@@ -28,7 +28,7 @@ _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 # ones follow at commits; that takes some iterations.
 _HURRIED = ((1000.0, 1e7), (100.0, 1e6))
 _ITERATIONS_MORE = 8
-_LEARNING_SHARE = 0.3
+LEARNING_SHARE = 0.3  # Of jobs.
 _LOG_TAIL = 40
 _NEXT_S = 30.0  # From a commit to the next one, where messages are slow.
 _LONGEST_S = 600.0  # From the last fault to the end of the job, however it gets on.
@@ -136,7 +136,7 @@ def _with_copies(scenario: Scenario, rng: Random) -> Scenario:
 def _learning(scenario: Scenario, rng: Random) -> Scenario:
     """The job, now and then so that its coordinator learns how long layers take, and what they
     hold."""
-    if rng.random() >= _LEARNING_SHARE:
+    if rng.random() >= LEARNING_SHARE:
         return scenario
     room = rng.choice((0.0, 1.2, 1.5))
     return replace(
