@@ -439,12 +439,8 @@ class Faults:
                 cluster.network.join(node, LAUNCHER)
             case FaultKind.SLOW:
                 self._set(cluster.network, fault.lasts_s, 0.2)
-            case FaultKind.DISK:
-                self._set(cluster.disk, fault.lasts_s, 0.5)
-            case FaultKind.FULL:
-                cluster.disk.fill()
-            case FaultKind.STUCK:
-                cluster.disk.hang(fault.lasts_s)
+            case FaultKind.DISK | FaultKind.FULL | FaultKind.STUCK:
+                self._strike_disk(fault)
             case FaultKind.STOP if not cluster.stop_requested:
                 cluster.request_stop()
             case FaultKind.JOIN:
@@ -462,6 +458,16 @@ class Faults:
                 agent.raise_for(fault.lasts_s, fault.blame, fault.where)
             case FaultKind.MISTAKE:
                 agent.mistake(fault.where)
+
+    def _strike_disk(self, fault: Fault) -> None:
+        disk = self._cluster.disk
+        match fault.kind:
+            case FaultKind.DISK:
+                self._set(disk, fault.lasts_s, 0.5)
+            case FaultKind.FULL:
+                disk.fill()
+            case FaultKind.STUCK:
+                disk.hang(fault.lasts_s)
 
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s

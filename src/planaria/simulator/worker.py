@@ -408,16 +408,7 @@ class SimulatedWorker:
         training = self._rules.job.training
         iteration = start.iteration
         ends = iteration >= training.iterations
-        executor = SimulatedExecutor(
-            self.process,
-            self.links,
-            layout,
-            job=self._around.job,
-            pulse=self.pulse,
-            shadows=start.plan.shadows.get(self.rank, ()),
-            reached=lambda place, number: self._around.reached(place, self, number),
-            computed=self._computed,
-        )
+        executor = self._executor(start, layout)
         if start.persists:
             await self._save(start, layout, iteration)
         end_s = self.process.now_s
@@ -468,6 +459,18 @@ class SimulatedWorker:
                 self._switches_at = iteration
                 return
         await self._saver.wait_written()
+
+    def _executor(self, start: StartEpoch, layout: Layout) -> SimulatedExecutor:
+        return SimulatedExecutor(
+            self.process,
+            self.links,
+            layout,
+            job=self._around.job,
+            pulse=self.pulse,
+            shadows=start.plan.shadows.get(self.rank, ()),
+            reached=lambda place, number: self._around.reached(place, self, number),
+            computed=self._computed,
+        )
 
     async def _votes(self, epoch: int, iteration: int) -> Votes:
         copied, uncopied = await self._copying.votes(iteration)
