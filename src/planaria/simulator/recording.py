@@ -128,13 +128,20 @@ class Recording:
             case Leading() if self._unled_s >= 0.0 and ledger.category is not Category.USEFUL:
                 waited_s = now_s - max(self._unled_s, ledger.now_s)
                 return {Category.RESTART} if waited_s > _TOLERANCE_S else set()
-            case Committed() if ledger.seconds.get(Category.USEFUL) or self._is_training:
+            case Committed() if self._useful_s(message) > _TOLERANCE_S:
                 trained_s = min((report.seconds for report in message.reports), default=0.0)
                 found = {Category.IDLE} if self._idle_members and trained_s else set()
                 if trained_s and any(report.eager_s for report in message.reports):
                     found.add(Category.REDUNDANT)
                 return found
         return set()
+
+    def _useful_s(self, message: Committed) -> float:
+        """What the ledger has of useful seconds with this iteration, of which some may be others;
+        none where a job is told at once that it runs and what it has done."""
+        ledger = self.recorder.ledger
+        newest_s = message.now_s - ledger.now_s if self._is_training else 0.0
+        return ledger.seconds.get(Category.USEFUL, 0.0) + newest_s
 
     def _does(self, message: ToLauncher) -> Category | None:
         """What all do after a message; None if it does not change that."""
