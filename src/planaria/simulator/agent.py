@@ -31,6 +31,7 @@ from planaria.core.messages import (
     HeartbeatTaken,
     NodeArrived,
     NoticeTaken,
+    Raised,
     Shutdown,
     ToNode,
     WorkerExited,
@@ -46,6 +47,8 @@ _RECONNECT_S = 0.02
 _STARTUP_S = 0.05
 _LEAVES_S = 0.3  # What its workers still write is written by then.
 KILLED = -9
+UNANSWERED = "its lease ran out, unanswered"
+ANYWHERE = "anywhere"  # A worker's code may raise at any of its places: start, layers, step.
 
 
 class World(Surroundings, Protocol):
@@ -78,9 +81,10 @@ class SimulatedAgent:
         workers: by device, the present ones.
         memories: for the copies that they keep.
         state: what the agent knows.
-        left: why it ended itself, "" if it did not.
+        left: why it ended itself, "" if it did not; and when.
         raising_until_s: until when the code in its workers raises as it may on one node alone.
-        is_mistaken: what its workers raise next is the job's.
+        raising: whose fault that is, and where.
+        mistaken_at: where its workers raise next for a mistake in the job's code, "" if nowhere.
     """
 
     def __init__(
@@ -93,9 +97,10 @@ class SimulatedAgent:
         ended: Callable[["SimulatedAgent"], None],
     ) -> None:
         self.node = node
-        self.left = ""
+        self.left, self.left_s = "", -1.0
         self.raising_until_s = -1.0
-        self.is_mistaken = False
+        self.raising: tuple[Blame, str] = ("node", "layers")
+        self.mistaken_at = ""
         self.state = AgentState(node=node)
         self.workers: list[SimulatedWorker] = []
         num_devices = world.job.scenario.devices_per_node
@@ -129,11 +134,14 @@ class SimulatedAgent:
         rank = self.node * self._world.job.scenario.devices_per_node
         self.process.do(lambda: self._say(NoticeTaken(node=self.node, rank=rank, after_s=after_s)))
 
-    def raise_for(self, lasts_s: float, *, is_mistake: bool) -> None:
-        """The code in its workers raises from now on, or once if it is the job's mistake."""
-        self.is_mistaken = is_mistake
-        if not is_mistake:
-            self.raising_until_s = self._world.loop.now_s + lasts_s
+    def mistake(self, place: str) -> None:
+        """The code in one of its workers raises once, at a place: it is the job's mistake."""
+        self.mistaken_at = place
+
+    def raise_for(self, lasts_s: float, blame: Blame, place: str) -> None:
+        """The code in its workers raises for a while, at a place."""
+        self.raising_until_s = self._world.loop.now_s + lasts_s
+        self.raising = blame, place
 
     def break_workers(self, *, device: int) -> None:
         """A worker crashes; its node lives."""
@@ -185,7 +193,7 @@ class SimulatedAgent:
 
     def _leave(self, reason: str) -> None:
         self._world.happened("leaves", self.node, reason)
-        self.left = reason
+        self.left, self.left_s = reason, self._world.loop.now_s
         self.kill()
 
     # -- the lease and the workers ----------------------------------------------------------------
@@ -210,7 +218,7 @@ class SimulatedAgent:
             return
         self._to_coordinator.send(Heartbeat(node=self.node, sent_s=now_s))
         if is_given_up(self._lease, now_s):
-            self._leave("its lease ran out, unanswered")
+            self._leave(UNANSWERED)
 
     def _forked(self, device: int) -> SimulatedWorker:
         self._num_forked += 1
@@ -240,12 +248,14 @@ class SimulatedAgent:
             raises=self._raises,
         )
 
-    def _raises(self) -> Blame | Literal[""]:
+    def _raises(self, place: str) -> Blame | Literal[""]:
         """Whose fault it is that the code in a worker raises now, "" if it does not."""
-        if self.is_mistaken:
-            self.is_mistaken = False
+        if self.mistaken_at in (place, ANYWHERE) and self.mistaken_at:
+            self.mistaken_at = ""
             return "job"
-        return "node" if self._world.loop.now_s < self.raising_until_s else ""
+        blame, where = self.raising
+        is_there = where in (place, ANYWHERE)
+        return blame if is_there and self._world.loop.now_s < self.raising_until_s else ""
 
     def _joined(self, device: int) -> End:
         """Starts a worker with a line to this agent."""
@@ -264,6 +274,11 @@ class SimulatedAgent:
         if self._is_shut_down:
             return
         was_stalled = worker.process.stopped_s >= 0.0
+        first_layer, end_layer = worker.pulse.layers
+        if not worker.is_leaving:
+            error = "stall" if was_stalled else "SIGKILL"
+            raised = Raised(error=error, first_layer=first_layer, end_layer=end_layer)
+            self._world.crashed(self.node, "node", raised)
         self._lines[device].close()
         self.workers[device] = self._forked(device)
         self._lines[device] = self._joined(device)
@@ -276,6 +291,7 @@ class SimulatedAgent:
                 pid=worker.pid,
                 status=KILLED,
                 stalled=was_stalled,
+                layers=worker.pulse.layers,
             )
         )
 

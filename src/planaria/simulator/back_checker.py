@@ -21,7 +21,7 @@ def newest_told(cluster: SimulatedCluster) -> int:
     leader = cluster.leader
     if not leader.is_in_the_dark:
         return newest_saved(cluster)
-    known = leader.told - cluster.set_aside - leader.spoilt
+    known = leader.told.keys() - cluster.set_aside - leader.spoilt
     return max((one.iteration for one in cluster.published if one.source in known), default=0)
 
 

@@ -15,15 +15,16 @@
 Source: TigerBeetle's checkers, which watch and assert and take no part.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from planaria.coordinator.change import REFORM
-from planaria.coordinator.crashes import CRASHES_MAX
+from planaria.coordinator.state import Rules
 from planaria.coordinator.store import Entry, Event
 from planaria.coordinator.trust import DISTRUSTED_MIN
 from planaria.core.messages import StartEpoch
@@ -38,6 +39,8 @@ from planaria.core.records import (
     Origin,
     Outcome,
     Progress,
+    Recorded,
+    Rescue,
     Running,
     ToLauncher,
     Warned,
@@ -45,17 +48,15 @@ from planaria.core.records import (
     decode_record,
 )
 from planaria.core.samples import sample_digest
+from planaria.policies.roomy import has_room
+from planaria.simulator.absence import Absence
 from planaria.simulator.agent import machine_of
-from planaria.simulator.back_checker import (
-    newest_copied,
-    newest_saved,
-    newest_told,
-    unused_grants,
-)
+from planaria.simulator.back_checker import newest_copied, newest_told
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
+from planaria.simulator.crash_log import CrashFact, CrashLog
+from planaria.simulator.end_checker import EndChecker, Seen
 from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
-from planaria.simulator.leader import CANNOT_RECORD
 from planaria.simulator.plan_checker import is_another, num_exposed, wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
@@ -63,7 +64,17 @@ from planaria.simulator.worker import SimulatedWorker
 _STILL_S: Final = 45.0  # Between commits without a fault; who waits in vain does so for 60 s.
 PATIENCE_S: Final = 60.0  # From the last fault to the end of the job, unless it gets on.
 _LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
-_END_A_LEASE: Final = (FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnRecord:
+    """What is on record."""
+
+    epoch: int
+    members: tuple[int, ...]
+    gone: frozenset[int]
+    outcome: int
+    origin: Origin
 
 
 class Checkers:
@@ -82,7 +93,7 @@ class Checkers:
         self._cluster = cluster
         self._job = cluster.job
         self._first_ages: dict[int, int] = {}
-        self._records: dict[tuple[str, str], Entry] = {}
+        self._records: set[tuple[str, str]] = set()
         self._pieces: dict[str, bytes] = {}
         self._term = -1
         self._epoch = -1
@@ -98,6 +109,16 @@ class Checkers:
         self._gone: set[int] = set()
         self._failures: dict[str, int] = {}
         self._planned: set[int] = set()
+        self._plan = cluster.job.plan
+        self._fitted = cluster.job.rules
+        self._crashes = CrashLog()
+        self._absence = Absence(cluster)
+        self._num_before_back = 0
+        self._told = self._on_record()  # As far as the launcher knows.
+
+    def _on_record(self) -> "_OnRecord":
+        gone = frozenset(self._gone)
+        return _OnRecord(self._epoch, self._members, gone, self._outcome, self._origin)
 
     def _fail(self, text: str) -> None:
         self._cluster.happened("VIOLATION", text)
@@ -164,7 +185,7 @@ class Checkers:
         elif kind in ("members", "outcome", "plan"):
             if (kind, name) in self._records:
                 self._fail(f"{kind}/{name} is written twice")
-            self._records[kind, name] = event
+            self._records.add((kind, name))
             self._check_record(kind, self._whole(kind, name, event.value))
 
     def _whole(self, kind: str, epoch: str, value: bytes) -> bytes:
@@ -240,10 +261,11 @@ class Checkers:
         ):
             self._fail(f"all go back to {origin.iteration}, not to {saved} or {copied}")
         self._origin, self._outcome = origin, origin.iteration
+        self._num_before_back = self._num_committed
         self._num_committed = min(self._num_committed, origin.iteration)
 
     def _check_plan(self, plan: Plan) -> None:
-        job, self._ranks = self._job, plan.ranks
+        job, self._ranks, self._plan = self._job, plan.ranks, plan
         if not plan.silent:
             self._plans = (*self._plans[-1:], plan)
         if plan.epoch != self._epoch:
@@ -252,17 +274,42 @@ class Checkers:
         for text in wrong_in(plan, num_layers=num_layers, num_microbatches=num_microbatches):
             self._fail(text)
         staying = len(set(self._members) - self._leaving())
-        most = len(job.every.plans[staying].nodes) if staying >= job.rules.n0 else 0
+        rules = self._fitted_rules()
+        plans = self._plans_of(rules)
+        most = len(plans[staying].nodes) if staying >= rules.n0 else 0
         is_short = len(plan.nodes) < most and not plan.silent and not self._morphs
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
         moves = job.scenario.policy == "adaptive" or not plan.gone
         if moves and not plan.silent and not self._morphs:  # Else it is an older one.
             self._check_trust(plan, staying)
+        if rules is not job.rules and staying >= rules.n0 and not plan.silent:
+            self._check_room(plan, rules, plans[staying])
+
+    def _fitted_rules(self) -> Rules:
+        """With estimates of memory that were raised, which needs somebody who had too little."""
+        if (fitted := self._cluster.leader.fitted) is not None:
+            self._fitted = fitted
+            if not any(fact.blame == "memory" for fact in self._crashes.facts):
+                self._fail("estimates were raised, and nobody had too little memory")
+        return self._fitted
+
+    def _plans_of(self, rules: Rules) -> Mapping[int, Plan]:
+        return rules.every.plans if rules.every else self._job.every.plans
+
+    def _check_room(self, plan: Plan, rules: Rules, other: Plan) -> None:
+        """By what is estimated it fits, if any plan does."""
+        assert rules.every is not None
+        problem = rules.every.problem
+        self._cluster.happened("fitted", rules.n0)
+        if has_room(problem, other) and not has_room(problem, plan):
+            stages = [pipeline.template.stages for pipeline in plan.pipelines]
+            self._fail(f"there is no memory for {stages}")
 
     def _check_trust(self, plan: Plan, num_staying: int) -> None:
         """Trusted nodes fill the smallest pipeline, if all who can work still do beside it."""
-        n0, plans = self._job.rules.n0, self._job.every.plans
+        rules = self._fitted_rules()
+        n0, plans = rules.n0, self._plans_of(rules)
         machines = {node: machine_of(node) for node in self._members}
         trusted = {n for n, one in machines.items() if self._failures.get(one, 0) < DISTRUSTED_MIN}
         rest = plans.get(num_staying - n0)
@@ -280,6 +327,8 @@ class Checkers:
         match message:
             case Leading() if message.term != self._term:
                 self._fail(f"term {message.term} leads in term {self._term}")
+            case Recorded():
+                self._told = self._on_record()
             case Committed():
                 self._check_commit(message)
             case Warned() if message.untold == self._num_committed:
@@ -305,6 +354,7 @@ class Checkers:
         if still_s > _STILL_S:
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
         self.moved_s = self._cluster.loop.now_s
+        self._crashes.committed()
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
 
@@ -317,92 +367,45 @@ class Checkers:
             if is_young and at_work and self._outcome <= iteration:
                 self._fail(f"iteration {iteration} counts, and rank {worker.rank} lacks it")
 
-    # -- the end ----------------------------------------------------------------------------------
-
     def _check_end(self, ended: Ended) -> None:
-        scenario = self._job.scenario
-        match ended.ending:
-            case "finished":
-                if self._num_committed != scenario.iterations:
-                    self._fail(f"finished with {self._num_committed} iterations")
-                self._check_saved(self._num_committed)
-            case "stopped":
-                if not self._cluster.stop_requested:
-                    self._fail("stopped, and nobody asked for it")
-                self._check_saved(self._num_committed)
-            case "lost":
-                self._check_lost(ended)
-            case "failed":
-                self._check_failed(ended)
-            case "unsaved" if self._struck_nodes(*_END_A_LEASE) or self._cluster.saves.num_bad:
-                pass  # Whoever's lease has run out writes nothing, and a store may refuse.
-            case _:
-                self._fail(f"ended: {ended.ending}, {ended.reason}")
+        seen = Seen(
+            num_committed=self._num_committed,
+            outcome=self._outcome,
+            origin=self._origin,
+            plan=self._plan,
+            gone=frozenset(self._gone),
+            n0=self._fitted_rules().n0,
+            crashes=self._crashes,
+            forsaken=self._absence.forsaken(),
+        )
+        for text in EndChecker(self._cluster, self.faults, seen, ended).wrongs():
+            self._fail(text)
 
-    def _check_saved(self, number: int) -> None:
-        if (saved := newest_saved(self._cluster)) != number:
-            self._fail(f"the newest checkpoint is of {saved}, {number} are committed")
+    def crashed(self, fact: CrashFact) -> None:
+        """See Watcher."""
+        self._crashes.add(fact)
 
-    def _check_failed(self, ended: Ended) -> None:
-        """A mistake in the job's code; or a node raised or crashed as often as evicts it, and it
-        was needed, or was not the only one. What was committed is saved, if it was there."""
-        is_mistake = bool(self._struck_nodes(FaultKind.MISTAKE))
-        if not is_mistake and not self._often_struck():
-            crashes = self._struck_nodes(FaultKind.CRASH, FaultKind.STALL)
-            self._fail(f"failed after {dict(crashes)} crashes: {ended.reason}")
-        told = f"{ended.reason} {ended.failure.traceback if ended.failure else ''}"
-        is_told = "not saved" in told or "nothing was saved" in told
-        saved = max(newest_saved(self._cluster), 0)
-        if not is_told and saved < max(self._num_committed, self._origin.iteration):
-            self._fail(f"failed with {saved} saved of {self._num_committed}: {told}")
-
-    def _often_struck(self) -> set[int]:
-        """The nodes that may have raised or crashed often enough to be evicted for that."""
-        crashes = self._struck_nodes(FaultKind.CRASH, FaultKind.STALL)
-        often = {node for node, count in crashes.items() if count >= CRASHES_MAX}
-        return often | set(self._struck_nodes(FaultKind.RAISE))
-
-    def _check_lost(self, ended: Ended) -> None:
-        if ended.reason.startswith(CANNOT_RECORD) and self._struck_nodes(FaultKind.FULL):
-            return
-        scenario = self._job.scenario
-        num_left = len(set(ended.nodes) - set(self._struck_nodes(FaultKind.NOTICE)))
-        n0, f = self._job.rules.n0, scenario.failures_tolerated
-        kinds = (*LOOK_LIKE_LOSS, *ASKED, FaultKind.CRASH, FaultKind.STALL, FaultKind.RAISE)
-        causes = self._struck_nodes(*kinds)
-        if causes.total() <= f and not self._struck_nodes(*ANYWHERE):
-            self._fail(f"lost after {causes.total()} losses, f = {f}: {ended.reason}")
-        layer = re.match(r"no live node holds layer (\d+)", ended.reason)
-        if layer:
-            self._check_layer_lost(int(layer[1]), ended)
-        elif idle := unused_grants(self._cluster, self.faults) - {*ended.nodes, *self._gone}:
-            self._fail(f"node {idle} had been granted, and the job ends: {ended.reason}")
-        elif num_left >= n0 and not (scenario.stops_below and num_left < (f + 1) * n0):
-            self._fail(f"{num_left} nodes are left, and the job ends: {ended.reason}")
-
-    def _check_layer_lost(self, layer: int, ended: Ended) -> None:
-        """No member has it at the age at which all would go on, nor will; and nothing is saved."""
-        workers = [w for w in self._cluster.workers() if self._node(w) in ended.nodes]
-        age = max((self._outcome, *(w.vector_iteration + 1 for w in workers)))
-        for worker in workers:
-            if (held := worker.held.get(layer)) is None or held.age == NOT_YET:
-                continue
-            is_complete = held.gradients_of == held.age == age - 1
-            if held.age == age or is_complete:
-                self._fail(f"rank {worker.rank} has layer {layer}, and the job ends without it")
-        if saved := newest_told(self._cluster):
-            self._fail(f"a save of iteration {saved} is there, and the job ends")
-        if copied := newest_copied(self._cluster, ended.nodes, self._origin):
-            self._fail(f"copies of iteration {copied} are there, and the job ends")
-
-    def _node(self, worker: SimulatedWorker) -> int:
-        return worker.rank // self._job.scenario.devices_per_node
+    def rescued(self, rescue: Rescue) -> None:
+        """See Watcher."""
+        told = self._told
+        if self._origin != told.origin:  # Nobody knows that all were to go back.
+            self._num_committed = self._num_before_back
+        self._outcome, self._origin = told.outcome, told.origin
+        self._term, self._epoch, self._members = rescue.term, told.epoch, told.members
+        self._gone, self._failures = set(told.gone), {}
+        for key in [key for key in self._records if int(key[1]) > told.epoch]:
+            self._records.remove(key)
+        # Its term is that of the members before and one more, which nobody looks at.
+        members = msgspec.structs.replace(rescue.members, term=rescue.term)
+        self._records.add(("members", str(members.epoch)))
+        self._check_members(members)
 
     # -- members ----------------------------------------------------------------------------------
 
     def _check_cause(self, node: int) -> None:
         """A node is given up only if something happened that can look like its loss."""
-        struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving(), *self._often_struck()}
+        struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving(), *self._crashes.often()}
+        struck |= self._absence.forsaken()
         anywhere = self._struck_nodes(*ANYWHERE)
         if node not in struck and not anywhere:
             self._fail(f"node {node} is given up, and nothing happened to it")

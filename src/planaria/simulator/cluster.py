@@ -13,15 +13,17 @@ from planaria.coordinator.standby import nodes_to_replace
 from planaria.coordinator.standstill import stands_still
 from planaria.coordinator.state import Discard, Publish, Published
 from planaria.coordinator.store import Event
-from planaria.core.messages import DrainRequested, StopRequested
-from planaria.core.records import Beat, Committed, Ended, ToLauncher
+from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
+from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
 from planaria.errors import SpoiltError
 from planaria.simulator.agent import SimulatedAgent
+from planaria.simulator.crash_log import CrashFact
 from planaria.simulator.leader import SimulatedLeader
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.network import End, Network
 from planaria.simulator.recording import Recording
+from planaria.simulator.rescue import RESCUES_MAX, HeardRecords
 from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, Conduct, PlannedJob, first_content
 from planaria.simulator.store import SimulatedDisk
@@ -29,7 +31,6 @@ from planaria.simulator.worker import SimulatedWorker
 
 LAUNCHER = -1
 _RESTART_S = 0.03
-_RESTARTS_MAX = 5
 _NOTICE_S = 0.002
 
 
@@ -47,6 +48,12 @@ class Watcher(Protocol):
 
     def published(self, iteration: int, layers: dict[int, int]) -> None:
         """A checkpoint is complete."""
+
+    def crashed(self, fact: CrashFact) -> None:
+        """The code in a worker has raised, or its process has ended."""
+
+    def rescued(self, rescue: Rescue) -> None:
+        """The next coordinator only saves, and goes on from this."""
 
     def raised(self, error: BaseException) -> None:
         """Something raised what nobody expects."""
@@ -66,6 +73,7 @@ class SimulatedCluster:
         damaged: of these the ones that are not what was written; set_aside: those of which that is
             known.
         recording: of what the launcher is told.
+        records: what it knows of the coordinators' records.
         granted_s: when nodes came on machines that were asked for.
     """
 
@@ -95,7 +103,8 @@ class SimulatedCluster:
         self.granted_s: dict[int, float] = {}
         self._replaced: set[int] = set()
         self._newest_vector = -1
-        self._restarts = 0
+        self.records = HeardRecords(job.plan)
+        self._replaced_leaders: list[Process] = []
         self._num_leaders = 0
         self._is_starting = True
         self._is_heard = False
@@ -130,7 +139,7 @@ class SimulatedCluster:
             self.loop.after(self.job.scenario.grant_s * self.rng.random(), self._grant)
 
     def _grant(self) -> None:
-        if self.ended is None and not self.stop_requested:
+        if self.ended is None and not (self.stop_requested or self.records.must_end):
             self.join()
             self.granted_s[max(self.agents)] = self.loop.now_s
 
@@ -151,6 +160,11 @@ class SimulatedCluster:
     # -- the coordinator --------------------------------------------------------------------------
 
     def _start_leader(self) -> None:
+        if self.ended is not None:
+            return
+        rescue = None
+        if self.records.must_end and (rescue := self._rescue()) is None:
+            return
         self._num_leaders += 1
         self._is_starting = False
         self._is_heard, self._silent_ticks = False, 0
@@ -161,9 +175,11 @@ class SimulatedCluster:
             failed=self._raised,
             rate=self.leader_rate,
         )
-        store = self.disk.open(lambda: process.now_s)
-        self.leader = SimulatedLeader(process, store, self, piece_bytes=self.disk.model.piece_bytes)
-        process.spawn(self.leader.run())
+        disk = self.disk if rescue is None else self._memory()
+        leader = self.leader = SimulatedLeader(
+            process, disk, self, piece_bytes=self.disk.model.piece_bytes, rescue=rescue
+        )
+        process.spawn(leader.run())
         for node, agent in self.agents.items():
             if not agent.process.is_alive:
                 self.leader.lost(node, "its agent ended")
@@ -171,6 +187,35 @@ class SimulatedCluster:
             self.leader.queue(DrainRequested(node=node))
         if self.stop_requested:
             self.leader.queue(StopRequested())
+
+    def _rescue(self) -> Rescue | None:
+        """What a coordinator goes on from that only saves; the job ends if none can."""
+        there = [node for node, agent in self.agents.items() if agent.process.is_alive]
+        if self.records.num_rescues >= RESCUES_MAX:
+            why = f"{RESCUES_MAX} more ended before they had it saved"
+        elif not set(there).intersection(self.records.nodes):
+            why = "no node is left to save"
+        else:
+            for process in self._replaced_leaders:
+                process.kill()
+            rescue = self.records.rescue(there)
+            self.happened("rescue", rescue.members.epoch, *rescue.members.nodes)
+            self.watcher.rescued(rescue)
+            return rescue
+        reason = f"{self.records.must_end}; {why}"
+        nodes, epoch = self.records.nodes, 0
+        self.ended = Ended(ending="lost", reason=reason, failure=None, nodes=nodes, epoch=epoch)
+        self.watcher.noticed(self.ended)
+        return None
+
+    def _memory(self) -> SimulatedDisk:
+        """What a coordinator keeps its records in that only saves."""
+
+        def written(event: Event) -> None:
+            if self.leader.has_adopted:
+                self._recorded(event)
+
+        return SimulatedDisk(self.loop, self.rng, written, is_memory=True)
 
     def _watch_leader(self) -> None:
         """The launcher's tick."""
@@ -186,7 +231,7 @@ class SimulatedCluster:
         self.recording.leader_lost(self.loop.now_s)
         self.leader.process.kill()
         self.disk.crash()
-        self._restarts += 1
+        self.records.restart()
         self._is_starting = True
         delay_s = _RESTART_S * (1.0 + 5.0 * self.rng.random())
         self.loop.after(delay_s, self._start_leader)
@@ -200,17 +245,18 @@ class SimulatedCluster:
         self.recording.leader_lost(self.loop.now_s)
         old = self.leader.process
         old.stop()
+        self._replaced_leaders.append(old)
         self.leader.is_serving = False  # Agents look for the leader that the store names.
         self.network.break_all(old)
         self.loop.after(lasts_s, old.go_on)
-        self._restarts += 1
+        self.records.restart()
         self._is_starting = True
         self.loop.after(_RESTART_S, self._start_leader)
 
     @property
     def can_lose_leader(self) -> bool:
-        """The launcher does not give up if the coordinator is killed once more."""
-        return self._restarts < _RESTARTS_MAX and not self._is_starting
+        """There is one, and the launcher does not give up if it is killed once more."""
+        return self.records.num_rescues < RESCUES_MAX and not self._is_starting
 
     def door(self, agent: SimulatedAgent) -> End | None:
         """See World."""
@@ -232,11 +278,11 @@ class SimulatedCluster:
         if isinstance(message, Beat):
             return
         self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
+        self.records.hear(message)
         self.recording.noticed(message, self.loop.now_s)
         self.watcher.noticed(message)
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1
-            self._restarts = 0
         if self.job.scenario.grant_s:
             self._replace(nodes_to_replace(message))
         if isinstance(message, Ended) and self.ended is None:
@@ -280,6 +326,11 @@ class SimulatedCluster:
             place = "vector"
         node = worker.rank // self.job.scenario.devices_per_node
         self._strike(place, node)
+
+    def crashed(self, node: int, blame: Blame, raised: Raised) -> None:
+        """See Surroundings."""
+        self.happened("crashed", node, blame, raised.error, raised.first_layer, raised.end_layer)
+        self.watcher.crashed(CrashFact(self.loop.now_s, node, blame, raised))
 
     def reached_by_leader(self, place: str, iteration: int) -> None:
         """See Launcher."""

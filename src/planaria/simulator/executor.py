@@ -6,7 +6,8 @@ down a binary tree. Gradients are the samples that went into them.
 Source: engine/executor.py and groups.py, whose order of things it keeps.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,11 +32,36 @@ class HeldLayer:
     gradient: Samples = ()
 
 
+@dataclass(slots=True)
+class Pulse:
+    """What a worker is doing, as its agent can see it.
+
+    Attributes:
+        layers: first and end of those that it is computing, both 0 if it is not.
+    """
+
+    layers: tuple[int, int] = (0, 0)
+
+    @contextmanager
+    def computing(self, first_layer: int, end_layer: int) -> Iterator[None]:
+        """It computes these layers meanwhile."""
+        self.layers = first_layer, end_layer
+        try:
+            yield
+        finally:
+            self.layers = (0, 0)
+
+
 class SimulatedExecutor:
     """One rank's part of the iterations of one epoch.
 
     Args:
+        shadows: layers whose forwards it computes eagerly.
         computed: is called with the layers of each forward and backward, and may raise.
+
+    Attributes:
+        action_s: of the iteration run last, by kind: the seconds of its forwards and backwards.
+        eager_s: of that, in eager forwards, which it computes while it would wait otherwise.
     """
 
     def __init__(
@@ -45,9 +71,15 @@ class SimulatedExecutor:
         layout: Layout,
         *,
         job: PlannedJob,
+        pulse: Pulse,
+        shadows: Sequence[int],
         reached: Callable[[str, int], None],
         computed: Callable[[Sequence[int]], None],
     ) -> None:
+        self.action_s: dict[str, float] = {}
+        self.eager_s = 0.0
+        self._pulse = pulse
+        self._shadows = shadows
         self._computed = computed
         self._process = process
         self._links = links
@@ -81,6 +113,9 @@ class SimulatedExecutor:
     async def _compute(self, iteration: int) -> dict[int, Samples]:
         """Forward and backward along all routes: by layer the samples that went through it here."""
         visits = self._layout.visits.get(self._rank, ())
+        self.action_s = {"F": 0.0, "B": 0.0}
+        number = sum(len(visit.microbatches) for visit in visits)
+        self.eager_s = number * sum(self._job.forward_s[layer] for layer in self._shadows)
         found: dict[int, Samples] = {}
         arrived = {}
         for visit in visits:
@@ -92,7 +127,7 @@ class SimulatedExecutor:
             for layer in visit.layers:
                 found[layer] = (*found.get(layer, ()), *arrived[visit])
         for visit in put_off:
-            await self._work(visit.seconds)
+            await self._work(visit, "B", 1)
         return {layer: tuple(sorted(samples)) for layer, samples in found.items()}
 
     async def _forward(self, visit: Visit, iteration: int) -> Samples:
@@ -101,7 +136,7 @@ class SimulatedExecutor:
             samples: Samples = await self._links.receive(visit.before, tag)
         else:
             samples = visit.samples(self._job, iteration)
-        await self._work(visit.seconds)
+        await self._work(visit, "F", 1)
         self._computed(visit.layers)
         if visit.after >= 0:
             tag = ("forward", iteration, visit.route, visit.hop + 1)
@@ -114,15 +149,20 @@ class SimulatedExecutor:
             await self._links.receive(visit.after, ("backward", iteration, visit.route, visit.hop))
         self._reached("backward", iteration)
         is_split = self._layout.plan.splits_backward and visit.before >= 0
-        await self._work(visit.seconds if is_split else 2 * visit.seconds)
+        await self._work(visit, "B", 1 if is_split else 2)
         self._computed(visit.layers)
         if visit.before >= 0:
             tag = ("backward", iteration, visit.route, visit.hop - 1)
             self._links.send(visit.before, tag, samples)
         return is_split
 
-    async def _work(self, seconds: float) -> None:
-        await self._process.sleep(seconds)
+    async def _work(self, visit: Visit, kind: str, num_parts: int) -> None:
+        """Computes a forward, or one or both parts of a backward, each of which takes as long."""
+        each_s = sum(self._job.forward_s[layer] for layer in visit.layers)
+        seconds = num_parts * each_s * len(visit.microbatches)
+        with self._pulse.computing(visit.layers.start, visit.layers.stop):
+            await self._process.sleep(seconds)
+        self.action_s[kind] += seconds
         self._links.check_epoch()
 
     async def _reduce(self, iteration: int, samples: Mapping[int, Samples]) -> dict[int, Samples]:
@@ -134,9 +174,10 @@ class SimulatedExecutor:
             total = [samples.get(layer, ()) for layer in bucket.layers]
             for rank in others:
                 self._links.send(rank, ("reduce", iteration, index), tuple(total))
-            for rank in others:
-                theirs = await self._links.receive(rank, ("reduce", iteration, index))
-                total = [mine + more for mine, more in zip(total, theirs, strict=True)]
+            with self._pulse.computing(min(bucket.layers), max(bucket.layers) + 1):
+                for rank in others:
+                    theirs = await self._links.receive(rank, ("reduce", iteration, index))
+                    total = [mine + more for mine, more in zip(total, theirs, strict=True)]
             for layer, found in zip(bucket.layers, total, strict=True):
                 reduced[layer] = tuple(sorted(found))
         return reduced

@@ -15,6 +15,8 @@ from random import Random
 from typing import Final, Protocol
 
 from planaria.coordinator.arrivals import arrival_s
+from planaria.core.messages import Blame
+from planaria.simulator.agent import ANYWHERE as AT_ANY_PLACE
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, Conduct
 
@@ -36,6 +38,7 @@ class FaultKind(Enum):
     SLOW = "messages take long, and so pass those of other connections"
     DISK = "the store's disk is slow"
     FULL = "the store's disk is full, for good"
+    STUCK = "the store's disk does nothing for a while"
     CLOCK = "a clock goes wrong by some percent"
     STOP = "the user asks to stop"
     JOIN = "a node comes"
@@ -54,7 +57,8 @@ _LOSSES: Final = (
 )
 _OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
 _OF_CODE: Final = (FaultKind.RAISE, FaultKind.MISTAKE)
-_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, *_OF_CODE, FaultKind.FULL)
+_NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, *_OF_CODE, FaultKind.FULL, FaultKind.STUCK)
+_PLACES: Final = ("layers", "layers", "start", "step", AT_ANY_PLACE)  # Where code raises.
 # After which a node may be given up: by itself, or anywhere; and what makes nodes leave in peace.
 LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
@@ -82,7 +86,8 @@ _CHANGE_SHARE: Final = 0.2
 _CONNECTED_S: Final = 0.5
 _FIRST_WRITES: Final = 8  # Until the first nodes are admitted: of which most wait for another.
 _COMING_S: Final = 0.03
-_FULL_SHARE: Final = 0.03
+_FULL_SHARE: Final = 0.05
+_STUCK_SHARE: Final = 0.1
 _REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
 
 
@@ -94,6 +99,7 @@ class Fault:
         node: that it strikes; or THERE, or BEFORE.
         other: of a cut.
         follows: all that counts from when the fault before it has struck, not from the start.
+        blame, where: whose fault it is that code raises, and at which place of a worker.
     """
 
     kind: FaultKind
@@ -106,6 +112,8 @@ class Fault:
     count: int = 0
     delay_s: float = 0.0
     follows: bool = False
+    blame: Blame = "node"
+    where: str = "layers"
 
     def __str__(self) -> str:
         when = f"after {self.at_s:.3f} s"
@@ -115,6 +123,8 @@ class Fault:
         names = {THERE: "whoever is there", BEFORE: "whoever was there before"}
         whom = names.get(self.node, f"node {self.node}")
         what = f"{self.kind.name.lower()} of {whom} (other: {self.other}) for {self.lasts_s} s"
+        if self.kind in _OF_CODE:
+            what += f", {self.blame} at {self.where}"
         return f"{then}{when}: {what}{', breaking connections' if self.breaks else ''}"
 
 
@@ -163,22 +173,67 @@ def drawn_conduct(rng: Random) -> Conduct:
 
 
 def disk_faults(rng: Random) -> tuple[Fault, ...]:
-    """Few disks are full some day: it ends the job, and nothing else can be seen in it then."""
-    if rng.random() > _FULL_SHARE:
+    """Few disks are full some day, which ends the job; some do nothing for a while. The coordinator
+    may be lost soon after that."""
+    share, at_s = rng.random(), rng.random() * FAULTS_S_MAX
+    if share > _FULL_SHARE + _STUCK_SHARE:
         return ()
-    at_s = rng.random() * FAULTS_S_MAX
-    full = Fault(kind=FaultKind.FULL, node=0, other=0, lasts_s=math.inf, breaks=False, at_s=at_s)
-    return (full,)
+    is_full = share <= _FULL_SHARE
+    fault = Fault(
+        kind=FaultKind.FULL if is_full else FaultKind.STUCK,
+        node=0,
+        other=0,
+        lasts_s=math.inf if is_full else rng.choice((0.5, 2.0, LEASE_S + 0.5, 2 * LEASE_S + 1.0)),
+        breaks=False,
+        at_s=at_s,
+    )
+    if rng.random() < 0.5:
+        return (fault,)
+    after_s = rng.random() * rng.choice((0.05, 0.5, 3.0))
+    loss = replace(fault, kind=FaultKind.LEADER, lasts_s=0.0, at_s=after_s, follows=True)
+    return (fault, loss)
+
+
+def disk_filled(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """The disk of records is full while the job trains, and in most runs the coordinator is lost
+    then."""
+    del num_nodes
+    filled = Fault(
+        kind=FaultKind.FULL,
+        node=0,
+        other=0,
+        lasts_s=math.inf,
+        breaks=False,
+        at_s=_CONNECTED_S + 3.0 * rng.random(),
+    )
+    loss = replace(filled, kind=FaultKind.LEADER, at_s=rng.random() * 0.5, follows=True)
+    return (filled, *((loss,) if rng.random() < 0.8 else ()))
+
+
+def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
+    """The code in workers raises, on one node or on two."""
+    kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
+    if rng.random() < 0.3:
+        kinds = (*kinds[1:], FaultKind.MISTAKE)
+    faults = [
+        replace(
+            _drawn(rng, kind, num_nodes),
+            where=rng.choice(_PLACES),
+            blame=rng.choice(("node", "memory")),
+        )
+        for kind in kinds
+    ]
+    if len(faults) > 1 and rng.random() < 0.5:  # On another node at the same time.
+        first, second, *more = faults
+        second = replace(second, at_s=rng.random() * 0.01, place="", follows=True, node=first.other)
+        second = replace(second, blame=first.blame, lasts_s=first.lasts_s)
+        faults = [first, second, *more]
+    return tuple(faults)
 
 
 def raising_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """What the code in workers raises, now and then."""
-    if rng.random() < 0.7:
-        return ()
-    kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
-    if rng.random() < 0.3:
-        kinds = (*kinds[1:], FaultKind.MISTAKE)
-    return tuple(_drawn(rng, kind, num_nodes) for kind in kinds)
+    return code_raises(rng, num_nodes) if rng.random() >= 0.7 else ()
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
@@ -384,10 +439,8 @@ class Faults:
                 cluster.network.join(node, LAUNCHER)
             case FaultKind.SLOW:
                 self._set(cluster.network, fault.lasts_s, 0.2)
-            case FaultKind.DISK:
-                self._set(cluster.disk, fault.lasts_s, 0.5)
-            case FaultKind.FULL:
-                cluster.disk.fill()
+            case FaultKind.DISK | FaultKind.FULL | FaultKind.STUCK:
+                self._strike_disk(fault)
             case FaultKind.STOP if not cluster.stop_requested:
                 cluster.request_stop()
             case FaultKind.JOIN:
@@ -401,8 +454,20 @@ class Faults:
                 agent.memories[fault.other % len(agent.memories)].spoil()
             case FaultKind.DAMAGE:
                 cluster.damage()
-            case FaultKind.RAISE | FaultKind.MISTAKE:
-                agent.raise_for(fault.lasts_s, is_mistake=fault.kind is FaultKind.MISTAKE)
+            case FaultKind.RAISE:
+                agent.raise_for(fault.lasts_s, fault.blame, fault.where)
+            case FaultKind.MISTAKE:
+                agent.mistake(fault.where)
+
+    def _strike_disk(self, fault: Fault) -> None:
+        disk = self._cluster.disk
+        match fault.kind:
+            case FaultKind.DISK:
+                self._set(disk, fault.lasts_s, 0.5)
+            case FaultKind.FULL:
+                disk.fill()
+            case FaultKind.STUCK:
+                disk.hang(fault.lasts_s)
 
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s

@@ -15,8 +15,6 @@ from planaria.simulator.scenario import PlannedJob
 
 Samples = tuple[int, ...]
 
-_LAYER_S = 0.01  # Of a layer and a microbatch, forward; the backward takes twice that.
-
 
 @dataclass(frozen=True, slots=True)
 class Visit:
@@ -36,11 +34,6 @@ class Visit:
     before: int
     after: int
     microbatches: tuple[int, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of the forward."""
-        return _LAYER_S * len(self.layers) * len(self.microbatches)
 
     def samples(self, job: PlannedJob, iteration: int) -> Samples:
         """What goes this way, as the first hop takes it from the data."""

@@ -6,35 +6,45 @@ Source: nodes/leader.py, whose order of things it keeps.
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
-from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.logbook import opened_logbook
+from planaria.coordinator.logbook import Logbook, opened_logbook
 from planaria.coordinator.state import (
     Discard,
-    Ending,
+    MustEnd,
     Publish,
     Published,
+    Rules,
     SavesListed,
     Saving,
     SetAside,
     Tick,
 )
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
-from planaria.core.records import Beat, Ended, Leading, Saved, ToLauncher, Unsaved
+from planaria.core.records import (
+    Beat,
+    Ended,
+    Leading,
+    Rescue,
+    Saved,
+    ToLauncher,
+    Unrecorded,
+    Unsaved,
+)
 from planaria.errors import CheckpointError, StoreError
-from planaria.simulator.loop import Process, Waiting
+from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.simulator.network import End
 from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
+from planaria.simulator.store import SimulatedDisk
 
-CANNOT_RECORD: Final = "the coordinator cannot keep its records"
 Item = TypeVar("Item")
 
 _LOOK_S = 0.02
+_LIST_AGAIN_S = 5.0  # As the publisher does, which waits longer each time.
 
 
 class Launcher(Protocol):
@@ -45,6 +55,7 @@ class Launcher(Protocol):
     damaged: set[str]
     set_aside: set[str]
     saves: SimulatedSaves
+    loop: Loop
 
     def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
         """The coordinator tells something."""
@@ -82,28 +93,42 @@ class SimulatedLeader:
 
     Args:
         piece_bytes: of a record, in one value of the store.
+        rescue: what to go on from, only to save what is live; None: from the store.
 
     Attributes:
         leadership: what it decides with, once it has read its records.
         is_serving: it takes connections.
-        told: saves of which it has heard.
+        has_adopted: it goes on from its store, which has what the rescue knows.
+        admitted: nodes whose heartbeats it answers.
+        told: when it heard of which save.
         spoilt: those of which it has heard, or the leaders before it, that they are damaged.
     """
 
     def __init__(
-        self, process: Process, store: EmbeddedStore, launcher: Launcher, *, piece_bytes: int
+        self,
+        process: Process,
+        disk: SimulatedDisk,
+        launcher: Launcher,
+        *,
+        piece_bytes: int,
+        rescue: Rescue | None,
     ) -> None:
         self.process = process
         self.leadership: Leadership[_Line]
         self.is_serving = False
-        self.told: set[str] = set()
+        self.has_adopted = rescue is None
+        self._rescue = rescue
+        self._is_restored = False
+        self.admitted: set[int] = set()
+        self.told: dict[str, float] = {}
         self.spoilt: set[str] = set()
-        self._requests: _Inbox[Saving] = _Inbox()
+        self._requests: _Inbox[Saving | None] = _Inbox()  # None: to list the saves again.
         self._num_requests = 0
         self._since_s = math.inf
         self._is_refused = self._is_unlisted = False
         self._is_expiring = False
-        self._store = store
+        self._disk = disk
+        self._store = disk.open(process, self._refuse)
         self._piece_bytes = piece_bytes
         self._launcher = launcher
         self._lines: list[_Line] = []
@@ -119,23 +144,41 @@ class SimulatedLeader:
         try:
             await task
         except StoreError as error:
-            reason = f"{CANNOT_RECORD}: {error}"
-            self._end(
-                Ended(ending=Ending.LOST.value, reason=reason, failure=None, nodes=(), epoch=0)
-            )
+            self.notify(Unrecorded(reason=_reason(error)))
             self.process.kill()
 
-    async def _lead(self) -> None:
-        job, name = self._launcher.job, self._launcher.job.rules.job.name
+    def _refuse(self, error: StoreError) -> None:
+        """The disk keeps no records any more: the launcher knows before anything follows."""
+        self.notify(Unrecorded(reason=_reason(error)))
+        self.queue(MustEnd(_reason(error)))
+
+    async def _opened_logbook(self) -> Logbook:
+        """The records that this coordinator goes on from."""
+        name, rescue = self._launcher.job.rules.job.name, self._rescue
         logbook = await opened_logbook(
-            self._store, name, lease_s=LEASE_S, piece_bytes=self._piece_bytes
+            self._store,
+            name,
+            lease_s=LEASE_S,
+            first_term=rescue.term if rescue else 0,
+            piece_bytes=self._piece_bytes,
         )
-        self.leadership = Leadership(job.rules, logbook, self)
+        if rescue is not None:
+            await logbook.adopt(rescue.members, rescue.outcome, rescue.progress)
+            self.has_adopted = True
+            self.queue(MustEnd(rescue.reason))
+        return logbook
+
+    async def _lead(self) -> None:
+        job = self._launcher.job
+        rules = job.rules if self._rescue is None else job.saving_rules
+        logbook = await self._opened_logbook()
+        self.leadership = Leadership(rules, logbook, self)
         self.process.spawn(self._beat())
         await self.leadership.restore(
             job.plan, predicted_s=job.predicted_s, now_s=self.process.now_s
         )
         self.spoilt |= self.leadership.state.spoilt
+        self._is_restored = True
         self.process.spawn(self._serve_saves())
         await self.leadership.begin_leases()
         self.is_serving = True
@@ -196,13 +239,26 @@ class SimulatedLeader:
         self._lines.append(line)
         try:
             if await self.leadership.admit(node, line):
+                self.admitted.add(node)
                 while (message := await inbox.get()) is not None:
                     await self.leadership.take(node, message)
         except StoreError as error:
             self._launcher.happened("gives up", node, repr(error))
         self._lines.remove(line)
+        self.admitted.discard(node)
         self.leadership.left(node, line)
         line.close()
+
+    @property
+    def fitted(self) -> Rules | None:
+        """The rules with estimates of memory that were raised; None: none were, or it has yet to
+        read that."""
+        return self.leadership.state.fitted if self._is_restored else None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something that it records is not on the disk yet."""
+        return self._disk.is_writing
 
     def lost(self, node: int, reason: str) -> None:
         """The launcher's word that the process of a node is gone."""
@@ -240,20 +296,28 @@ class SimulatedLeader:
     async def _serve_saves(self) -> None:
         """Asks the store for one thing after the other."""
         await self._list_saves()
-        self.queue(SavesListed())
         while True:
             command = await self._requests.get()
             if self._is_unlisted:
                 await self._list_saves()
-            await self._carry_out(command)
-            self._num_requests -= 1
+            if command is not None:
+                await self._carry_out(command)
+                self._num_requests -= 1
 
     async def _list_saves(self) -> None:
         there: list[Published] = []
         self._is_unlisted = not await self._ask(lambda: there.extend(self._launcher.published))
-        for published in there if not self._is_unlisted else ():
+        if self._is_unlisted:
+            self.process.spawn(self._list_again())
+            return
+        for published in there:
             if published.source not in self._launcher.set_aside:
                 self._tell(published)
+        self.queue(SavesListed())
+
+    async def _list_again(self) -> None:
+        await self.process.sleep(_LIST_AGAIN_S)
+        self._requests.put(None)
 
     async def _carry_out(self, command: Saving) -> None:
         match command:
@@ -290,12 +354,16 @@ class SimulatedLeader:
         return True
 
     def _tell(self, published: Published) -> None:
-        self.told.add(published.source)
+        self.told.setdefault(published.source, self._launcher.loop.now_s)
         self.queue(published)
 
     def reached(self, place: str, iteration: int) -> None:
         """See Hands."""
         self._launcher.reached_by_leader(place, iteration)
+
+
+def _reason(error: StoreError) -> str:
+    return f"the coordinator cannot keep its records: {error}"
 
 
 class _Inbox(Generic[Item]):

@@ -1,10 +1,13 @@
 """The ledger of a simulated job: the recorder of real ones, told by the same messages.
 
-`wrongs` says what must hold for it: its parts sum to the time that the job took, and a category has
-seconds if what it stands for has happened, and only then.
+It must sum to the time that the job took, and a category must have seconds where what it stands for
+took time, and only there. So two things are said of each message, from what it tells alone: which
+categories may have more seconds after it than before, and which must.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from planaria.core.records import (
     AwaitingMachine,
@@ -15,6 +18,7 @@ from planaria.core.records import (
     Ended,
     Forked,
     Leading,
+    ProfileCorrected,
     Recovering,
     Running,
     Starting,
@@ -23,7 +27,24 @@ from planaria.core.records import (
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
 
-_TOLERANCE_S = 1e-6
+_TOLERANCE_S: Final = 1e-6
+
+# Of what there was before it a message tells that it was this.
+_WAS: Final[Mapping[type[ToLauncher], frozenset[Category]]] = {
+    Decided: frozenset({Category.REDO}),
+    Starting: frozenset({Category.REDO}),
+    Running: frozenset({Category.REGROUP, Category.TRANSFER}),
+    Changed: frozenset({Category.REGROUP}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """All wait for something, since a moment, when the ledger had so many seconds of it."""
+
+    category: Category
+    since_s: float
+    before_s: float
 
 
 class Recording:
@@ -37,7 +58,10 @@ class Recording:
         self.recorder = Recorder(start_s=0.0, predicted_s=predicted_s, predicted_peak_bytes=0)
         self._committed = (-1, 0)
         self._unled_s = -1.0  # Since when there is no coordinator, negative where there is one.
-        self._causes: set[Category] = set()
+        self._led_s = 0.0  # Since when there is one again.
+        self._wait: _Wait | None = None
+        self._idle_members = 0
+        self._is_recovering = False
         self._is_training = False
         self._was_training = False  # When the loss struck that is being answered.
         self._was_forking = False  # Then, too.
@@ -52,52 +76,153 @@ class Recording:
 
     def noticed(self, message: ToLauncher, now_s: float) -> None:
         """The coordinator has told something."""
+        if isinstance(message, Committed):
+            if (message.since, message.iteration) < self._committed:
+                return  # The coordinator before this one has told it, as in nodes/launcher.py.
+            self._committed = (message.since, message.iteration + 1)
+        ledger = self.recorder.ledger
+        before, did = dict(ledger.seconds), ledger.category
+        may_grow = self._may_grow(message) | {did}
+        must_grow = self._must_grow(message, now_s)
+        self._record(message, now_s)
+        after = self.recorder.ledger.seconds
+        grown = {c for c in Category if after.get(c, 0.0) > before.get(c, 0.0) + _TOLERANCE_S}
+        told = f"{type(message).__name__} at {now_s:.4f} s"
+        if wrong := sorted(grown - may_grow):
+            self._wrongs.append(f"{told} adds to the ledger's {wrong}, and is no cause")
+        if missing := sorted(c for c in must_grow if after.get(c, 0.0) <= before.get(c, 0.0)):
+            self._wrongs.append(f"{told} adds nothing to the ledger's {missing}")
+        does, category = self._does(message), self.recorder.ledger.category
+        if does is not None and category is not does:
+            self._wrongs.append(f"{told}: {category} follows, not {does}")
+        self._check_wait(message, now_s)
+
+    # -- what a message means for the ledger ------------------------------------------------------
+
+    def _may_grow(self, message: ToLauncher) -> set[Category]:
+        """Of what there may be more seconds, beside what was being done so far."""
+        match message:
+            case Leading() if self._unled_s >= 0.0:
+                return {Category.RESTART}
+            case Recovering():
+                # What it answers to may have been before there was a coordinator again.
+                waited = (
+                    {Category.RESTART} if message.lost_s <= self._led_s + _TOLERANCE_S else set()
+                )
+                return {Category.DETECT, *waited}
+            case Committed():
+                found = (
+                    {Category.REDO} if message.iteration < self.recorder.next_iteration else set()
+                )
+                found |= {Category.IDLE} if self._idle_members else set()
+                if any(report.eager_s for report in message.reports):
+                    found.add(Category.REDUNDANT)
+                if any(report.stall_s for report in message.reports):
+                    found.add(Category.CHECKPOINT_STALL)
+                return found
+        return set(_WAS.get(type(message), ()))
+
+    def _must_grow(self, message: ToLauncher, now_s: float) -> set[Category]:
+        """Of what there must be more seconds."""
+        ledger = self.recorder.ledger
+        match message:
+            case Leading() if self._unled_s >= 0.0 and ledger.category is not Category.USEFUL:
+                waited_s = now_s - max(self._unled_s, ledger.now_s)
+                return {Category.RESTART} if waited_s > _TOLERANCE_S else set()
+            case Committed() if self._useful_s(message) > _TOLERANCE_S:
+                trained_s = min((report.seconds for report in message.reports), default=0.0)
+                found = {Category.IDLE} if self._idle_members and trained_s else set()
+                if trained_s and any(report.eager_s for report in message.reports):
+                    found.add(Category.REDUNDANT)
+                return found
+        return set()
+
+    def _useful_s(self, message: Committed) -> float:
+        """What the ledger has of useful seconds with this iteration, of which some may be others;
+        none where a job is told at once that it runs and what it has done."""
+        ledger = self.recorder.ledger
+        newest_s = message.now_s - ledger.now_s if self._is_training else 0.0
+        return ledger.seconds.get(Category.USEFUL, 0.0) + newest_s
+
+    def _does(self, message: ToLauncher) -> Category | None:
+        """What all do after a message; None if it does not change that."""
+        match message:
+            case Recovering():
+                return Category.RESTART if message.is_forking else Category.DETECT
+            case AwaitingMachine():
+                return Category.IDLE
+            case Decided():
+                return Category.DECIDE
+            case Starting() if self._is_recovering:
+                return Category.REGROUP
+            case Running():
+                return Category.USEFUL
+        return None
+
+    def _check_wait(self, message: ToLauncher, now_s: float) -> None:
+        """A wait that is over by this message has seconds, and another one may begin."""
+        ledger = self.recorder.ledger
+        until_s = message.lost_s if isinstance(message, Recovering) else now_s
+        if isinstance(message, Leading):
+            self._wait = None  # For the coordinator, too.
+        if (wait := self._wait) and isinstance(message, Recovering | Forked | Decided | Ended):
+            spent_s = ledger.seconds.get(wait.category, 0.0) - wait.before_s
+            if ledger.category is wait.category:
+                spent_s += now_s - ledger.now_s
+            if spent_s <= 0.0 and until_s - wait.since_s > _TOLERANCE_S:
+                took_s = until_s - wait.since_s
+                self._wrongs.append(f"{took_s} s of {wait.category} are not in the ledger")
+            self._wait = None
+        match message:
+            case Recovering() if message.is_forking:
+                category, since_s = Category.RESTART, message.lost_s
+            case AwaitingMachine():
+                category, since_s = Category.IDLE, message.now_s
+            case _:
+                return
+        self._wait = _Wait(category, since_s, ledger.seconds.get(category, 0.0))
+
+    # -- the recorder -----------------------------------------------------------------------------
+
+    def _record(self, message: ToLauncher, now_s: float) -> None:
         recorder = self.recorder
         match message:
             case Leading() if self._unled_s >= 0.0:
-                self._causes.add(Category.RESTART)
                 recorder.restarted(lost_s=self._unled_s, now_s=now_s)
-                self._unled_s = -1.0
+                self._unled_s, self._led_s = -1.0, now_s
             case Starting():
                 recorder.starting(message)
                 self._check_redo()
             case Running():
+                self._is_recovering = False
                 self._is_training, self._was_training = True, False
-                if len(message.members) > len({one.node for one in message.workers.values()}):
-                    self._causes.add(Category.IDLE)
+                at_work = {one.node for one in message.workers.values()}
+                self._idle_members = max(0, len(message.members) - len(at_work))
                 recorder.running(message)
-            case Committed() if (message.since, message.iteration) < self._committed:
-                return  # The coordinator before this one has told it, as in nodes/launcher.py.
             case Committed():
-                self._committed = (message.since, message.iteration + 1)
                 self._has_settled = not self._is_training
                 recorder.committed(message)
             case Recovering():
-                self._causes.add(Category.DETECT)
-                if message.is_forking:
-                    self._was_forking = True
-                    self._causes.add(Category.RESTART)
+                self._is_recovering = True
+                self._was_forking |= message.is_forking
                 self._was_training |= self._is_training
                 self._is_training = False
                 recorder.recovering(message)
             case Forked():
                 recorder.forked(message)
             case AwaitingMachine():
-                self._causes.add(Category.IDLE)
                 recorder.awaiting_machine(message)
             case AwaitingSaves():
                 recorder.awaiting_saves(message)
             case Decided():
-                self._causes |= {Category.DECIDE, Category.REGROUP, Category.TRANSFER}
                 goes_back = message.iteration < recorder.next_iteration
-                if message.redone_samples:  # Ranks may train before all are known to.
-                    self._causes.add(Category.REDO)
                 if message.redone_samples and (self._was_training or goes_back):
                     self._redo_due = recorder.ledger.seconds.get(Category.REDO, 0.0)
                 recorder.decided(message, predicted_peak_bytes=0)
             case Changed():
-                self._causes.add(Category.REGROUP)
                 recorder.changed(message, predicted_peak_bytes=0)
+            case ProfileCorrected():
+                recorder.corrected(message)
             case Ended():
                 recorder.ended()
 
@@ -124,7 +249,3 @@ class Recording:
             yield f"the ledger's parts {parts} do not sum to {wall_s} s of {now_s} s"
         if negative := [name for name, seconds in parts.items() if seconds < 0.0]:
             yield f"negative seconds in the ledger: {negative}"
-        always = {Category.STARTUP, Category.USEFUL, Category.CHECKPOINT_STALL}
-        uncaused = {name for name in Category if parts[name]} - self._causes - always
-        if uncaused:
-            yield f"seconds in the ledger without a cause: {sorted(uncaused)}"

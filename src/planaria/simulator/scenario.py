@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from planaria.core.job import (
     ResilienceConfig,
     TrainingConfig,
 )
-from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan
+from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan, Transition
 from planaria.core.samples import sample_numbers
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
@@ -26,12 +26,15 @@ from planaria.planner.shadows import shadowed
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import Known
 from planaria.policies.named import aware_policy_of
-from planaria.policies.policy import profile_prices
+from planaria.policies.policy import Policy, profile_prices
+from planaria.policies.roomy import stage_peaks
 
 PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on what is expected.
+LAYER_S = 0.01  # Of a layer and a microbatch, forward; the backward takes twice that.
 LEASE_S = 3.0
 NUM_SAMPLES = 1000
 REGROUP_S = 0.05
+_FIRST_DRIFT = 1.15  # Less than makes a node slow.
 TIMEOUT_S = 4.0  # checkpoint.timeout_s
 
 
@@ -65,6 +68,10 @@ class Scenario:
         grant_s: in which a machine is granted for a lost one, at most; 0: none is.
         failures_per_hour: that answers are chosen by; 0 if that is learned.
         link_bytes_per_s: that answers are priced by.
+        learns: the coordinator corrects what is predicted by what is measured.
+        drift: how many times as long as predicted layers take then.
+        processors: that all ranks share, as far as is predicted; 0: each has its own.
+        room: how many times what any stage is estimated to hold a device does; 0: unknown.
     """
 
     num_nodes: int
@@ -84,6 +91,10 @@ class Scenario:
     policy: PolicyName = PLAINEST
     failures_per_hour: float = 0.0
     link_bytes_per_s: float = 1e8
+    learns: bool = False
+    drift: float = 1.0
+    processors: int = 0
+    room: float = 0.0
 
     @property
     def max_nodes(self) -> int:
@@ -115,15 +126,20 @@ class PlannedJob:
     """A scenario with all that its coordinator and workers need.
 
     Attributes:
+        saving_rules: of a coordinator that only saves what is live.
+        forward_s: that the forward of each layer takes for a microbatch, in truth; the backward
+            takes twice that.
         samples: of each iteration, by microbatch.
         contents: what each layer's state is at each age, a hash of all that led there.
     """
 
     scenario: Scenario
     rules: Rules
+    saving_rules: Rules
     every: EveryPlan
     plan: Plan
     predicted_s: float
+    forward_s: tuple[float, ...]
     samples: Mapping[int, tuple[tuple[int, ...], ...]]
     contents: Mapping[tuple[int, int], int]
 
@@ -133,11 +149,20 @@ def planned_job(scenario: Scenario) -> PlannedJob:
     """The job of a scenario, planned."""
     job = _config(scenario)
     # What there is to plan is the same under each policy, and for as many iterations.
-    plain = replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0)
+    plain = replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0)
     every = _every(replace(plain, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
+
+    def policy_of(plans: EveryPlan) -> Policy:
+        return aware_policy_of(job, plans, Known())
+
+    layer_s = tuple(one.forward_s[1] + one.backward_s(1) for one in every.problem.profile.layers)
     rules = Rules(
         job=job,
-        policy=aware_policy_of(job, every, Known()),
+        policy=policy_of(every),
+        layer_s=layer_s if scenario.learns else (),
+        every=every if scenario.learns else None,
+        policy_of=policy_of if scenario.learns else None,
+        processors=scenario.processors,
         prices=profile_prices(every.problem.profile, regroup_s=REGROUP_S),
         n0=min(every.templates),
         max_nodes=scenario.max_nodes,
@@ -153,18 +178,43 @@ def planned_job(scenario: Scenario) -> PlannedJob:
     return PlannedJob(
         scenario=scenario,
         rules=rules,
+        saving_rules=replace(rules, policy=_NoAnswer(), every=None, policy_of=None, layer_s=()),
         every=every,
         plan=plan,
         predicted_s=every.times.iteration_s([p.template for p in plan.pipelines], counts),
+        forward_s=_forward_s(scenario, layer_s),
         samples=samples,
         contents=_contents(scenario, samples),
     )
 
 
+class _NoAnswer:
+    """The policy of a coordinator that only saves."""
+
+    def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
+        """See Policy."""
+        return ()
+
+
+def _forward_s(scenario: Scenario, layer_s: tuple[float, ...]) -> tuple[float, ...]:
+    """What is so; in a job that learns the first layer is further off than the others."""
+    if not scenario.learns:
+        return (LAYER_S,) * scenario.num_layers
+    first_s, *others_s = (scenario.drift * seconds / 3.0 for seconds in layer_s)
+    return (_FIRST_DRIFT * first_s, *others_s)
+
+
 @cache
 def _every(scenario: Scenario) -> EveryPlan:
+    profile = _profile(scenario)
+    if scenario.room:
+        without = _every(replace(scenario, room=0.0))
+        peaks = (stage_peaks(without.problem, plan) for plan in without.plans.values())
+        most_bytes = max(bytes_ for plan in peaks for stages in plan for bytes_ in stages)
+        profile = replace(profile, device_memory_bytes=int(scenario.room * most_bytes))
     problem = Problem(
-        profile=_profile(scenario),
+        profile=profile,
+        processors=scenario.processors,
         devices_per_node=scenario.devices_per_node,
         num_microbatches=scenario.num_microbatches,
         failures_tolerated=scenario.failures_tolerated,

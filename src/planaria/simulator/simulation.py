@@ -28,6 +28,7 @@ _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 # ones follow at commits; that takes some iterations.
 _HURRIED = ((1000.0, 1e7), (100.0, 1e6))
 _ITERATIONS_MORE = 8
+LEARNING_SHARE = 0.3  # Of jobs.
 _LOG_TAIL = 40
 _NEXT_S = 30.0  # From a commit to the next one, where messages are slow.
 _LONGEST_S = 600.0  # From the last fault to the end of the job, however it gets on.
@@ -74,7 +75,7 @@ def run(
     scenario = _under_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
     faults = draw(rng, scenario.num_nodes)
     more = Random(f"more {seed}")
-    scenario = _with_copies(scenario, more)
+    scenario = _learning(_with_copies(scenario, more), Random(f"learns {seed}"))
     if scenario.copies or scenario.persist_every or scenario.num_standby:
         faults += more_faults(more, scenario.num_nodes + scenario.num_standby)
     if draw is drawn_faults:
@@ -129,6 +130,22 @@ def _with_copies(scenario: Scenario, rng: Random) -> Scenario:
         copies_every=rng.choice((0, 0, 1, 3)) if copies else 0,
         num_standby=rng.choice((0, 0, 0, 1, 2)),
         grant_s=rng.choice((0.0, 0.0, 0.0, 0.5, 3.0)),
+    )
+
+
+def _learning(scenario: Scenario, rng: Random) -> Scenario:
+    """The job, now and then so that its coordinator learns how long layers take, and what they
+    hold."""
+    if rng.random() >= LEARNING_SHARE:
+        return scenario
+    room = rng.choice((0.0, 1.2, 1.5))
+    return replace(
+        scenario,
+        learns=True,
+        drift=rng.choice((1.0, 1.5, 2.0)),
+        processors=rng.choice((0, 0, 2, 4)),
+        room=0.0 if scenario.policy == "absorb" else room,  # Shadows take more.
+        iterations=scenario.iterations + _ITERATIONS_MORE,
     )
 
 

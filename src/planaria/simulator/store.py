@@ -1,8 +1,9 @@
 """The disk of coordination under the virtual clock: the embedded store is the real one, it is slow.
 
 What comes while it writes shares the next write, as in nodes/journal.py. A write takes the longer,
-the more bytes it has. A crash loses what the disk does not have, from some write on; a full disk
-takes nothing any more, for ever.
+the more bytes it has. A crash loses what the disk does not have, from some write on. A full disk
+takes nothing any more, for ever: whoever has it open is told with the first write that fails, and
+goes on in memory. A disk that hangs answers nothing for some seconds, and then goes on.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Final
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.store import EMPTY, Change, Entry, Event, Gone, StoreState, applied
 from planaria.errors import StoreError
-from planaria.simulator.loop import Loop, Waiting
+from planaria.simulator.loop import Loop, Process, Waiting
 
 _FULL: Final = "the disk is full"
 
@@ -54,15 +55,29 @@ class SimulatedDisk:
 
     Args:
         written: is given each key that is written, or gone with its lease, once the disk has it.
+        is_memory: it is no disk: it takes no time, and nothing of it outlives its coordinator.
 
     Attributes:
         model: how it is.
         slow_share: of writes that take up to `model.slow_s`.
+        is_full: it takes nothing any more.
     """
 
-    def __init__(self, loop: Loop, rng: Random, written: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        rng: Random,
+        written: Callable[[Event], None],
+        *,
+        is_memory: bool = False,
+    ) -> None:
         self.model = DiskModel()
         self.slow_share = 0.0
+        self.is_full = False
+        self._is_memory = is_memory
+        self._hangs_until_s = 0.0
+        self._process: Process
+        self._refused: Callable[[StoreError], None]
         self._loop = loop
         self._rng = rng
         self._written = written
@@ -72,16 +87,26 @@ class SimulatedDisk:
         self._unwritten: list[Change] = []
         self._waiting: list[tuple[int, Waiting[None]]] = []
         self._generation = 0
-        self._is_full = False
 
-    def open(self, now_s: Callable[[], float]) -> EmbeddedStore:
-        """The store for the next coordinator, whose clock this is; one before may still use it."""
-        self._store.set_clock(now_s)
+    def open(self, process: Process, refused: Callable[[StoreError], None]) -> EmbeddedStore:
+        """The store for the next coordinator's process; one before may still use it.
+
+        Args:
+            refused: is told, in that process, when the disk takes nothing any more; what comes then
+                is kept in memory.
+        """
+        self._process, self._refused = process, refused
+        self._store.set_clock(lambda: process.now_s)
         return self._store
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether somebody waits for it."""
+        return bool(self._writing)
 
     def crash(self) -> None:
         """Ends the process that has it open; the write under way may have reached the disk."""
-        if self._writing and self._rng.random() < 0.5:
+        if self._writing and self._rng.random() < 0.5 and not self.is_full:
             self._write(self._writing)
         self._generation += 1
         self._writing, self._unwritten = [], []
@@ -90,11 +115,11 @@ class SimulatedDisk:
 
     def fill(self) -> None:
         """From now on nothing can be written; what is being written is not."""
-        self._is_full = True
-        self._generation += 1
-        waiting, self._waiting = self._waiting, []
-        for _, one in waiting:
-            one.fail(StoreError(_FULL))
+        self.is_full = True
+
+    def hang(self, lasts_s: float) -> None:
+        """What is being written is written when that is over, or later; so is what comes."""
+        self._hangs_until_s = max(self._hangs_until_s, self._loop.now_s + lasts_s)
 
     @property
     def durable(self) -> StoreState:
@@ -103,8 +128,6 @@ class SimulatedDisk:
 
     def keep(self, changes: Sequence[Change]) -> None:
         """See Keeper."""
-        if self._is_full:
-            raise StoreError(_FULL)
         for change in changes:
             self._check_size(change)
         self._unwritten += changes
@@ -115,8 +138,6 @@ class SimulatedDisk:
         """See Keeper."""
         if self._durable.num_changes >= num_changes:
             return
-        if self._is_full:
-            raise StoreError(_FULL)
         waiting: Waiting[None] = Waiting()
         self._waiting.append((num_changes, waiting))
         await waiting
@@ -127,17 +148,39 @@ class SimulatedDisk:
 
     def _flush(self) -> None:
         self._writing, self._unwritten = self._unwritten, []
+        generation = self._generation
+        self._loop.after(self._write_s(), lambda: self._flushed(generation))
+
+    def _write_s(self) -> float:
+        """How long what is being written takes."""
+        if self._is_memory:
+            return 0.0
         model = self.model
         delay_s = model.write_s * (1.0 + self._rng.random())
         if self.slow_share and self._rng.random() < self.slow_share:
             delay_s = max(delay_s, self._rng.random() * model.slow_s)
         num_bytes = sum(len(one.value) for one in self._writing if isinstance(one, Entry))
-        generation = self._generation
-        self._loop.after(delay_s + num_bytes / model.bytes_per_s, lambda: self._flushed(generation))
+        return delay_s + num_bytes / model.bytes_per_s
 
     def _flushed(self, generation: int) -> None:
         if generation != self._generation:
             return
+        left_s = self._hangs_until_s - self._loop.now_s
+        if left_s > 0.0 and not self._is_memory:
+            self._loop.after(left_s, lambda: self._flushed(generation))
+        elif self.is_full and not self._is_memory:
+            self._process.do(lambda: self._refuse(generation))
+        else:
+            self._take()
+
+    def _refuse(self, generation: int) -> None:
+        """Whoever has it open knows before anything follows, and goes on in memory."""
+        if generation == self._generation:
+            self._refused(StoreError(_FULL))
+            self._is_memory = True
+            self._take()
+
+    def _take(self) -> None:
         written, self._writing = self._writing, []
         self._write(written)
         if self._unwritten:

@@ -40,7 +40,7 @@ from planaria.core.plan import Plan
 from planaria.errors import AbortedError, CheckpointError, PeerLostError, SpoiltError
 from planaria.simulator.copying import CopyMemory, SimulatedCopying
 from planaria.simulator.exchange import exchange, prepare, receive_silently, wait_taken
-from planaria.simulator.executor import NOT_YET, HeldLayer, SimulatedExecutor
+from planaria.simulator.executor import NOT_YET, HeldLayer, Pulse, SimulatedExecutor
 from planaria.simulator.layout import Layout, layout_of
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process, Waiting
@@ -64,6 +64,14 @@ class CodeError(Exception):
         self.blame: Blame = blame
         self.layers = layers
 
+    @property
+    def raised(self) -> Raised:
+        """What is told of it."""
+        if not self.layers:
+            return Raised(error=self.blame)
+        first, end = min(self.layers), max(self.layers) + 1
+        return Raised(error=self.blame, first_layer=first, end_layer=end)
+
 
 class Surroundings(Protocol):
     """What a worker finds around it, and what watches it."""
@@ -84,6 +92,9 @@ class Surroundings(Protocol):
     def reached(self, place: str, worker: "SimulatedWorker", iteration: int) -> None:
         """A worker is at a place at which a fault may strike."""
 
+    def crashed(self, node: int, blame: Blame, raised: Raised) -> None:
+        """The code in a worker of a node has raised, or its process has ended."""
+
 
 class SimulatedWorker:
     """The worker of a rank, from its start to its end.
@@ -92,9 +103,11 @@ class SimulatedWorker:
         startup_s: until it reports.
         memory: for the copies that it keeps.
         may_write: whether its node is a member, as far as it knows.
-        raises: whose fault it is that its code raises now, "" if it does not.
+        raises: whose fault it is that its code raises now, at a place, "" if it does not.
 
     Attributes:
+        pulse: what it is doing.
+        is_leaving: its process ends by itself.
         held: the layers that it has.
         epoch: the newest that it has begun, or was told to leave older ones for.
         line: to its agent.
@@ -112,9 +125,11 @@ class SimulatedWorker:
         startup_s: float,
         memory: CopyMemory,
         may_write: Callable[[], bool],
-        raises: Callable[[], Blame | Literal[""]],
+        raises: Callable[[str], Blame | Literal[""]],
     ) -> None:
         self._raises = raises
+        self.pulse = Pulse()
+        self.is_leaving = False
         self.process = process
         self.links = links
         self.rank = rank
@@ -180,6 +195,12 @@ class SimulatedWorker:
     async def run(self) -> None:
         """Obeys one order after the other until the job shuts down."""
         await self.process.sleep(self._startup_s)
+        if blame := self._raises("start"):
+            self._say(self._failure(CodeError(blame, ()), -1))
+            if blame == "job":
+                await self._answer_nothing()
+            self._leave()
+            return
         host, port = self.links.address
         self._say(
             WorkerReady(
@@ -188,10 +209,23 @@ class SimulatedWorker:
         )
         while not isinstance(order := await self._next_order(), Shutdown):
             if isinstance(order, Abort) and order.replaced.get(self.rank) == self.pid:
-                self.process.kill()
+                self._leave()
                 return
-            await self.obey(order)
+            try:
+                await self.obey(order)
+            except CodeError as error:
+                self._say(self._failure(error, order.epoch))
         await self._saver.leave(timeout_s=_LEAVE_S)
+
+    def _leave(self) -> None:
+        self.is_leaving = True
+        self.process.kill()
+
+    async def _answer_nothing(self) -> None:
+        """Says of every epoch that it holds nothing of it, until the job has ended."""
+        while not isinstance(order := await self._next_order(), Shutdown):
+            if isinstance(order, Abort):
+                self._say(Stopped(rank=self.rank, epoch=order.epoch, ages={}, complete=()))
 
     async def _next_order(self) -> Order:
         while not self._orders:
@@ -215,8 +249,6 @@ class SimulatedWorker:
                     await self._serve_epoch(order)
                 except AbortedError:
                     return
-                except CodeError as error:
-                    self._say(self._failure(error, order.epoch))
                 except CheckpointError as error:
                     source = error.source if isinstance(error, SpoiltError) else ""
                     rank, reason = self.rank, str(error)
@@ -231,10 +263,11 @@ class SimulatedWorker:
                     )
 
     def _computed(self, layers: Sequence[int]) -> None:
-        if blame := self._raises():
+        if blame := self._raises("layers"):
             raise CodeError(blame, layers)
 
     def _failure(self, error: CodeError, epoch: int) -> WorkerFailed:
+        self._around.crashed(self._node, error.blame, error.raised)
         return WorkerFailed(
             node=self._node,
             rank=self.rank,
@@ -242,9 +275,7 @@ class SimulatedWorker:
             pid=self.pid,
             epoch=epoch,
             blame=error.blame,
-            raised=Raised(
-                error=error.blame, first_layer=min(error.layers), end_layer=max(error.layers) + 1
-            ),
+            raised=error.raised,
         )
 
     def _is_for_this(self, start: StartEpoch) -> bool:
@@ -295,8 +326,11 @@ class SimulatedWorker:
         self._around.reached("optimizer", self, iteration)
         for layer, held in sorted(self.held.items()):
             if held.gradients_of == iteration and held.age != NOT_YET:
-                await self.process.sleep(_STEP_S)
-                self.step(layer, held, iteration)
+                if blame := self._raises("step"):
+                    raise CodeError(blame, (layer,))
+                with self.pulse.computing(layer, layer + 1):
+                    await self.process.sleep(_STEP_S)
+                    self.step(layer, held, iteration)
 
     def step(self, layer: int, held: HeldLayer, iteration: int) -> None:
         """The optimizer step of a layer; nothing if it was taken already."""
@@ -375,14 +409,7 @@ class SimulatedWorker:
         training = self._rules.job.training
         iteration = start.iteration
         ends = iteration >= training.iterations
-        executor = SimulatedExecutor(
-            self.process,
-            self.links,
-            layout,
-            job=self._around.job,
-            reached=lambda place, number: self._around.reached(place, self, number),
-            computed=self._computed,
-        )
+        executor = self._executor(start, layout)
         if start.persists:
             self._owes_save = not await self._save(start, layout, iteration)
         end_s = self.process.now_s
@@ -419,6 +446,8 @@ class SimulatedWorker:
                     sample_digest=vector.sample_digest,
                     seconds=end_s - before_s,
                     stall_s=0.0,
+                    action_s=executor.action_s,
+                    eager_s=executor.eager_s,
                     peak_bytes=0,
                     ends=ends,
                     switches=switches,
@@ -431,6 +460,18 @@ class SimulatedWorker:
                 self._switches_at = iteration
                 return
         await self._saver.wait_written(start.epoch)
+
+    def _executor(self, start: StartEpoch, layout: Layout) -> SimulatedExecutor:
+        return SimulatedExecutor(
+            self.process,
+            self.links,
+            layout,
+            job=self._around.job,
+            pulse=self.pulse,
+            shadows=start.plan.shadows.get(self.rank, ()),
+            reached=lambda place, number: self._around.reached(place, self, number),
+            computed=self._computed,
+        )
 
     async def _votes(self, epoch: int, iteration: int) -> Votes:
         copied, uncopied = await self._copying.votes(iteration)

@@ -1,0 +1,85 @@
+"""What went wrong in the workers of a simulated job, as it happened: what the coordinator should
+have heard of, and made of it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from planaria.coordinator.crashes import CRASHES_MAX
+from planaria.core.messages import Blame, Raised
+
+
+@dataclass(frozen=True, slots=True)
+class CrashFact:
+    """The code in a worker raised, or its process ended, at `at_s`; `blame` says whose fault it
+    is."""
+
+    at_s: float
+    node: int
+    blame: Blame
+    raised: Raised
+
+
+def _are_alike(mine: Raised, other: Raised) -> bool:
+    """Whether it is one error, in layers that both computed or outside of all."""
+    layers = range(mine.first_layer, mine.end_layer)
+    both = set(layers).intersection(range(other.first_layer, other.end_layer))
+    is_outside = mine.end_layer == other.end_layer == 0
+    return mine.error == other.error and (bool(both) or is_outside)
+
+
+class CrashLog:
+    """Facts, those from since the newest commit but one apart: a coordinator may hear of what was
+    before a commit behind it, but not of what was before the one before.
+
+    Attributes:
+        facts: all.
+    """
+
+    def __init__(self) -> None:
+        self.facts: list[CrashFact] = []
+        self._first = self._next = 0
+
+    def add(self, fact: CrashFact) -> None:
+        """Something has gone wrong."""
+        self.facts.append(fact)
+
+    def committed(self) -> None:
+        """An iteration is committed."""
+        self._first, self._next = self._next, len(self.facts)
+
+    @property
+    def recent(self) -> list[CrashFact]:
+        """Those that may count together."""
+        return self.facts[self._first :]
+
+    def often(self) -> dict[int, float]:
+        """The nodes that had the same error as often as evicts a node, since when each."""
+        counts: Counter[tuple[int, str]] = Counter()
+        found: dict[int, float] = {}
+        for fact in self.recent:
+            if fact.blame != "job":
+                counts[fact.node, fact.raised.error] += 1
+                if counts[fact.node, fact.raised.error] >= CRASHES_MAX:
+                    found.setdefault(fact.node, fact.at_s)
+        return found
+
+    def are_alike(self) -> bool:
+        """Whether two nodes had the same error in layers that both computed, one of them often."""
+        often = self.often()
+        facts = [fact for fact in self.recent if fact.blame != "job"]
+        return any(
+            mine.node in often and other.node != mine.node and _are_alike(mine.raised, other.raised)
+            for mine in facts
+            for other in facts
+        )
+
+    def mistakes(self) -> int:
+        """How often the job's own code raised."""
+        return sum(fact.blame == "job" for fact in self.facts)
+
+    def has_failed_twice(self) -> bool:
+        """Whether the code raised, or a worker ended, again when the job had failed."""
+        failed_s = [fact.at_s for fact in self.facts if fact.blame == "job"]
+        failed_s += self.often().values()
+        return bool(failed_s) and any(fact.at_s > min(failed_s) for fact in self.recent)

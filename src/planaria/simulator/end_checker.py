@@ -1,0 +1,224 @@
+"""Whether a job may end as it does, by what happened to it: a fault is an excuse for what follows
+from it, and for nothing else.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planaria.core.plan import Plan
+from planaria.core.records import Ended, Origin
+from planaria.simulator.back_checker import (
+    newest_copied,
+    newest_saved,
+    newest_told,
+    unused_grants,
+)
+from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
+from planaria.simulator.crash_log import CrashLog
+from planaria.simulator.executor import NOT_YET
+from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
+from planaria.simulator.rescue import RESCUES_MAX, RESTARTS_MAX
+from planaria.simulator.worker import SimulatedWorker
+
+_END_A_LEASE = (FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK, FaultKind.STUCK)
+_TOLD_S = 1.0  # Of a save that was told so long ago the coordinator knows.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A job at its end, as somebody saw it who looked on.
+
+    Attributes:
+        num_committed: iterations that count.
+        outcome: the iteration of the newest outcome on record.
+        origin: on which they are built.
+        plan: the newest.
+        gone: nodes that are no members any more.
+        n0: nodes of the smallest pipeline.
+        crashes: what went wrong in workers.
+        forsaken: nodes that ended themselves, for no coordinator could answer them.
+    """
+
+    num_committed: int
+    outcome: int
+    origin: Origin
+    plan: Plan
+    gone: frozenset[int]
+    n0: int
+    crashes: CrashLog
+    forsaken: frozenset[int]
+
+
+class EndChecker:
+    """Looks at the end of one job."""
+
+    def __init__(self, cluster: SimulatedCluster, faults: Faults, seen: Seen, ended: Ended) -> None:
+        self._cluster = cluster
+        self._scenario = cluster.job.scenario
+        self._faults = faults
+        self._seen = seen
+        self._ended = ended
+
+    def wrongs(self) -> Iterator[str]:
+        """What is wrong with it, in words."""
+        ended, number = self._ended, self._seen.num_committed
+        match ended.ending:
+            case "finished":
+                if number != self._scenario.iterations:
+                    yield f"finished with {number} iterations"
+                yield from self._unsaved(number)
+            case "stopped":
+                if not self._cluster.stop_requested:
+                    yield "stopped, and nobody asked for it"
+                yield from self._unsaved(number)
+            case "lost" if self._is_forced:
+                yield from self._wrong_in_forced()
+            case "lost":
+                yield from self._wrong_in_lost()
+            case "failed":
+                yield from self._wrong_in_failed()
+            case "unsaved" if self._has_bad_store():
+                pass  # Whoever's lease has run out writes nothing, and a store may refuse.
+            case _:
+                yield f"ended: {ended.ending}, {ended.reason}"
+
+    def _unsaved(self, number: int) -> Iterator[str]:
+        if (saved := newest_saved(self._cluster)) != number:
+            yield f"the newest checkpoint is of {saved}, {number} are committed"
+
+    # -- no coordinator could go on ---------------------------------------------------------------
+
+    @property
+    def _is_forced(self) -> bool:
+        reason = self._cluster.records.must_end
+        return bool(reason) and self._ended.reason.startswith(reason)
+
+    def _wrong_in_forced(self) -> Iterator[str]:
+        """A full disk, or coordinators that were lost: what is live is saved first."""
+        records, reason = self._cluster.records, self._ended.reason
+        if not self._cluster.disk.is_full and records.num_restarts <= RESTARTS_MAX:
+            yield f"ended, and every coordinator could go on: {reason}"
+        told = reason.removeprefix(records.must_end)
+        if "no node is left to save" in told:
+            there = [n for n in records.nodes if self._cluster.agents[n].process.is_alive]
+            if there:
+                yield f"nodes {there} are left, and the job ends unsaved: {reason}"
+        elif "more ended before" in told:
+            if records.num_rescues < RESCUES_MAX:
+                yield f"ended after {records.num_rescues} coordinators that only save: {reason}"
+        else:
+            yield from self._wrong_in_last_save(told)
+
+    # -- too little was left ----------------------------------------------------------------------
+
+    def _wrong_in_lost(self) -> Iterator[str]:
+        ended, seen, scenario = self._ended, self._seen, self._scenario
+        kinds = (*LOOK_LIKE_LOSS, *ASKED, FaultKind.CRASH, FaultKind.STALL, FaultKind.RAISE)
+        causes = self._struck(*kinds)
+        f = scenario.failures_tolerated
+        if causes.total() <= f and not self._struck(*ANYWHERE) and not seen.forsaken:
+            yield f"lost after {causes.total()} losses, f = {f}: {ended.reason}"
+        num_left = len(set(ended.nodes) - set(self._struck(FaultKind.NOTICE)))
+        layer = re.match(r"no live node holds layer (\d+)", ended.reason)
+        if layer:
+            yield from self._wrong_in_missing(int(layer[1]))
+            yield from self._wrong_in_going_back()
+        elif idle := unused_grants(self._cluster, self._faults) - {*ended.nodes, *seen.gone}:
+            yield f"node {idle} had been granted, and the job ends: {ended.reason}"
+        elif not self._is_short(num_left):
+            yield f"{num_left} nodes are left, and the job ends: {ended.reason}"
+
+    def _is_short(self, num_left: int) -> bool:
+        """Whether so few nodes cannot go on."""
+        scenario, n0 = self._scenario, self._seen.n0
+        wanted = (scenario.failures_tolerated + 1) * n0
+        return num_left < n0 or (scenario.stops_below and num_left < wanted)
+
+    def _wrong_in_missing(self, layer: int) -> Iterator[str]:
+        """No member has it at the age at which all would go on, nor will."""
+        workers = [w for w in self._cluster.workers() if self._node(w) in self._ended.nodes]
+        age = max((self._seen.outcome, *(w.vector_iteration + 1 for w in workers)))
+        for worker in workers:
+            if (held := worker.held.get(layer)) is None or held.age == NOT_YET:
+                continue
+            is_complete = held.gradients_of == held.age == age - 1
+            if held.age == age or is_complete:
+                yield f"rank {worker.rank} has layer {layer}, and the job ends without it"
+
+    def _wrong_in_going_back(self) -> Iterator[str]:
+        """Nothing is saved or kept that all could go back to."""
+        if saved := newest_told(self._cluster):
+            yield f"a save of iteration {saved} is there, and the job ends"
+        if copied := newest_copied(self._cluster, self._ended.nodes, self._seen.origin):
+            yield f"copies of iteration {copied} are there, and the job ends"
+
+    def _node(self, worker: SimulatedWorker) -> int:
+        return worker.rank // self._scenario.devices_per_node
+
+    # -- the code in workers raised ---------------------------------------------------------------
+
+    def _wrong_in_failed(self) -> Iterator[str]:
+        """A mistake in the job's code; or an error that two nodes had, or one that was needed."""
+        ended, crashes = self._ended, self._seen.crashes
+        if not crashes.mistakes() and not crashes.are_alike() and not self._was_needed():
+            errors = [(fact.node, fact.raised.error) for fact in crashes.recent]
+            yield f"failed after {errors}, and could go on: {ended.reason}"
+        told = f"{ended.reason} {ended.failure.traceback if ended.failure else ''}"
+        yield from self._wrong_in_last_save(told)
+
+    def _was_needed(self) -> bool:
+        """Whether the others could not go on without a node that had an error often."""
+        staying = set(self._ended.nodes) - set(self._struck(*ASKED))
+        return any(
+            self._is_short(len(staying - {node})) or self._is_alone(node, at_s)
+            for node, at_s in self._seen.crashes.often().items()
+        )
+
+    def _is_alone(self, node: int, at_s: float) -> bool:
+        """Whether no other member had all of its layers, and all could go back to nothing."""
+        per_node = self._scenario.devices_per_node
+        plan, others = self._seen.plan, set(self._ended.nodes) - {node}
+        elsewhere = {
+            layer
+            for rank, layers in plan.layers_by_rank.items()
+            if rank // per_node in others
+            for layer in layers
+        }
+        told = self._cluster.leader.told
+        can_go_back = self._scenario.copies > 1 or any(
+            told.get(one.source, at_s) < at_s - _TOLD_S
+            for one in self._cluster.published
+            if one.source not in self._cluster.damaged
+        )
+        return len(elsewhere) < self._scenario.num_layers and not can_go_back
+
+    # -- the last save ----------------------------------------------------------------------------
+
+    def _wrong_in_last_save(self, told: str) -> Iterator[str]:
+        """What was committed is saved, or it is told why not, and that is so."""
+        number = max(self._seen.num_committed, self._seen.origin.iteration)
+        if max(newest_saved(self._cluster), 0) >= number:
+            return
+        if layer := re.search(r"no live node holds layer (\d+)", told):
+            yield from self._wrong_in_missing(int(layer[1]))
+        elif "not saved" not in told and "nothing was saved" not in told:
+            yield f"{newest_saved(self._cluster)} saved of {number}: {self._ended.reason}, {told}"
+        elif not (self._has_bad_store() or self._could_not_save()):
+            yield f"nothing kept the job from saving {number}: {told}"
+
+    def _has_bad_store(self) -> bool:
+        """Whether saves may have failed: by the store, or by a lease that had run out."""
+        return bool(self._cluster.saves.num_bad or self._struck(*_END_A_LEASE, FaultKind.SPOIL))
+
+    def _could_not_save(self) -> bool:
+        """Whether some member could not answer, or its code raised when the job had failed."""
+        members = [self._cluster.agents[node] for node in self._ended.nodes]
+        processes = [w.process for agent in members for w in agent.workers]
+        are_there = all(p.is_alive and p.stopped_s < 0.0 for p in processes)
+        is_cut = any(self._cluster.network.is_cut(node, LAUNCHER) for node in self._ended.nodes)
+        return not are_there or is_cut or self._seen.crashes.has_failed_twice()
+
+    def _struck(self, *kinds: FaultKind) -> Counter[int]:
+        return Counter(node for _, fault, node in self._faults.struck if fault.kind in kinds)

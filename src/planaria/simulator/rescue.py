@@ -1,0 +1,94 @@
+"""What the simulated launcher knows of a job's records, and what a coordinator is told to go on
+from that only saves.
+
+Source: nodes/launcher.py, whose order of things it keeps.
+"""
+
+from collections.abc import Collection
+from typing import Final
+
+from planaria.core.plan import Plan
+from planaria.core.records import (
+    Committed,
+    Leading,
+    Members,
+    Outcome,
+    Progress,
+    Recorded,
+    Rescue,
+    ToLauncher,
+    Unrecorded,
+)
+
+RESTARTS_MAX: Final = 5  # Of the coordinator, without a commit in between.
+RESCUES_MAX: Final = 3  # Coordinators that only save.
+
+
+class HeardRecords:
+    """What the coordinators of a job have told of their records.
+
+    Attributes:
+        must_end: why no coordinator can go on from the records; "" while one can.
+        num_restarts: of coordinators, since an iteration was committed last.
+        num_rescues: coordinators that were started only to save.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.must_end = ""
+        self.num_restarts = self.num_rescues = 0
+        self._led_term = -1
+        self._members = Members(epoch=plan.epoch, term=-1, nodes=plan.nodes)
+        self._outcome: Outcome | None = None
+        self._progress: Progress | None = None
+        self._committed = (-1, 0)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The newest members."""
+        return self._members.nodes
+
+    def hear(self, message: ToLauncher) -> None:
+        """The coordinator tells something."""
+        match message:
+            case Leading():
+                self._led_term = message.term
+            case Recorded():
+                self._members = message.members or self._members
+                self._outcome = message.outcome or self._outcome
+            case Unrecorded():
+                self.must_end = self.must_end or message.reason
+            case Committed() if (message.since, message.iteration) >= self._committed:
+                self._committed = (message.since, message.iteration + 1)
+                self._progress = Progress(
+                    num_committed=message.iteration + 1, ends=message.ends, since=message.since
+                )
+                self.num_restarts = 0
+
+    def restart(self) -> None:
+        """The coordinator has ended before the job."""
+        self.num_restarts += 1
+        if self.num_restarts > RESTARTS_MAX and not self.must_end:
+            self.must_end = f"the coordinator ended {self.num_restarts} times without a commit"
+
+    def rescue(self, there: Collection[int]) -> Rescue:
+        """What the next coordinator is to go on from.
+
+        Args:
+            there: nodes whose agents have not ended.
+        """
+        self.num_rescues += 1
+        left = tuple(node for node in self._members.nodes if node in there)
+        gone = {*self._members.gone, *self._members.nodes}.difference(left)
+        self._members = Members(
+            epoch=self._members.epoch + 1,
+            term=self._members.term + 1,
+            nodes=left,
+            gone=tuple(sorted(gone)),
+        )
+        return Rescue(
+            reason=self.must_end,
+            term=self._led_term + 1,
+            members=self._members,
+            outcome=self._outcome,
+            progress=self._progress,
+        )
