@@ -22,6 +22,7 @@ _WRITE_S: Final = 0.02  # A layer to disk.
 _ANSWER_S: Final = 0.001  # Of a store that is well.
 _WAIT_S: Final = 1.0
 _LOOK_S: Final = 0.02
+_LEASE_TIMEOUT_S: Final = 60.0  # For a coordinator that was lost to be there again.
 
 
 class SimulatedSaves:
@@ -149,13 +150,20 @@ class SimulatedSaver:
             self.failed(age, epoch, str(error))
         self.is_writing = False
 
+    async def _is_member_in_time(self) -> bool:
+        """As Pulse.wait_member: a node whose coordinator was lost gets its lease back."""
+        deadline_s = self._process.now_s + _LEASE_TIMEOUT_S
+        while not self._may_write() and self._process.now_s < deadline_s:
+            await self._process.sleep(_LOOK_S)
+        return self._may_write()
+
     async def _write_layers(self, contents: dict[int, int], age: int, epoch: int) -> None:
         files: tuple[LayerFile, ...] = ()
         for layer, content in contents.items():
             if self._is_over(epoch):
                 return
             await self._process.sleep(_WRITE_S)
-            if not self._may_write():
+            if not await self._is_member_in_time():
                 raise CheckpointError("its node's lease has run out")
             write = partial(self._write, age, epoch, {layer: content})
             await self._saves.request(self._process, write)
