@@ -11,6 +11,7 @@ from planaria.verdict import (
     Calm,
     calm_of,
     failure_justification,
+    injected,
     justification,
     undecidable,
     wrongs,
@@ -177,6 +178,13 @@ def test_a_flipped_bit_in_the_last_holder_cannot_be_found(
 ) -> None:
     """Two that differ can: the job ends then."""
     assert undecidable(report(events=events), [FIRST]) == why
+
+
+def test_what_a_job_notices_by_itself_was_not_injected() -> None:
+    """A busy machine may make a worker stand still; nobody did that."""
+    struck, noticed, never = event("kill", 1), event("stall", 2, step=""), event("cut", fired=False)
+
+    assert injected(report(events=(struck, noticed, never))) == [struck]
 
 
 CRASHED = [event("crash", 1)] * 3

@@ -38,6 +38,7 @@ from planaria.verdict import (
     Calm,
     calm_of,
     failure_justification,
+    injected,
     justification,
     undecidable,
     wrongs,
@@ -289,7 +290,7 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
         if not bound.is_expired:
             _judge(result, judgement, config=config, calm=calm, stand=stand, watch=watch)
     judgement.wrongs += left_over(stand.mark, but={server.pid for server in stand.servers})
-    events = report.events if report else ()
+    events = injected(report) if report else ()
     is_wrong = bool(judgement.wrongs)
     return Outcome(
         number=number,
@@ -297,7 +298,7 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
         settings=_settings(config),
         surroundings=draw.surroundings.words,
         seconds=time.monotonic() - start_s,
-        fired=Counter(event.kind for event in events if event.kind in KINDS and event.fired),
+        fired=Counter(event.kind for event in events if event.kind in KINDS),
         reason=reason,
         justification=judgement.justification,
         undecidable=judgement.undecidable,

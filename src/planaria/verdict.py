@@ -110,7 +110,7 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
     Args:
         plans: all that the run had, the first one included.
     """
-    fired = _injected(report)
+    fired = injected(report)
     gone = _struck(fired, _TAKES_NODE) | _struck_often(fired, _TAKES_WORKER, plans)
     known = {node for plan in plans for node in plan.nodes}
     if len(known - gone) < num_needed:
@@ -135,7 +135,7 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
     the job cannot go on without that node. Strikes count for the whole run, so also those in
     between which an iteration was committed.
     """
-    fired = _injected(report)
+    fired = injected(report)
     gone = _struck(fired, _TAKES_NODE)
     known = {node for plan in plans for node in plan.nodes}
     for how, kinds in _CRASHES.items():
@@ -152,7 +152,7 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
     return ""
 
 
-def _injected(report: Report) -> list[EventRecord]:
+def injected(report: Report) -> list[EventRecord]:
     """What was done to the run; what it noticed itself has no place at which it was to happen."""
     return [event for event in report.events if event.fired and event.step]
 
@@ -169,7 +169,7 @@ def undecidable(report: Report, plans: Sequence[Plan]) -> str:
 
     Where all other holders of a layer are struck, nothing is left to compare it with.
     """
-    fired = _injected(report)
+    fired = injected(report)
     flipped, emptied = _struck(fired, ("flip",)), _struck(fired, _TAKES_STATE)
     for plan in plans:
         for layer, holders in _holders(plan).items():
