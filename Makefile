@@ -88,7 +88,8 @@ chaos: $(READY)
 		tests/processes/test_absorbing.py tests/processes/test_morphing.py \
 		tests/processes/test_prediction.py tests/processes/test_saved_ends.py \
 		tests/processes/test_temporary_directory.py tests/processes/test_seconds.py \
-		tests/processes/test_chaos.py
+		tests/processes/test_chaos.py \
+		tests/processes/test_surroundings.py
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json

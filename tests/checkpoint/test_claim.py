@@ -115,7 +115,7 @@ def test_a_disk_that_hangs_does_not_keep_a_job_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is locked for as long as its file may still be removed, and no longer."""
-    monkeypatch.setattr("planaria.checkpoint.patience.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("planaria.checkpoint.claim.LOOK_TIMEOUT_S", 0.05)
     may_answer = threading.Event()
     unlink = Path.unlink
 

@@ -64,17 +64,19 @@ def test_nothing_waits_for_others_that_end_or_raise(
     assert capfd.readouterr().out.count("printed") == 4
 
 
-def _raising() -> None:
-    with Contention(1) as others:
+def _raising(others: Contention) -> None:
+    with others:
         others.repeat(lambda: 1, times=1)
         raise ValueError("mine")
 
 
 def test_an_error_of_the_measured_is_raised_once_and_the_others_end() -> None:
+    others = Contention(1)
     with pytest.raises(ValueError, match="mine"):
-        _raising()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        _raising(others)
+    (pid,) = others._others
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_nothing_needs_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_a_disk_that_hangs_does_not_keep_a_job_from_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """What is not removed goes with the next run."""
-    monkeypatch.setattr("planaria.checkpoint.patience.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("planaria.nodes.journal_place.LOOK_TIMEOUT_S", 0.05)
     may_answer = threading.Event()
     unlink = Path.unlink
 

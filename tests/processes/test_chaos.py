@@ -60,6 +60,7 @@ def test_every_run_of_some_minutes_ends_with_the_same_bits_or_resumes_to_them(
     assert len(fired) >= KINDS_MIN, fired
 
 
+@pytest.mark.long
 def test_without_a_fork_server_no_run_is_to_blame() -> None:
     """Somebody has killed it, as a machine does that is short of memory."""
     before = set(psutil.Process().children())
@@ -113,7 +114,9 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     assert not Path("checkpoints").exists()
 
 
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "blocked"])
+@pytest.mark.parametrize(
+    "is_closed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["closed", "blocked"]
+)
 def test_nobody_has_to_read_what_came_of_it(is_closed: bool, tmp_path: Path) -> None:
     """As with `| head`: the score is written all the same, and no word of a broken pipe is said."""
     settings = ("cluster.nodes=4", "training.iterations=6")

@@ -50,7 +50,13 @@ def runs() -> Iterator[Runs]:
     made._outcomes.close()
 
 
-@pytest.mark.parametrize("kind", TEMPORARIES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "missing" else pytest.mark.long)
+        for kind in TEMPORARIES  # Each has a fork server of its own.
+    ],
+)
 def test_a_temporary_directory_of_no_use_costs_nothing(
     kind: str, runs: Runs, tmp_path: Path
 ) -> None:
