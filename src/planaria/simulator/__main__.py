@@ -5,7 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import Pool
+from multiprocessing import get_context
 
 from planaria.simulator.simulation import Run, run, told
 
@@ -18,7 +18,8 @@ def runs(seeds: range, *, num_processes: int) -> Iterator[Run]:
     if num_processes == 1:
         yield from map(_run, seeds)
         return
-    with Pool(num_processes) as pool:
+    # Not forked: what is collected there may wait for ever for a thread that only the parent has.
+    with get_context("spawn").Pool(num_processes) as pool:
         yield from pool.imap(_run, seeds, chunksize=_CHUNK)
 
 
