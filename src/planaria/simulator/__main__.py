@@ -5,10 +5,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import get_context
 
 from planaria.simulator.simulation import Run, run, told
 
+# Of a module that a process which was spawned can import; this one is its program.
+_RUN = partial(run, keeps_log=False)
 _CHUNK = 20
 _TOLD_EVERY = 5000  # Runs.
 
@@ -16,15 +19,11 @@ _TOLD_EVERY = 5000  # Runs.
 def runs(seeds: range, *, num_processes: int) -> Iterator[Run]:
     """The runs of these seeds, in their order; their logs only where something is wrong."""
     if num_processes == 1:
-        yield from map(_run, seeds)
+        yield from map(_RUN, seeds)
         return
     # Not forked: what is collected there may wait for ever for a thread that only the parent has.
     with get_context("spawn").Pool(num_processes) as pool:
-        yield from pool.imap(_run, seeds, chunksize=_CHUNK)
-
-
-def _run(seed: int) -> Run:
-    return run(seed, keeps_log=False)
+        yield from pool.imap(_RUN, seeds, chunksize=_CHUNK)
 
 
 if __name__ == "__main__":
