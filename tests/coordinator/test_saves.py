@@ -33,6 +33,7 @@ from planaria.coordinator.state import (
     Ending,
     JobState,
     MembersRecorded,
+    MustEnd,
     Phase,
     Publish,
     Published,
@@ -115,6 +116,16 @@ def test_a_job_that_fails_and_has_lost_layers_goes_back_for_nothing(is_published
     (end,) = of_type(commands, End)
     assert (end.ending, end.failure is not None) == (Ending.FAILED, True)
     assert end.reason == "no live node holds layer 0, so nothing was saved"
+
+
+def test_a_job_that_must_end_and_has_lost_layers_says_that_it_saves_nothing() -> None:
+    """It went back to the newest save, which was there, and said nothing of what was lost."""
+    state, _ = after(publishing(), [Published(NEXT, 0), SavesListed(), MustEnd("the disk")], RULES)
+    state, commands = after(state, lost((0, 2)), RULES)
+
+    (end,) = of_type(commands, End)
+    assert end.ending is Ending.LOST
+    assert end.reason == "the disk; no live node holds layer 0, so nothing was saved"
 
 
 def test_the_last_save_is_waited_for_as_long_as_it_gets_on() -> None:

@@ -223,9 +223,12 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     answered, missing = state, cluster.lost_layers(rules.num_layers)
     is_saved = ends and state.published >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
-    if missing and state.failure is not None and not (point and point.copied):
-        # A save that it went back to would be all that it leaves, and is there already.
-        return _end(state, _unsaved_text(missing[0]))
+    if missing and not is_saved and not (point and point.copied):
+        # A save that a job which ends went back to would be all that it leaves, and is there.
+        if state.failure is not None:
+            return _end(state, _unsaved_text(missing[0]))
+        if state.must_end:
+            return _end(state, f"{state.must_end}; {_unsaved_text(missing[0])}")
     if (missing or ends) and has_late_answer(rules, state, now_s):
         return awaiting_saves(rules, state, now_s)
     redone = rules.job.training.global_batch_size if outcome.is_redo else 0
@@ -261,8 +264,7 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
         return waiting(rules, answered, reason, now_s)
     if missing:
         text = f"no live node holds layer {missing[0]}, and no copy of it is left"
-        why = f"{state.must_end}; nothing more is saved, for " if state.must_end else ""
-        return _end(state, f"{why}{text}{_after_crash(state)}")
+        return _end(state, f"{text}{_after_crash(state)}")
     return _save(state, outcome, held, ending=Ending.LOST.value, reason=reason)
 
 
