@@ -219,6 +219,18 @@ def test_what_is_told_again_counts_once() -> None:
     assert not of_type(cluster.commands, Evict)
 
 
+def test_a_worker_that_raises_once_more_before_it_makes_way_has_one_successor() -> None:
+    """Its successor was taken for the one that raised at the next loss, and waited for in vain."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    state, _ = step(cluster.rules, cluster.state, failed(1, ELSEWHERE, epoch=0), NOW_S)
+    events: list[Event] = [MembersRecorded(1), failed(1, ELSEWHERE, epoch=1), worker(1, pid=77)]
+    events += [exited(3), MembersRecorded(2)]
+    state, _ = after(state, events, cluster.rules)
+
+    assert state.workers[1].pid == 77
+    assert state.replaced[1] == 51
+
+
 def test_a_mistake_that_is_told_again_does_not_end_the_last_save() -> None:
     cluster = trained()
     cluster.is_saving_slow = True

@@ -114,7 +114,8 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
         if state.failure is not None and (is_over or crash.key == _key(state.failure)):
             return state, ()
         return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
-    if is_over or _is_known(state, crash):
+    is_replaced = state.replaced.get(event.rank) == event.pid  # It had yet to hear of that.
+    if is_over or is_replaced or _is_known(state, crash):
         return state, ()
     if is_new:  # It holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
