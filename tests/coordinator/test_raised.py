@@ -223,8 +223,8 @@ def test_a_worker_that_raises_once_more_before_it_makes_way_has_one_successor() 
     """Its successor was taken for the one that raised at the next loss, and waited for in vain."""
     cluster = trained(rules=replace(small_rules(), source=""))
     state, _ = step(cluster.rules, cluster.state, failed(1, ELSEWHERE, epoch=0), NOW_S)
-    events: list[Event] = [MembersRecorded(1), failed(1, ELSEWHERE, epoch=1), worker(1, pid=77)]
-    events += [exited(0), MembersRecorded(2)]
+    events: list[Event] = [MembersRecorded(1), exited(0), failed(1, ELSEWHERE, epoch=1)]
+    events += [worker(1, pid=77), MembersRecorded(2)]
     state, _ = after(state, events, cluster.rules)
 
     assert state.workers[1].pid == 77
