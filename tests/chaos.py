@@ -157,6 +157,13 @@ def recoveries(result: TrainingResult) -> list[EventRecord]:
     return [event for event in result.report.events if event.answer and event.kind not in left_out]
 
 
+def only_recovery(result: TrainingResult) -> EventRecord:
+    """The one event that was answered; if there are others, all are named."""
+    found = recoveries(result)
+    assert len(found) == 1, [(e.kind, e.nodes, e.iteration, e.answer) for e in found]
+    return found[0]
+
+
 def check_survived(result: TrainingResult, specs: Sequence[str], calm: tuple[str, str]) -> None:
     """The job has done all its iterations, with the bits of the calm run; every fault struck."""
     assert result.error is None, f"{specs}: {result.error}"

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, long_but_the_first, recoveries, struck
+from chaos import (
+    calm_digests,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    only_recovery,
+    recoveries,
+    struck,
+)
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Kind
@@ -57,7 +65,7 @@ def test_a_lost_node_is_absorbed(node: int, absorb: Run) -> None:
     """The first, the middle and the last of a pipeline; nothing is sent, and nobody idles."""
     result = absorb(f"kill:{node}@4.backward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert (event.policy, event.answer) == ("absorb", "absorb")
     assert event.received_bytes == 0
     assert len(result.report.final.nodes) == 5

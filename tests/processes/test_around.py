@@ -12,6 +12,7 @@ from chaos import (
     chaos_job,
     check_survived,
     long_but_the_first,
+    only_recovery,
     recoveries,
     sampled,
     sized_plan,
@@ -69,7 +70,7 @@ def test_a_kill_at_any_time_is_gone_around(specs: tuple[str, ...], reroute: Run)
     its layers, but for iteration 0, which all begin from the seed."""
     result = reroute(*specs)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.policy == "reroute"
     assert event.candidates[0]["answer"] == "reroute"
     moves = event.answer != "reroute" and event.iteration > 0
@@ -82,7 +83,7 @@ def test_two_kills_at_once_are_gone_around(specs: tuple[str, ...], reroute: Run)
     """In one pipeline or in two, in one stage or in two."""
     result = reroute(*specs)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.policy == "reroute"
     assert len(result.report.final.nodes) == 4
 

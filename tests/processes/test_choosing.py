@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, recoveries, struck
+from chaos import calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
 from jobs import digests
 from planaria.config import load_job
 from planaria.core.inject import parse_injection
@@ -105,7 +105,7 @@ def test_a_quick_answer_is_followed_by_a_better_one_at_commits(
 
     assert result.error is None
     assert digests(result) == digests(calm)
-    (lost,) = recoveries(result)
+    lost = only_recovery(result)
     assert (lost.policy, lost.transfer_bytes) == ("reroute", 0)
     assert lost.answer.endswith(", then repartition")
     (reformed,) = (event for event in result.report.events if event.kind == "reformed")
@@ -127,7 +127,7 @@ def test_the_search_betters_what_a_loss_was_answered_with_in_a_hurry(
     )
 
     assert found.error is None
-    (loss,) = recoveries(found)
+    loss = only_recovery(found)
     assert "repartition" not in {candidate["policy"] for candidate in loss.candidates}
     (better,) = (event for event in found.report.events if event.kind == "reformed")
     assert (better.policy, better.redone_samples) == ("repartition", 0)

@@ -16,6 +16,7 @@ from chaos import (
     chaos_job,
     check_survived,
     long_but_the_first,
+    only_recovery,
     recoveries,
     struck,
 )
@@ -89,7 +90,7 @@ def test_all_live_holders_of_a_layer_are_lost(
     each iteration."""
     result = run(f"kill:{','.join(map(str, holders))}@5.{step}", every=1)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.source_tier == "memory"
     assert event.redone_samples <= 2 * job.training.global_batch_size
 
@@ -115,7 +116,7 @@ def test_the_workers_of_all_nodes_die_at_once(run: Run) -> None:
     """Nobody holds anything any more; the copies are in the memory of their agents."""
     result = run("crash:0,1,2,3,4,5@5.forward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert (event.source_tier, event.nodes) == ("memory", (0, 1, 2, 3, 4, 5))
     assert event.downtime_s < MARGIN * BACK_WITHIN_S
 
@@ -125,7 +126,7 @@ def test_nodes_of_several_devices_keep_copies(server: ForkServer, job: JobConfig
     config = replace(job, cluster=replace(job.cluster, nodes=3, devices_per_node=2))
     result = struck(config, server, "crash:0,1,2@5.forward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.source_tier == "memory"
     assert digests(result) == calm_digests(server, ITERATIONS)
 
@@ -170,7 +171,7 @@ def test_whenever_copies_go(
     config = replace(job, checkpoint=replace(job.checkpoint, mode=mode))
     result = struck(config, server, f"kill:{','.join(map(str, holders))}@5.backward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.source_tier == "memory"
     assert digests(result) == calm_digests(server, ITERATIONS)
 
@@ -198,7 +199,7 @@ def test_then_copies_go_where_there_was_nothing(
     """And are there when they are needed."""
     result = struck(watching, server, f"kill:{','.join(map(str, holders))}@7.backward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.source_tier == "memory"
     assert digests(result) == calm_digests(server, ITERATIONS)
 
@@ -208,7 +209,7 @@ def test_a_version_every_so_many_iterations(run: Run, holders: tuple[int, ...]) 
     """Back to the fourth iteration's start."""
     result = run(f"kill:{','.join(map(str, holders))}@6.backward", every=4)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.redone_samples == 3 * 12
 
 
@@ -319,7 +320,7 @@ def test_a_whole_placement_group_is_lost(server: ForkServer, job: JobConfig) -> 
     lost = sorted({*planned.plan.holders(0), *copy.targets})
     result = struck(config, server, f"kill:{','.join(map(str, lost))}@7.backward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.source_tier == "disk"
     assert digests(result) == calm_digests(server, ITERATIONS)
 

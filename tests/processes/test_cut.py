@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import ITERATIONS, chaos_job, check_report, long_but_the_first, recoveries, struck
+from chaos import (
+    ITERATIONS,
+    chaos_job,
+    check_report,
+    long_but_the_first,
+    only_recovery,
+    recoveries,
+    struck,
+)
 from jobs import digests
 from planaria.core.job import JobConfig
 from planaria.library import TrainingResult
@@ -44,7 +52,7 @@ def test_a_node_that_is_cut_off_for_longer_than_its_lease_is_lost(spec: str, cut
     """The others go on without it; that it hears nothing of."""
     result = cut(spec)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert (event.kind, event.nodes, event.reason) == ("cut", (1,), "its lease ran out")
     assert LEASE_S * 0.8 < event.downtime_s < 3 * (LEASE_S + 1)
     assert result.report.final.nodes == (0, 2, 3, 4, 5)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import ITERATIONS, chaos_job, check_survived, long_but_the_first, recoveries, struck
+from chaos import (
+    ITERATIONS,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    only_recovery,
+    recoveries,
+    struck,
+)
 from jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
@@ -50,7 +58,7 @@ def test_a_node_with_a_flipped_bit_is_evicted_before_it_spoils_a_step(
     node, iteration = place
     result = outvoted(f"flip:{node}@{iteration}")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert (event.kind, event.nodes, event.iteration) == ("flip", (node,), iteration)
     assert f"on node {node} have another hash than on most" in event.reason
     assert event.redone_samples == result.planned.config.training.global_batch_size

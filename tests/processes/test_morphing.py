@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, long_but_the_first, recoveries, struck
+from chaos import (
+    calm_digests,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    only_recovery,
+    recoveries,
+    struck,
+)
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
@@ -48,7 +56,7 @@ def test_all_go_back_to_the_newest_save(specs: tuple[str, ...], morph: Run) -> N
     """No layer comes from a peer, every process lives on, and what was redone is accounted for."""
     result = morph(*specs)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.policy == "morph"
     assert event.source_tier == "disk"
     assert event.received_bytes == 0
@@ -63,7 +71,7 @@ def test_without_a_save_all_begin_anew(morph: Run) -> None:
     """The seed tells the first state, so the job redoes all that it has done, and loses nothing."""
     result = morph("kill:3@2", every=0)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.redone_samples >= 2 * result.planned.config.training.global_batch_size
     assert event.source_tier == ""
 
@@ -72,7 +80,7 @@ def test_a_layer_without_a_live_holder_is_on_disk(morph: Run) -> None:
     """Four of six nodes at once, where only two failures are tolerated: two nodes hold no model."""
     result = morph("kill:0,2,3,4@5", f=1)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.source_tier == "disk"
     assert len(result.report.final.nodes) == 2
 

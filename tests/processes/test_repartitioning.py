@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, recoveries, struck
+from chaos import calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
@@ -41,7 +41,7 @@ def test_a_kill_is_answered_by_a_layout_that_was_searched(repartition: Run) -> N
     """All survivors work, and of the layouts proposed the best was taken."""
     result = repartition("kill:1@3.backward")
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.policy == "repartition"
     scores = {str(c["answer"]): float(str(c["score"])) for c in event.candidates}
     assert "repartition" in scores

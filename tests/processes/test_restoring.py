@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import chaos_job, check_report, every_plan_for, recoveries, sized_plan, struck
+from chaos import chaos_job, check_report, every_plan_for, only_recovery, sized_plan, struck
 from jobs import digests
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig
@@ -60,7 +60,7 @@ def test_several_holders_send_a_layer_and_the_bits_are_those_of_a_run_in_peace(
     assert result.error is None
     assert digests(result) == calm
     check_report(result)
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.transfer_bytes == sum(transfer.num_bytes for transfer in expected)
 
 
@@ -79,6 +79,6 @@ def test_the_naive_ways_keep_the_bits_and_move_more(
     assert result.error is None
     assert digests(result) == calm
     check_report(result)
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.transfer_bytes == sum(transfer.num_bytes for transfer in expected)
     assert event.transfer_bytes > sum(t.num_bytes for t in moved(config, LEAST_BYTES))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from chaos import recoveries
+from chaos import only_recovery
 from jobs import tiny_job
 from planaria.library import Job, Silent
 from planaria.nodes.forkserver import ForkServer
@@ -38,7 +38,7 @@ def test_a_forward_that_never_returns_is_found_by_its_stack(
     result = Job(config).run(server=server, display=_Hanging(hang_file))
 
     assert result.error is None
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.kind == "stall"
     assert "user_models.py" in event.reason
     assert event.downtime_s < 3 * (LEASE_S + 1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos import chaos_job, recoveries, struck
+from chaos import chaos_job, only_recovery, struck
 from jobs import digests
 from planaria.coordinator.arrivals import ARRIVAL_S_MIN
 from planaria.core.job import JobConfig
@@ -93,7 +93,7 @@ def test_a_node_that_hangs_before_it_connects_is_lost_in_the_end(
     result = struck(small_job(server, tmp_path / "run"), server)
 
     assert result.error is None
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.nodes == (NODE,)
     assert f"in {ARRIVAL_S_MIN:.0f} s" in event.reason
     assert NODE not in result.report.final.nodes

@@ -15,6 +15,7 @@ from chaos import (
     check_survived,
     every_plan_for,
     long_but_the_first,
+    only_recovery,
     recoveries,
     sampled,
     struck,
@@ -102,7 +103,7 @@ def test_any_node_may_be_killed_in_any_iteration_and_at_any_step(
     """Six nodes, f = 1."""
     result = survive(*specs)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.kind == "kill"
     assert 0 < event.downtime_s < 3 * DOWNTIME_S
     assert len(result.report.final.nodes) == 5
@@ -151,7 +152,7 @@ def test_more_than_f_nodes_may_go_at_once_while_each_layer_has_a_holder(survive:
 
 def test_a_loss_in_the_first_iteration_starts_anew_without_the_node(survive: Run) -> None:
     """Nobody holds anything that the seed does not tell, so nothing has to move."""
-    (event,) = recoveries(survive("kill:0@0.backward"))
+    event = only_recovery(survive("kill:0@0.backward"))
 
     assert event.transfer_bytes == 0
 
@@ -214,7 +215,7 @@ def test_each_step_of_the_local_answer_keeps_the_bits(
     specs: tuple[str, ...], sizes: tuple[int, ...], answer: str, survive: Run
 ) -> None:
     """Oobleck 5.1; the global answer is forbidden."""
-    (event,) = recoveries(survive(*specs, nodes=sum(sizes), sizes=sizes))
+    event = only_recovery(survive(*specs, nodes=sum(sizes), sizes=sizes))
 
     assert event.answer == answer
 
@@ -227,7 +228,7 @@ def test_a_worker_that_ends_or_stands_still_is_replaced_in_its_node(
     """All six nodes work to the end; the new worker's state comes from its peer."""
     result = survive(f"{kind}:1@3.backward", family=family)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     assert event.kind == kind
     assert len(result.report.final.nodes) == 6
     pids = [worker.pid for worker in result.report.workers if worker.rank == 1]
@@ -241,7 +242,7 @@ def test_a_node_that_hangs_is_lost_when_its_lease_runs_out(family: str, survive:
     """Nothing closes when a machine stands still."""
     result = survive("hang:4@3.forward", family=family)
 
-    (event,) = recoveries(result)
+    event = only_recovery(result)
     lease_s = JobConfig().cluster.lease_s
     assert lease_s * 0.8 < event.downtime_s < 3 * (lease_s + 1)
 

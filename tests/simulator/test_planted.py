@@ -30,7 +30,7 @@ FOUND: tuple[tuple[Plant, Draw, int], ...] = (
     (planted.the_vector_needs_no_gradients, drawn_faults, 0),
     (planted.steps_are_taken_twice, drawn_faults, 0),
     (planted.layers_of_other_ages_are_kept, drawn_faults, 2340),
-    (planted.epochs_do_not_fence_links, drawn_faults, 400),
+    (planted.epochs_do_not_fence_links, drawn_faults, 180),
     (planted.one_report_commits, drawn_faults, 0),
     (planted.evicted_nodes_are_admitted, drawn_faults, 140),
     (planted.leases_do_not_end, drawn_faults, 80),
