@@ -271,7 +271,8 @@ def test_a_job_trains_on_while_its_launcher_is_suspended(tmp_path: Path) -> None
         wait_for(lambda: reader.read() and there(), what="the report of a job that has ended")
 
     report = json.loads((tmp_path / REPORT).read_text())
-    assert not report["events"]
+    # A save of each iteration may be more than a busy disk takes; then some are skipped.
+    assert [event for event in report["events"] if event["kind"] != "save_failed"] == []
     assert [record["iteration"] for record in report["iterations"]] == list(range(40))
 
 
