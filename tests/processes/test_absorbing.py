@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos import (
+    FAMILY,
     calm_digests,
     chaos_job,
     check_survived,
@@ -36,7 +37,7 @@ def absorb(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
     """Runs a job on two pipelines of three nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str, trace: bool = False) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
+        config = chaos_job(FAMILY, tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
         config = replace(
             config,
             # Of one node's layers there is room for two of three.

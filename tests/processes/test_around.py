@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from chaos import (
+    FAMILY,
     calm_digests,
     chaos_job,
     check_survived,
@@ -55,7 +56,7 @@ def reroute(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
 
     def run(*specs: str) -> TrainingResult:
         config = chaos_job(
-            "gpt2", tmp_path / "run", server, f=2, policy="reroute", iterations=ITERATIONS
+            FAMILY, tmp_path / "run", server, f=2, policy="reroute", iterations=ITERATIONS
         )
         result = struck(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
@@ -119,7 +120,7 @@ def test_an_order_that_was_looked_for_has_the_bits_of_any_other(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """Each of a hundred random changes counts as better, so what is left is far from the rule."""
-    configs = [chaos_job("gpt2", tmp_path / name, server) for name in ("rule", "other")]
+    configs = [chaos_job(FAMILY, tmp_path / name, server) for name in ("rule", "other")]
     plan = sized_plan(configs[0], (2, 2, 2))
     plan = replace(plan, ticks=dict.fromkeys(plan.ranks, Ticks(100, 100, 100, 10)))
     times_s = itertools.count(0, -1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos import chaos_job, check_report, recoveries, sampled, struck
+from chaos import FAMILY, chaos_job, check_report, recoveries, sampled, struck
 from command import keep_desks_in, wait_for
 from jobs import digests
 from planaria.core.job import JobConfig
@@ -25,7 +25,7 @@ ITERATIONS = 16
 
 
 def job(directory: Path, server: ForkServer, *, nodes: int, max_nodes: int = 6) -> JobConfig:
-    config = chaos_job("gpt2", directory, server, nodes=nodes, iterations=ITERATIONS)
+    config = chaos_job(FAMILY, directory, server, nodes=nodes, iterations=ITERATIONS)
     return replace(config, cluster=replace(config.cluster, max_nodes=max_nodes))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
+from chaos import FAMILY, calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
 from jobs import digests
 from planaria.config import load_job
 from planaria.core.inject import parse_injection
@@ -46,7 +46,7 @@ def adaptive(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
         *specs: str, f: int = 2, sizes: tuple[int, ...] = (2, 2, 2), failures_ahead: int = 1
     ) -> TrainingResult:
         config = chaos_job(
-            "gpt2", tmp_path / "run", server, f=f, policy="adaptive", iterations=ITERATIONS
+            FAMILY, tmp_path / "run", server, f=f, policy="adaptive", iterations=ITERATIONS
         )
         config = replace(
             config, resilience=replace(config.resilience, failures_ahead=failures_ahead)

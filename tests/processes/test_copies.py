@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from chaos import (
+    FAMILY,
     calm_digests,
     chaos_job,
     check_survived,
@@ -43,7 +44,7 @@ Run = Callable[..., TrainingResult]
 @pytest.fixture
 def job(server: ForkServer, tmp_path: Path) -> JobConfig:
     """Six nodes, n0 = 2, two copies."""
-    config = chaos_job("gpt2", tmp_path / "run", server, policy="adaptive", iterations=ITERATIONS)
+    config = chaos_job(FAMILY, tmp_path / "run", server, policy="adaptive", iterations=ITERATIONS)
     checkpoint = replace(config.checkpoint, copies=2, profile_iterations=0)
     return replace(config, checkpoint=checkpoint)
 

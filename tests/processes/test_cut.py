@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from chaos import (
+    FAMILY,
     ITERATIONS,
     chaos_job,
     check_report,
@@ -27,7 +28,7 @@ LEASE_S = JobConfig().cluster.lease_s
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digests of the job in peace, on four nodes."""
     directory = tmp_path_factory.mktemp("calm") / "run"
-    return digests(struck(chaos_job("gpt2", directory, server, nodes=4), server))
+    return digests(struck(chaos_job(FAMILY, directory, server, nodes=4), server))
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def cut(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Cut:
     """Runs three pipelines of two nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str) -> TrainingResult:
-        result = struck(chaos_job("gpt2", tmp_path / "run", server), server, *specs)
+        result = struck(chaos_job(FAMILY, tmp_path / "run", server), server, *specs)
         assert result.error is None, f"{specs}: {result.error}"
         assert digests(result) == calm, specs
         numbers = [record.iteration for record in result.report.iterations]

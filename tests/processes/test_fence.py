@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from chaos import chaos_job, struck
+from chaos import FAMILY, chaos_job, struck
 from command import wait_for
 from planaria.checkpoint.tiers import tier_of
 from planaria.errors import CheckpointError
@@ -81,7 +81,7 @@ def test_a_node_that_hung_while_it_saved_writes_nothing_more(
 ) -> None:
     """It stops with a layer on its way to the disk, and goes on when its epoch is long over."""
     monkeypatch.setattr("planaria.library._WORKER", "slow_writer:main")
-    config = chaos_job("gpt2", tmp_path / "run", server, iterations=60)
+    config = chaos_job(FAMILY, tmp_path / "run", server, iterations=60)
     config = replace(
         config,
         cluster=replace(config.cluster, lease_s=LEASE_S),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos import (
+    FAMILY,
     ITERATIONS,
     chaos_job,
     check_survived,
@@ -29,7 +30,7 @@ Outvoted = Callable[..., TrainingResult]
 def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digests of the job in peace, on four nodes."""
     directory = tmp_path_factory.mktemp("calm") / "run"
-    result = struck(chaos_job("gpt2", directory, server, nodes=4), server)
+    result = struck(chaos_job(FAMILY, directory, server, nodes=4), server)
     assert result.error is None
     return digests(result)
 
@@ -39,7 +40,7 @@ def outvoted(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Outvo
     """Runs three pipelines of two nodes with faults, to the bits of the calm run."""
 
     def run(*specs: str) -> TrainingResult:
-        config = chaos_job("gpt2", tmp_path / "run", server)
+        config = chaos_job(FAMILY, tmp_path / "run", server)
         result = struck(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)
         return result
@@ -91,7 +92,7 @@ def test_the_masters_of_a_bfloat16_job_are_compared(server: ForkServer, tmp_path
 def test_holders_agree_in_fast_mode_too(server: ForkServer, tmp_path: Path) -> None:
     """Sums in float32 depend on the plan, but all holders get the same one: the guard finds the
     bit that is flipped, and no other."""
-    config = chaos_job("gpt2", tmp_path / "run", server, deterministic=False)
+    config = chaos_job(FAMILY, tmp_path / "run", server, deterministic=False)
     result = struck(config, server, "flip:1@4", "kill:2@2.reduce", sizes=(2, 2, 2))
 
     assert result.error is None
@@ -140,7 +141,7 @@ def test_two_holders_that_differ_end_the_job_and_it_goes_on_from_its_save(
     server: ForkServer, tmp_path: Path, calm: tuple[str, str]
 ) -> None:
     """Nobody can tell which of the two is right, so the newest save stays that of before."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, checkpoint=replace(config.checkpoint, persist_every=1))
 
     result = struck(config, server, "flip:1@3", sizes=(2, 2))
@@ -159,7 +160,7 @@ def test_two_holders_that_differ_end_the_job_and_it_goes_on_from_its_save(
 
 def test_without_the_guard_nobody_looks(server: ForkServer, tmp_path: Path) -> None:
     """It is for nodes whose optimizers round differently, and costs what it says."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, resilience=replace(config.resilience, corruption_guard=False))
 
     result = struck(config, server, "flip:1@3", sizes=(2, 2))

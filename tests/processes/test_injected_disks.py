@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import ITERATIONS, calm_digests, chaos_job, check_survived, recoveries, struck
+from chaos import FAMILY, ITERATIONS, calm_digests, chaos_job, check_survived, recoveries, struck
 from planaria.nodes.forkserver import ForkServer
 
 STORE_S = 0.2
@@ -25,7 +25,7 @@ def test_a_slow_disk_changes_no_bit(
     """The store stays slow for processes that come later; records wait for the journal's disk. A
     coordinator that says the newest order again had ranks leave their last save out, if one before
     it was still being written."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
     config = replace(config, checkpoint=replace(config.checkpoint, persist_every=2))
 
     result = struck(config, server, *specs)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos import (
+    FAMILY,
     calm_digests,
     chaos_job,
     check_survived,
@@ -41,7 +42,7 @@ def morph(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Run:
 
     def run(*specs: str, every: int = EVERY, f: int = 1) -> TrainingResult:
         config = chaos_job(
-            "gpt2", tmp_path / "run", server, f=f, policy="morph", iterations=ITERATIONS
+            FAMILY, tmp_path / "run", server, f=f, policy="morph", iterations=ITERATIONS
         )
         config = replace(config, checkpoint=replace(config.checkpoint, persist_every=every))
         result = struck(config, server, *specs)

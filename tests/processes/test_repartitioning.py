@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
+from chaos import FAMILY, calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
@@ -28,7 +28,7 @@ def repartition(server: ForkServer, tmp_path: Path, calm: tuple[str, str]) -> Ru
 
     def run(*specs: str) -> TrainingResult:
         config = chaos_job(
-            "gpt2", tmp_path / "run", server, policy="repartition", iterations=ITERATIONS
+            FAMILY, tmp_path / "run", server, policy="repartition", iterations=ITERATIONS
         )
         result = struck(config, server, *specs, sizes=(2, 2, 2))
         check_survived(result, specs, calm)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, struck
+from chaos import FAMILY, calm_digests, chaos_job, check_survived, struck
 from planaria.core.job import PolicyName
 from planaria.library import TrainingResult
 from planaria.nodes.forkserver import ForkServer
@@ -45,7 +45,7 @@ def test_a_category_has_seconds_where_it_should(
     """In peace, after losses, and where the coordinator is lost while all train or wait for it.
     Under morph five nodes are a grid of four. A vector that was complete makes its iteration count;
     whether the next one had begun by then is told by its samples."""
-    config = chaos_job("gpt2", tmp_path / "run", server, policy=policy, iterations=ITERATIONS)
+    config = chaos_job(FAMILY, tmp_path / "run", server, policy=policy, iterations=ITERATIONS)
     result = struck(config, server, *specs.split())
 
     check_survived(result, specs.split(), calm_digests(server, ITERATIONS))
@@ -57,7 +57,7 @@ def test_a_category_has_seconds_where_it_should(
 
 def test_forwards_ahead_are_redundant(server: ForkServer, tmp_path: Path) -> None:
     """Under absorb, all the time."""
-    config = chaos_job("gpt2", tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
+    config = chaos_job(FAMILY, tmp_path / "run", server, policy="absorb", iterations=ITERATIONS)
     memory_bytes = 3 * config.cluster.device_memory_bytes
     config = replace(config, cluster=replace(config.cluster, device_memory_bytes=memory_bytes))
     result = struck(config, server, sizes=(3, 3))
@@ -70,7 +70,7 @@ def test_a_machine_that_is_waited_for_leaves_the_job_idle(
     server: ForkServer, tmp_path: Path
 ) -> None:
     """Of two nodes, which hold the model together, one is left until the other's is granted."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=2, f=0, iterations=ITERATIONS)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=2, f=0, iterations=ITERATIONS)
     config = replace(
         config,
         cluster=replace(config.cluster, grant_s=0.3),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import chaos_job, check_report, struck
+from chaos import FAMILY, chaos_job, check_report, struck
 from jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
@@ -66,8 +66,8 @@ def test_a_slow_node_gets_less_work_and_the_job_is_as_fast_as_the_best_plan_for_
 
 def test_a_model_that_computes_is_slowed_too(server: ForkServer, tmp_path: Path) -> None:
     """Whatever its layers are; to nobody's bits."""
-    config = chaos_job("gpt2", tmp_path / "run", server, nodes=4)
-    calm = struck(chaos_job("gpt2", tmp_path / "calm", server, nodes=4), server)
+    config = chaos_job(FAMILY, tmp_path / "run", server, nodes=4)
+    calm = struck(chaos_job(FAMILY, tmp_path / "calm", server, nodes=4), server)
     slowed = struck(config, server, "slow=30:1@2", "slow=1:1@5")
 
     assert digests(slowed) == digests(calm)

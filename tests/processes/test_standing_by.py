@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import calm_digests, chaos_job, check_survived, long_but_the_first, recoveries, struck
+from chaos import (
+    FAMILY,
+    calm_digests,
+    chaos_job,
+    check_survived,
+    long_but_the_first,
+    recoveries,
+    struck,
+)
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
@@ -31,7 +39,7 @@ def standing_by(
 ) -> JobConfig:
     """A job of pipelines of two nodes."""
     config = chaos_job(
-        "gpt2", directory / "run", server, nodes=nodes, f=f, policy=policy, iterations=iterations
+        FAMILY, directory / "run", server, nodes=nodes, f=f, policy=policy, iterations=iterations
     )
     return replace(
         config,
