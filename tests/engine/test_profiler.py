@@ -1,10 +1,12 @@
 """The profiler measures what a layer is."""
 
+import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +58,27 @@ def test_layers_that_are_alike_are_measured_once(
     ]
 
 
+def test_layers_take_turns_unless_one_fills_any_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is alone finds in the cache what it left there; in a stage the others have it."""
+    alike = []
+    measure = profiler._measured
+
+    def note(
+        job: JobConfig, name: str, held: Sequence[stage.HeldLayer], *rest: Any
+    ) -> LayerProfile:
+        alike.append(len({id(one.sums) for one in held}))
+        return measure(job, name, held, *rest)
+
+    monkeypatch.setattr(profiler, "_measured", note)
+    _profile(tiny_job("sequential", tmp_path), tmp_path)
+    monkeypatch.setattr(profiler, "CACHE_BYTES", 1)
+    _profile(tiny_job("sequential", tmp_path), tmp_path)
+
+    assert alike == [profiler.TURNS] * 3 + [1] * 3
+
+
 def test_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
     """float32: 24 x 24 weights and three vectors; a microbatch of two samples of 24 numbers."""
     job = tiny_job("sequential", tmp_path)
@@ -98,7 +121,7 @@ def test_a_layer_is_measured_as_a_rank_holds_it(
     monkeypatch.setattr(stage.HeldLayer, "apply", note_step)
     profile = _profile(tiny_job("sequential", tmp_path), tmp_path)
 
-    runs = profiler.NUM_RUNS + 1
+    runs = (profiler.NUM_RUNS + 1) * profiler.TURNS
     assert len(added) == runs * (2 + 4 + 2)  # Parameters of the three kinds of layers.
     assert stepped == [True] * (3 * runs)  # At a learning rate of 0 the layer stays what it is.
     assert all(layer.update_s[1] > 0.0 for layer in profile.layers)
@@ -187,15 +210,20 @@ def test_scaled_profiles_keep_their_bytes() -> None:
 
 
 class _Layers:
-    """A builder of the modules it is given."""
+    """A builder of the modules it is given, and of copies if they are wanted again."""
 
     tied: tuple[TiedGroup, ...] = ()
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules = modules
+        self._copied = copy.deepcopy(modules)
+        self._unused = list(range(len(modules)))
         self.layer_names = tuple(f"{i}.{type(m).__name__}" for i, m in enumerate(modules))
 
     def materialise(self, layer: int) -> nn.Module:
+        if layer not in self._unused:
+            return copy.deepcopy(self._copied[layer])
+        self._unused.remove(layer)
         return self._modules[layer]
 
     structure = materialise

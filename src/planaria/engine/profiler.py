@@ -2,7 +2,8 @@
 
 Each kind of layer (same modules, same shapes, in and out) is measured once, as a rank holds it: its
 forward, the backward to its input alone, what the gradient of its weights and adding that to the
-sums add, and once an iteration the step of its optimizer with all that prepares it. The median of a
+sums add, and once an iteration the step of its optimizer with all that prepares it. A few that are
+alike take turns, for a layer of a stage finds caches that are full of the others. The median of a
 few runs counts. Links are measured over loopback; emulated nodes have no other.
 
 Where the ranks of a job share the processors of this machine, a layer is measured while others
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ from planaria.transport.links import Channel, Links, Tag
 logger = logging.getLogger(__name__)
 
 NUM_RUNS = 5
+# Layers that take turns, unless one alone is more than a cache keeps: beyond three nothing changes.
+TURNS: Final = 3
+CACHE_BYTES: Final = 1 << 26
 LINK_BYTES = 1 << 22
 # As many ranks that compete for each processor show what more of them would.
 _RANKS_EACH = 2
@@ -88,12 +93,13 @@ def _measured_layers(
     targets, num_targets = batches.targets(0), batches.num_targets()
     known: dict[str, LayerProfile] = {}
     layers = []
-    stage = Stage(model, training=job.training)
+    stages = [Stage(model, training=job.training) for _ in range(TURNS)]
     for layer, name in enumerate(model.layer_names):
         is_last = layer == model.num_layers - 1
-        stage.keep_only(())
-        stage.hold((layer,), states={}, age=0)
-        held = stage.layers[layer]
+        for stage in stages:
+            stage.keep_only(())
+        stages[0].hold((layer,), states={}, age=0)
+        held = stages[0].layers[layer]
         module = held.module
         before = buffer_values(module)
         with torch.no_grad():
@@ -107,8 +113,12 @@ def _measured_layers(
             def loss(output: Tensor) -> Tensor:
                 return model.loss_sum(output, targets) / num_targets
 
-            known[key] = _measured(job, name, held, hidden, loss if is_last else None, clock)
-        output_bytes = 0 if is_last else output.numel() * output.element_size()
+            if sum(_num_bytes(tensor) for tensor in held.tensors()) < CACHE_BYTES:
+                for stage in stages[1:]:
+                    stage.hold((layer,), states={}, age=0)
+            alike = [stage.layers[layer] for stage in stages if stage.layers]
+            known[key] = _measured(job, name, alike, hidden, loss if is_last else None, clock)
+        output_bytes = 0 if is_last else _num_bytes(output)
         layers.append(replace(known[key], name=name, output_bytes=output_bytes))
         hidden = output
     return tuple(layers)
@@ -193,26 +203,27 @@ def _kind(module: nn.Module) -> str:
 def _measured(
     job: JobConfig,
     name: str,
-    held: HeldLayer,
+    alike: Sequence[HeldLayer],
     hidden: Tensor,
     loss: Callable[[Tensor], Tensor] | None,
     clock: _Clock,
 ) -> LayerProfile:
-    """The layer's profile, but for the bytes that it puts out."""
-    module = held.module
+    """The profile of one of these layers, but for the bytes that it puts out."""
+    modules = [held.module for held in alike]
+    module = modules[0]
     activation_bytes = _activation_bytes(module, hidden, loss)
-    runs = clock.contention.repeat(lambda: _run(module, hidden, loss, clock.now_s), times=NUM_RUNS)
+    runs = clock.contention.repeat(lambda: _run(modules, hidden, loss, clock.now_s), times=NUM_RUNS)
     forward_s = statistics.median(run.forward for run in runs)
     input_s = statistics.median(run.backward_input for run in runs)
     backward_s = statistics.median(run.backward for run in runs)
     weight_s = max(0.0, backward_s - input_s)
     update_s = statistics.median(
-        clock.contention.repeat(lambda: _update_s(held, clock.now_s), times=NUM_RUNS)
+        clock.contention.repeat(lambda: _update_s(alike, clock.now_s), times=NUM_RUNS)
     )
     if job.training.activation_checkpointing and loss is None:
         # The backward runs the forward again, and only the input is kept until then.
         input_s += forward_s
-        activation_bytes = hidden.numel() * hidden.element_size()
+        activation_bytes = _num_bytes(hidden)
     return LayerProfile(
         name=name,
         forward_s={1: forward_s},
@@ -236,39 +247,49 @@ def _forward(module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor]
     return output if loss is None else loss(output)
 
 
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _run(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     hidden: Tensor,
     loss: Callable[[Tensor], Tensor] | None,
     now_s: Callable[[], float],
 ) -> _Seconds:
-    leaf = _leaf(hidden)
+    """What one of the modules takes, in turn with the others."""
+    leaves = [_leaf(hidden) for _ in modules]
     start_s = now_s()
-    output = _forward(module, leaf, loss)
+    outputs = [_forward(module, leaf, loss) for module, leaf in zip(modules, leaves, strict=True)]
     forward_s = now_s() - start_s
-    gradient = torch.ones_like(output)
+    gradient = torch.ones_like(outputs[0])
     backward_input_s = 0.0
-    if leaf.requires_grad and output.requires_grad:
+    if leaves[0].requires_grad and outputs[0].requires_grad:
         start_s = now_s()
-        torch.autograd.grad(output, leaf, gradient, retain_graph=True)
+        for output, leaf in reversed(list(zip(outputs, leaves, strict=True))):
+            torch.autograd.grad(output, leaf, gradient, retain_graph=True)
         backward_input_s = now_s() - start_s
     backward_s = 0.0
-    if output.requires_grad:
+    if outputs[0].requires_grad:
         start_s = now_s()
-        torch.autograd.backward(output, gradient)
+        for output in reversed(outputs):
+            torch.autograd.backward(output, gradient)
         backward_s = now_s() - start_s
-    for parameter in module.parameters():
-        parameter.grad = None
-    return _Seconds(forward_s, backward_input_s, backward_s)
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.grad = None
+    count = len(modules)
+    return _Seconds(forward_s / count, backward_input_s / count, backward_s / count)
 
 
-def _update_s(held: HeldLayer, now_s: Callable[[], float]) -> float:
-    """Seconds of what a rank does for the layer once an iteration, at a learning rate of 0."""
-    held.gradients_of = held.age
+def _update_s(alike: Sequence[HeldLayer], now_s: Callable[[], float]) -> float:
+    """Seconds of what a rank does for a layer once an iteration, at a learning rate of 0."""
     start_s = now_s()
-    held.apply(held.age, learning_rate=0.0, scale=1.0)
-    held.clear()
-    return now_s() - start_s
+    for held in alike:
+        held.gradients_of = held.age
+        held.apply(held.age, learning_rate=0.0, scale=1.0)
+        held.clear()
+    return (now_s() - start_s) / len(alike)
 
 
 def _activation_bytes(
