@@ -38,7 +38,7 @@ ITERATIONS = 8
 SEED = 20_261_121  # Of the cases that are run every time.
 N0 = 2
 
-_calm: dict[int, tuple[str, str]] = {}
+_calm: dict[tuple[str, int], tuple[str, str]] = {}
 
 
 def small_job(family: str, directory: Path, **training: Any) -> JobConfig:
@@ -123,17 +123,17 @@ def struck(
     return Job(config).run(injections=injections, server=server, **arguments)
 
 
-def calm_digests(server: ForkServer, iterations: int) -> tuple[str, str]:
-    """Those of GPT-2's job without failures, whoever asks from whatever server; on two nodes, for
-    the bits do not depend on their number."""
-    if iterations not in _calm:
+def calm_digests(server: ForkServer, iterations: int, *, family: str = "gpt2") -> tuple[str, str]:
+    """Those of a family's job without failures, whoever asks from whatever server; on two nodes,
+    for the bits do not depend on their number."""
+    if (family, iterations) not in _calm:
         with TemporaryDirectory() as directory:
             run = Path(directory) / "run"
-            config = chaos_job("gpt2", run, server, nodes=N0, f=0, iterations=iterations)
+            config = chaos_job(family, run, server, nodes=N0, f=0, iterations=iterations)
             result = struck(config, server)
         assert result.error is None
-        _calm[iterations] = digests(result)
-    return _calm[iterations]
+        _calm[family, iterations] = digests(result)
+    return _calm[family, iterations]
 
 
 def sampled(cases: Sequence[tuple[str, ...]], count: int) -> list[Any]:
