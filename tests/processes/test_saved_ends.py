@@ -143,11 +143,14 @@ def test_a_job_whose_fork_server_is_killed_ends_with_the_same_bits(
     config = chaos_job(FAMILY, tmp_path / "run", own_server, nodes=4)
     config = replace(config, cluster=replace(config.cluster, max_nodes=5))
     before = own_server.pid
+    display = At({})
 
-    result = struck(config, own_server, *specs)
+    result = struck(config, own_server, *specs, display=display)
 
     own_server.exits()
     assert own_server.pid != before
+    told = "the fork server was killed by signal 9: another one is started"
+    assert any(told in note for note in display.notes), display.notes
     check_survived(result, specs, calm_digests(own_server, ITERATIONS, family=FAMILY))
     assert ("kill" in {event.kind for event in recoveries(result)}) == any(
         spec.startswith("kill") for spec in specs
@@ -462,7 +465,8 @@ class Stopping(Silent):
             ("injecting kill", ("kill:1@3.backward",)),
             ("its connection closed", ("kill:1@3.backward",)),
             ("another one is started", ("forkserver:@3",)),
-            ("injecting leader", ("forkserver:@2", "leader:@3")),
+            # Slow, or the job is done before a fork server and a coordinator are there again.
+            ("injecting leader", ("slow=100:0@2", "forkserver:@2", "leader:@3")),
         ]
     ),
 )
