@@ -1,7 +1,10 @@
 """Ranks of torch.distributed that the session's fork server forks, so that none imports torch."""
 
 import json
+import os
+import runpy
 import socket
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -50,3 +53,21 @@ def tell(answer_fd: int, answer: object) -> None:
     """Tells the test something that JSON can hold."""
     with socket.socket(fileno=answer_fd) as sock:
         sock.sendall(json.dumps(answer).encode())
+
+
+def run_script(payload: bytes, answer_fd: int) -> None:
+    """Runs a `script` with `words` in a rank that is told its place as torchrun tells it."""
+    called = order(payload)
+    number = str(called["number"])
+    os.environ |= {
+        "RANK": number,
+        "LOCAL_RANK": number,
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(called["port"]),
+    }
+    sys.argv = [called["script"], *called["words"]]
+    runpy.run_path(called["script"], run_name="__main__")
+    tell(answer_fd, number)
