@@ -1,9 +1,7 @@
 """What ranks cannot save, or not whole, all of them refuse, and all tell the same of a save."""
 
-import multiprocessing
 import os
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,14 +15,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from forked_ranks import order, tell, told_by_ranks
 from keepers import keepers
 from planaria.engine.agreement import check_on_all
 from planaria.engine.gathering import gathered_as
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.engine.shards import Held
 from planaria.errors import CheckpointError, ConfigError
-
-TIMEOUT_S = 110.0
+from planaria.nodes.forkserver import ForkServer
 
 
 class Sampler:
@@ -171,10 +169,12 @@ def saver_of(value: float, place: str, copies: int = 2) -> MemoryCheckpointer:
     return MemoryCheckpointer(model, SGD(model.parameters()), directory=place, copies=copies)
 
 
-def rank(number: int, answers: Connection, directory: str) -> None:
+def rank(payload: bytes, answer_fd: int) -> None:
     """Tells what is refused of states that are shared in various ways."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # Warns of torch's own use of jit.
 
+    called = order(payload)
+    number, directory = called["number"], called["directory"]
     alone(number, directory)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/store", rank=number, world_size=2
@@ -216,32 +216,20 @@ def rank(number: int, answers: Connection, directory: str) -> None:
     told |= lost_keeper(whole, number, Path(directory) / f"of{number}")
     told |= back_from_two_runs(number, directory)
     told |= of_one_name(number, directory)
-    answers.send(told)
     dist.destroy_process_group()
+    tell(answer_fd, told)
 
 
-def test_what_would_not_be_whole_is_refused_by_all_ranks(tmp_path: Path) -> None:
+def test_what_would_not_be_whole_is_refused_by_all_ranks(
+    server: ForkServer, tmp_path: Path
+) -> None:
     """Parts of an optimizer whose model is not sharded, other models, stages, other values, and
     states of no known type. What is the same on all ranks is let through, whatever their buffers
     are, and so is a sharded optimizer without a state. Versions of one age but of two runs are not
     mixed."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    processes = [
-        context.Process(target=rank, args=(number, theirs, str(tmp_path))) for number in range(2)
-    ]
-    for process in processes:
-        process.start()
-    found = []
-    for _ in processes:
-        assert ours.poll(TIMEOUT_S)
-        found.append(ours.recv())
-    for process in processes:
-        process.join(TIMEOUT_S)
-        assert process.exitcode == 0
+    told, told_by_other = told_by_ranks(server, f"{__name__}:rank", tmp_path)
 
-    told = found[0]
-    assert told == found[1]
+    assert told == told_by_other
     assert told["whole"] == told["stateless"] == told["statistics"] == told["parallel"] == ""
     assert told["two runs"] in ("1 [0.0, 0.0]", "1 [1.0, 1.0]")  # Whichever began last.
     assert told["one name"].startswith("2 nodes: ")

@@ -1,8 +1,6 @@
 """FSDP2 ranks whose copies go between their collectives."""
 
-import multiprocessing
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -12,18 +10,21 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from forked_ranks import order, tell, told_by_ranks
 from planaria.checkpoint.version import Bytes
 from planaria.engine import node_room
 from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.errors import CheckpointError, ConfigError
+from planaria.nodes.forkserver import ForkServer
 
 WATCHED = 3
 ITERATIONS = 12
-TIMEOUT_S = 120.0
 
 
-def rank(number: int, answers: Connection, directory: str, backend: str | None) -> None:
+def rank(payload: bytes, answer_fd: int) -> None:
     """Trains, each rank as if on a node of its own."""
+    told = order(payload)
+    number, directory, backend = told["number"], told["directory"], told["backend"]
     dist.init_process_group(
         backend, init_method=f"file://{directory}/store", rank=number, world_size=2
     )
@@ -52,9 +53,10 @@ def rank(number: int, answers: Connection, directory: str, backend: str | None) 
         first = saver.restore()
         is_same = all(map(torch.equal, state_of(model, optimizer), states[first]))
         backs.append((first, is_same))
-    answers.send((number, begun[:ITERATIONS], saver.idle_spans, backs))
+    idle_s = {peer: [span.lasts_s for span in spans] for peer, spans in saver.idle_spans.items()}
     saver.close()
     dist.destroy_process_group()
+    tell(answer_fd, (begun[:ITERATIONS], list(idle_s.items()), backs))
 
 
 def flipped(content: Bytes) -> None:
@@ -76,37 +78,25 @@ UNNAMED = pytest.param(None, marks=[pytest.mark.long, no_accelerator])
 
 
 @pytest.mark.parametrize("backend", ["gloo", UNNAMED])
-def test_fsdp_copies_go_between_collectives(backend: str | None, tmp_path: Path) -> None:
+def test_fsdp_copies_go_between_collectives(
+    backend: str | None, server: ForkServer, tmp_path: Path
+) -> None:
     """The first versions go before anything is known of the network. Going back in the middle of a
     run ends in the state of the newest version, and copies go on from there; also where one of two
     copies of a shard is damaged. Without a named backend torch takes the one for the machine's
     devices."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    processes = [
-        context.Process(target=rank, args=(number, theirs, str(tmp_path), backend))
-        for number in range(2)
-    ]
-    for process in processes:
-        process.start()
-    found = {}
-    for _ in processes:
-        assert ours.poll(TIMEOUT_S)
-        number, *told = ours.recv()
-        found[number] = told
-    for process in processes:
-        process.join(TIMEOUT_S)
-        assert process.exitcode == 0
+    told = told_by_ranks(server, f"{__name__}:rank", tmp_path, backend=backend)
 
-    for number, (begun, spans, backs) in found.items():
+    for number, (begun, idle_s, backs) in enumerate(told):
         assert begun[0]
         assert any(begun[WATCHED:])
         assert all(is_same for _, is_same in backs)
         ends = [first for first, _ in backs]
         assert WATCHED < ends[0] < ends[1] < ends[2]
-        assert spans.keys() == {1 - number}
-        assert spans[1 - number]
-        assert all(span.lasts_s > 0.0 for span in spans[1 - number])
+        ((peer, lasts_s),) = idle_s
+        assert peer == 1 - number
+        assert lasts_s
+        assert all(value > 0.0 for value in lasts_s)
 
 
 @pytest.fixture

@@ -22,14 +22,15 @@ SCRIPT_EXAMPLE = PACED.with_name("script.py")
 FAST, SLOW = "model.time_scale=0.1", "model.time_scale=4000"
 SMALL = (
     FAST,
-    "cluster.nodes=6",
+    "cluster.nodes=3",
+    "resilience.failures_tolerated=0",
     "training.global_batch_size=12",
     "checkpoint.directory=checkpoints",
 )
 ENDLESS = (*SMALL, "training.iterations=1_000_000_000", "checkpoint.persist_every=1")
 
 # What the command says right before each of these moments.
-IMPORTING, PREPARING, STARTING = "importing torch", "building the model", "6 nodes are up"
+IMPORTING, PREPARING, STARTING = "importing torch", "building the model", "3 nodes are up"
 TRAINING, SAVING = "iteration 1 ", "saved iteration 2"
 
 
@@ -118,7 +119,7 @@ def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
     assert [record.iteration for record in result.report.iterations] == [saved]
 
 
-@pytest.mark.parametrize("moment", [IMPORTING, long(PREPARING), STARTING])
+@pytest.mark.parametrize("moment", [IMPORTING, long(PREPARING), long(STARTING)])
 def test_ctrl_c_before_training_ends_at_once(moment: str, tmp_path: Path) -> None:
     """There is nothing to save yet, so nobody waits for an iteration, or for what comes next."""
     settings = (*ENDLESS, SLOW)
@@ -150,8 +151,10 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_it_cost(tmp_path: Path) -> N
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.long
 def test_a_killed_fork_server_ends_nothing_and_is_named(tmp_path: Path) -> None:
-    """It is a child of the launcher; Ctrl-C saves as if nothing had happened."""
+    """It is a child of the launcher; Ctrl-C saves as if nothing had happened. That a job goes on is
+    in test_saved_ends.py, without a command of its own."""
     with running(train_arguments(PACED, *ENDLESS), directory=tmp_path) as command:
         command.wait_output(TRAINING)
         children = psutil.Process(command.process.pid).children()

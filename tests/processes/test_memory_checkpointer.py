@@ -12,11 +12,13 @@ from unittest.mock import patch
 
 import pytest
 
+from forked_ranks import told_by_ranks
 from keepers import keepers
 from linked import wait_until
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.keeper import attach
 from planaria.errors import CheckpointError
+from planaria.nodes.forkserver import ForkServer
 
 TESTS = Path(__file__).parents[1]
 EXAMPLE = TESTS.parent / "examples" / "fsdp2.py"
@@ -53,11 +55,17 @@ def ended(process: subprocess.Popen[bytes], code: int = 0) -> str:
     return told.decode()
 
 
-def two_nodes(place: Path, *words: str, code: int) -> None:
-    """Two nodes of one rank each, with a keeper of its own."""
+def free_port() -> int:
+    """One that nobody listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def two_nodes(place: Path, *words: str, code: int) -> None:
+    """Two nodes of one rank each, with a keeper of its own."""
+    port = free_port()
     processes = [
         begun(
             EXAMPLE,
@@ -98,15 +106,23 @@ def alone(place: Path, *words: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("script", [EXAMPLE, pytest.param(DDP, marks=pytest.mark.long)])
-def test_a_killed_rank_goes_on_from_memory(script: Path, place: Path) -> None:
+def test_a_killed_rank_goes_on_from_memory(script: Path, server: ForkServer, place: Path) -> None:
     """Whoever is started again has the state of the newest iteration, or of the one before if that
-    was not through yet. (torchrun's own restarts leave gloo without links, see the example.)"""
+    was not through yet. (torchrun's own restarts leave gloo without links, see the example.) The
+    second time the ranks are forked, for torchrun's import torch anew."""
     words = [str(place / "node0"), str(place / "hashes")]
     if script == EXAMPLE:
         words = ["--directory", words[0], "--hashes", words[1], "--dies", "1@4"]
         words += ["--iterations", str(ITERATIONS)]
-    for code in (1, 0):
-        ended(begun(script, *words, ranks=2), code)
+    ended(begun(script, *words, ranks=2), code=1)
+    told_by_ranks(
+        server,
+        "forked_ranks:run_script",
+        place,
+        script=str(script),
+        words=words,
+        port=free_port(),
+    )
 
     after, begins = hashes(place)
     (none, _), (number, value) = begins

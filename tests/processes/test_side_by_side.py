@@ -1,20 +1,25 @@
 """Two jobs that were told to save in one place."""
 
-import signal
 from pathlib import Path
 
 from command import PACED, running, train_arguments
 from planaria.checkpoint.tiers import tier_of
+from planaria.library import Job
+from planaria.nodes.forkserver import ForkServer
 
-SETTINGS = (
+SMALL = (
     "model.time_scale=0.1",
-    "checkpoint.directory=checkpoints",
+    "cluster.nodes=3",
+    "resilience.failures_tolerated=0",
+    "training.global_batch_size=12",
     "checkpoint.persist_every=1",
-    "training.iterations=1_000_000_000",
 )
+SETTINGS = (*SMALL, "checkpoint.directory=checkpoints", "training.iterations=1_000_000_000")
 
 
-def test_the_second_job_in_a_directory_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_the_second_job_in_a_directory_is_refused_and_the_first_goes_on(
+    server: ForkServer, tmp_path: Path
+) -> None:
     """Both would write the same files; killed, the first keeps nobody out, nor itself."""
     arguments = train_arguments(PACED, *SETTINGS)
     with running(arguments, directory=tmp_path) as first:
@@ -29,11 +34,16 @@ def test_the_second_job_in_a_directory_is_refused_and_the_first_goes_on(tmp_path
         first.process.kill()
         first.wait()
 
-    with running([*arguments, "--resume"], directory=tmp_path) as resumed:
-        resumed.wait_output("training\n")
-        resumed.process.send_signal(signal.SIGINT)
-        assert resumed.wait() == 130, resumed.errors
-    newest = tier_of(str(tmp_path / "checkpoints")).newest()
+    saves = tmp_path / "checkpoints"
+    before = tier_of(str(saves)).newest()
+    assert before is not None
+    overrides = [
+        *SMALL,
+        f"training.iterations={before.iteration + 1}",
+        f"checkpoint.directory={saves}",
+    ]
+    Job.from_file(PACED, overrides=overrides).train(resume=True, server=server)
+    newest = tier_of(str(saves)).newest()
     assert newest is not None
-    assert newest.epoch > 0
-    assert not (tmp_path / "checkpoints" / ".job.lock").exists()
+    assert newest.epoch > before.epoch
+    assert not (saves / ".job.lock").exists()

@@ -14,8 +14,18 @@ from planaria.core.chaos import TEMPORARIES, Draw, Surroundings, World
 from planaria.library import Job
 from planaria.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 
-SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
-SETTINGS = ("cluster.nodes=4", "training.iterations=8")
+SETTINGS = (
+    "model.kind=python",
+    "model.target=user_models:sequential",
+    "data.kind=python",
+    "data.target=user_models:points",
+    "training.iterations=8",
+    "training.global_batch_size=12",
+    "training.microbatch_size=2",
+    "resilience.failures_tolerated=1",
+    "cluster.nodes=4",
+    "cluster.device_memory_bytes=100_000",  # One node cannot hold the model, two can.
+)
 FAULT = "kill:1@3"
 CLOSED_AT = 1
 
@@ -23,10 +33,12 @@ CLOSED_AT = 1
 class Runs:
     """One job, and runs of it that lose a node in such surroundings as a test asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self._surroundings = Surroundings()
+        file = directory / "job.toml"
+        file.touch()
         self._outcomes = Chaos(
-            Job.from_file(SMALL, overrides=SETTINGS), seed=0, doing=lambda _: None
+            Job.from_file(file, overrides=SETTINGS), seed=0, doing=lambda _: None
         ).outcomes(minutes=60.0)
 
     def drawn(self, *_: World | Random) -> Draw:
@@ -42,8 +54,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    made = Runs()
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    made = Runs(tmp_path_factory.mktemp("runs"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chaos, "drawn", made.drawn)
         yield made
