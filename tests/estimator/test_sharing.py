@@ -10,7 +10,7 @@ import pytest
 from estimator.test_time import SEED, layer, model, random_profile
 from planaria.core.plan import Link, ModelProfile, NodeKind, Plan, plain_plan
 from planaria.errors import DeadlockError
-from planaria.estimator import sharing
+from planaria.estimator import sharing, time
 from planaria.estimator.sharing import Costs, Times, last_end_s
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.schedule.action import Schedule, parse_schedule
@@ -18,6 +18,11 @@ from planaria.schedule.lower import lowered
 from schedule.plan_examples import pipeline, random_plan, rerouted
 
 FREE = Link(0.0, float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def _no_more_than_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "RANK_S", 0.0)
 
 
 def timeline(plan: Plan, profile: ModelProfile, *, processors: int) -> Timeline:
@@ -108,6 +113,18 @@ def test_steps_of_the_optimizer_share_the_processors_at_the_end() -> None:
     assert timeline(plan, profile, processors=1).iteration_s == 6.0 + 2.0
     assert timeline(plan, profile, processors=2).iteration_s == 3.0 + 1.0
     assert timeline(plan, profile, processors=0).iteration_s == 3.0
+
+
+def test_each_rank_that_shares_takes_some_time_beside_its_actions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.25 s on each of two ranks, which one processor takes one after the other."""
+    monkeypatch.setattr(time, "RANK_S", 0.25)
+    plan = plain_plan(0, (pipeline((0, 1), (0,)), pipeline((0, 1), (1,))), (1, 1))
+    profile = model((layer(1.0, 2.0),))
+
+    assert timeline(plan, profile, processors=1).iteration_s == 6.0 + 0.5
+    assert timeline(plan, profile, processors=2).iteration_s == 3.0
 
 
 @pytest.mark.parametrize(
