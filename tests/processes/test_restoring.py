@@ -22,7 +22,7 @@ ITERATIONS = 4
 
 
 def job(directory: Path, server: ForkServer) -> JobConfig:
-    # With 12 samples a sum of float64 lies so close to a rounding border that its order decides: one
+    # With 12 samples a sum of float64 lies so near a rounding border that its order decides: one
     # element in five million, see docs/ASSUMPTIONS.md.
     return chaos_job("wide", directory, server, iterations=ITERATIONS, global_batch_size=20)
 
