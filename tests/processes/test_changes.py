@@ -21,7 +21,7 @@ from planaria.nodes.desk import Drain, TellEvents, ask
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord
 
-ITERATIONS = 16
+ITERATIONS = 30
 
 
 def job(directory: Path, server: ForkServer, *, nodes: int, max_nodes: int = 6) -> JobConfig:

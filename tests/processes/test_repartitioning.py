@@ -11,7 +11,7 @@ from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.timed
 
-ITERATIONS = 16
+ITERATIONS = 60  # So many that it has not ended before a node has left.
 
 Run = Callable[..., TrainingResult]
 
