@@ -40,8 +40,8 @@ from planaria.schedule.action import (
 )
 from planaria.schedule.lower import execution_order
 
-# Processor seconds of a rank and iteration beside its actions and steps: threads to wake, the commit
-# vector, what it reports, 15 to 25 ms; and its part of what the search ahead takes, some 10 ms.
+# Processor seconds of a rank and iteration beside its actions and steps: threads to wake, the
+# commit vector, what it reports, 15 to 25 ms; and its part of the search ahead, some 10 ms.
 # Measured on two to six ranks of two processors, with little work and with much. What waits for
 # others hides it where each rank has a processor.
 RANK_S: Final = 0.025
