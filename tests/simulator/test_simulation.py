@@ -84,6 +84,8 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (700434, "adaptive"),
         (1196, "morph"),
         (14187, "reroute"),
+        (8461, "morph"),
+        (13244, "morph"),
         (714459, "morph"),
     ],
 )
@@ -98,7 +100,9 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     last save that was called off by an order for the commit that ended the job.
     And where it was the simulation that was wrong: a job that begins again late needs time until
     its end, and so does one whose messages take half a second; a layer whose state has not come is
-    not held; nodes end themselves where no coordinator could answer them for two leases."""
+    not held; nodes end themselves where no coordinator could answer them for two leases; what was
+    committed before all were told to run has no seconds to give back; a coordinator that was held
+    up publishes what its successor has not seen."""
     one = run(seed, policies=(policy,))
 
     assert not one.violations, told(one)

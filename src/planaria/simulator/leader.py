@@ -125,7 +125,7 @@ class SimulatedLeader:
         self._requests: _Inbox[Saving | None] = _Inbox()  # None: to list the saves again.
         self._num_requests = 0
         self._since_s = math.inf
-        self._is_refused = self._is_unlisted = False
+        self._is_refused = self._is_unlisted = self._is_listed = False
         self._is_expiring = False
         self._disk = disk
         self._store = disk.open(process, self._refuse)
@@ -290,8 +290,9 @@ class SimulatedLeader:
     @property
     def is_in_the_dark(self) -> bool:
         """Whether saves may be there of which it cannot know: the store has refused something, or
-        answers nothing."""
-        return self._is_refused or self.process.now_s - self._since_s >= TIMEOUT_S
+        answers nothing; or they were listed, and one before it that was held up publishes more."""
+        is_waiting = self.process.now_s - self._since_s >= TIMEOUT_S
+        return self._is_refused or self._is_listed or is_waiting
 
     async def _serve_saves(self) -> None:
         """Asks the store for one thing after the other."""
@@ -313,6 +314,7 @@ class SimulatedLeader:
         for published in there:
             if published.source not in self._launcher.set_aside:
                 self._tell(published)
+        self._is_listed = True
         self.queue(SavesListed())
 
     async def _list_again(self) -> None:

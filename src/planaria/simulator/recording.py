@@ -215,7 +215,9 @@ class Recording:
             case AwaitingSaves():
                 recorder.awaiting_saves(message)
             case Decided():
-                goes_back = message.iteration < recorder.next_iteration
+                # What was committed before it was told that all run has no seconds to give back.
+                has_trained = recorder.ledger.seconds.get(Category.USEFUL, 0.0) > 0.0
+                goes_back = message.iteration < recorder.next_iteration and has_trained
                 if message.redone_samples and (self._was_training or goes_back):
                     self._redo_due = recorder.ledger.seconds.get(Category.REDO, 0.0)
                 recorder.decided(message, predicted_peak_bytes=0)
