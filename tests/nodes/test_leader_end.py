@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from jobs import leader_spec
+from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Phase
 from planaria.core.messages import Message, Shutdown, WorkerFailed
-from planaria.core.records import AgentEnded, Ended, Leading, ToLauncher, Unrecorded
+from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLauncher, Unrecorded
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.leader import _Leader
 from planaria.nodes.leader_spec import LeaderSpec
@@ -128,6 +129,32 @@ def test_a_journal_whose_disk_hangs_is_told_and_holds_up_no_end(tmp_path: Path) 
             wait_told(ours, Ended, kinds)
         ours.shutdown(socket.SHUT_RDWR)
         assert wait_exit(server, pid) == 0
+
+
+def test_a_coordinator_that_another_has_succeeded_only_leaves(tmp_path: Path) -> None:
+    """The records are there, for the next one to go on from: the job need not end."""
+    kinds: list[type] = []
+
+    async def run() -> None:
+        spec = leader_spec(tmp_path, token=TOKEN)
+        leader = _Leader(spec)
+        ours, theirs = socket.socketpair()
+        lifeline, held = socket.socketpair()
+        listener = socket.create_server(("127.0.0.1", 0))
+        with closing(ours), closing(lifeline), closing(held):
+            leading = asyncio.create_task(
+                leader.run(listener.detach(), theirs.detach(), lifeline.fileno())
+            )
+            await asyncio.to_thread(wait_told, ours, Leading, kinds)
+            lease_s = spec.job.cluster.lease_s
+            await opened_logbook(leader._store, spec.job.name, lease_s=lease_s)
+            leader._leadership._progress = Progress(num_committed=1, ends=False)
+            leader._has_progressed.set()
+            await asyncio.wait_for(leading, TIMEOUT_S)
+            kinds.extend(told(ours))
+        assert not {Unrecorded, Ended}.intersection(kinds), kinds
+
+    asyncio.run(run())
 
 
 def test_time_goes_on_while_the_journals_disk_hangs(tmp_path: Path) -> None:

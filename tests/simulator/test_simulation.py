@@ -86,6 +86,7 @@ def test_what_was_to_happen_later_happens_when_the_loop_runs_on() -> None:
         (14187, "reroute"),
         (8461, "morph"),
         (13244, "morph"),
+        (25012, "morph"),
         (714459, "morph"),
     ],
 )
@@ -97,7 +98,8 @@ def test_what_a_seed_has_found_stays_away(seed: int, policy: PolicyName) -> None
     peer was in the epoch, and that nobody missed; a stop for want of nodes that had come since; a
     coordinator that was killed as it wrote its first records to a slow disk, again and again; a
     commit that was not on record when all went back to the state behind it, and was never told; a
-    last save that was called off by an order for the commit that ended the job.
+    last save that was called off by an order for the commit that ended the job; a coordinator whose
+    successor was there before it had begun, which took that for a disk that keeps no records.
     And where it was the simulation that was wrong: a job that begins again late needs time until
     its end, and so does one whose messages take half a second; a layer whose state has not come is
     not held; nodes end themselves where no coordinator could answer them for two leases; what was

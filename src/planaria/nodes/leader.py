@@ -60,7 +60,7 @@ from planaria.core.records import (
     Unrecorded,
     Warned,
 )
-from planaria.errors import AuthenticationError, StoreError
+from planaria.errors import AuthenticationError, ConflictError, StoreError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.journal import Flusher, open_store
 from planaria.nodes.leader_spec import LeaderSpec, rules_of, saving_rules_of
@@ -123,6 +123,9 @@ class _Leader:
             async with self._opened_store() as store:
                 self._store = store
                 await self._lead(reader, listener_fd)
+        except ConflictError as error:  # The records are there, for another that comes after it.
+            logger.warning("another coordinator has taken over: %s", error)
+            return
         except StoreError as error:  # To start again would end the same way.
             await self._unrecorded(error)
             return

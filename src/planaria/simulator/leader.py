@@ -34,7 +34,7 @@ from planaria.core.records import (
     Unrecorded,
     Unsaved,
 )
-from planaria.errors import CheckpointError, StoreError
+from planaria.errors import CheckpointError, ConflictError, StoreError
 from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.simulator.network import End
 from planaria.simulator.saver import SimulatedSaves
@@ -143,6 +143,8 @@ class SimulatedLeader:
         """What the store refuses to any task ends the process."""
         try:
             await task
+        except ConflictError:  # Another coordinator has taken over.
+            self.process.kill()
         except StoreError as error:
             self.notify(Unrecorded(reason=_reason(error)))
             self.process.kill()
