@@ -157,6 +157,14 @@ def test_an_epoch_that_is_told_again_changes_nothing() -> None:
     assert told == [stopped(1, 1), ready(1, 1)]
 
 
+def test_a_worker_that_ends_in_an_epoch_is_told_of_whoever_asks_again() -> None:
+    """It had answered, and a coordinator that was killed before it heard the end has decided by
+    that answer."""
+    told = facts(abort(1), stopped(1, 1), exited(1), abort(1))
+
+    assert told == [stopped(1, 1), exited(1)]
+
+
 def test_an_order_of_an_older_epoch_is_not_passed_on() -> None:
     """The coordinator that sent it did not know the newest members."""
     state = after(abort(2))

@@ -22,7 +22,7 @@ from coordinated import (
 from fake_cluster import FakeCluster
 from jobs import shaped_plan, template
 from planaria.coordinator.coordinator import Event, step
-from planaria.coordinator.crashes import FAILING_S_MAX
+from planaria.coordinator.crashes import FAILING_S_MAX, _why_needed
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     DecisionRecorded,
@@ -345,6 +345,16 @@ def test_a_job_that_needs_the_node_ends_saved_instead_of_evicting_it() -> None:
     assert end.failure is not None
     assert "without that node 1 node is left, fewer than n0 = 2" in end.failure.traceback
     assert [order.iteration for order in saves(cluster)] == [NEXT]
+
+
+def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:
+    """The plan still has that one until all have recovered from its loss."""
+    cluster = trained(rules=replace(small_rules(failures_tolerated=0), source=""))
+    assert not _why_needed(cluster.rules, cluster.state, 1)
+
+    cluster.state, _ = step(cluster.rules, cluster.state, gone(3), NOW_S)
+
+    assert _why_needed(cluster.rules, cluster.state, 1) == "no other node holds layer 5"
 
 
 def test_a_failed_job_saves_also_if_nodes_are_lost_meanwhile() -> None:

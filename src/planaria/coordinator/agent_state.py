@@ -127,7 +127,9 @@ def heard(state: AgentState, message: ToNode) -> Heard:
         case Abort():
             if state.node not in message.nodes:
                 return Heard(state, ends=f"it is no member of epoch {message.epoch}")
-            facts = {key: f for key, f in state.facts.items() if not _is_over(f, message.epoch)}
+            facts = state.facts
+            if message.epoch > state.epoch:  # Else it is told again, and answers nothing.
+                facts = {key: f for key, f in facts.items() if not _is_over(f, message.epoch)}
             return Heard(
                 replace(state, epoch=message.epoch, abort=message, facts=facts), forwards=True
             )

@@ -233,8 +233,13 @@ def _why_needed(rules: Rules, state: JobState, node: int) -> str:
     others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.leaving)]
     if shortage := shortage_text(rules, len(others)):
         return f"without that node {shortage}"
-    held = state.plan.layers_by_rank
-    elsewhere = {layer for r, layers in held.items() if _node(state, r) != node for layer in layers}
+    # Nodes that were lost since the plan was made hold nothing any more.
+    elsewhere = {
+        layer
+        for rank, layers in state.plan.layers_by_rank.items()
+        if _node(state, rank) != node and state.is_member(_node(state, rank))
+        for layer in layers
+    }
     saved = newest_save(rules, state)
     can_go_back = rules.job.checkpoint.copies > 1 or bool(saved and saved[1])
     missing = set(range(rules.num_layers)) - elsewhere

@@ -210,17 +210,19 @@ class Recorder:
     def _divide(self, iteration_s: float, reports: Sequence[IterationDone]) -> None:
         """Divides the seconds of an iteration among the categories that are in it."""
         stall_s = max((report.stall_s for report in reports), default=0.0)
-        trained_s = max(0.0, iteration_s - stall_s)
+        self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
+        # Ranks may have begun before all were told to run, and nothing of that was useful.
+        useful_s = self.ledger.seconds.get(Category.USEFUL, 0.0)
+        trained_s = min(max(0.0, iteration_s - stall_s), useful_s)
         eager_s = sum(report.eager_s for report in reports)
         computing_s = sum(report.computing_s for report in reports) + eager_s
         idle_s = trained_s * self._idle_share
         redundant_s = (trained_s - idle_s) * eager_s / computing_s if eager_s else 0.0
         shares_s = {Category.IDLE: idle_s, Category.REDUNDANT: redundant_s}
-        self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
         for category, seconds in shares_s.items():
             self._move(seconds, Category.USEFUL, category)
-        useful_s = trained_s - idle_s - redundant_s
-        self._shares_s.append({Category.USEFUL: useful_s, **shares_s})
+        left_s = trained_s - idle_s - redundant_s
+        self._shares_s.append({Category.USEFUL: left_s, **shares_s})
 
     def corrected(self, message: ProfileCorrected) -> None:
         """Later iterations are predicted by a profile that was corrected."""

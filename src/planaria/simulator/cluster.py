@@ -70,8 +70,9 @@ class SimulatedCluster:
         ended: how the job ended.
         files: layers on disk, by (iteration, epoch).
         published: of these the ones that are complete, in order.
-        damaged: of these the ones that are not what was written; set_aside: those of which that is
-            known.
+        discarded: saves that were given up, by (iteration, epoch).
+        damaged: of the complete ones those that are not what was written; set_aside: those of which
+            that is known.
         recording: of what the launcher is told.
         records: what it knows of the coordinators' records.
         granted_s: when nodes came on machines that were asked for.
@@ -96,6 +97,7 @@ class SimulatedCluster:
         self.num_committed = 0
         self.files: dict[tuple[int, int], dict[int, int]] = {}
         self.published: list[Published] = []
+        self.discarded: set[tuple[int, int]] = set()
         self.damaged: set[str] = set()
         self.set_aside: set[str] = set()
         self.stop_requested = False
@@ -228,7 +230,7 @@ class SimulatedCluster:
     def kill_leader(self) -> None:
         """The coordinator is killed, and started again."""
         self.happened("coordinator killed")
-        self.recording.leader_lost(self.loop.now_s)
+        self.recording.leader_lost(self.launcher_s)
         self.leader.process.kill()
         self.disk.crash()
         self.records.restart()
@@ -242,7 +244,7 @@ class SimulatedCluster:
         Only with a store that outlives its coordinator can that be.
         """
         self.happened("coordinator replaced")
-        self.recording.leader_lost(self.loop.now_s)
+        self.recording.leader_lost(self.launcher_s)
         old = self.leader.process
         old.stop()
         self._replaced_leaders.append(old)
@@ -252,6 +254,11 @@ class SimulatedCluster:
         self.records.restart()
         self._is_starting = True
         self.loop.after(_RESTART_S, self._start_leader)
+
+    @property
+    def launcher_s(self) -> float:
+        """By the clock of the launcher's machine, which the coordinator's is."""
+        return self.loop.now_s * self.leader_rate
 
     @property
     def can_lose_leader(self) -> bool:
@@ -279,7 +286,7 @@ class SimulatedCluster:
             return
         self.happened("notice", type(message).__name__, getattr(message, "epoch", -1))
         self.records.hear(message)
-        self.recording.noticed(message, self.loop.now_s)
+        self.recording.noticed(message, self.launcher_s)
         self.watcher.noticed(message)
         if isinstance(message, Committed) and message.iteration >= self.num_committed:
             self.num_committed = message.iteration + 1
@@ -383,4 +390,5 @@ class SimulatedCluster:
     def discard(self, command: Discard) -> None:
         """See Launcher."""
         if Published(command.iteration, command.epoch) not in self.published:
+            self.discarded.add((command.iteration, command.epoch))
             self.files.pop((command.iteration, command.epoch), None)

@@ -34,19 +34,28 @@ class CrashLog:
 
     Attributes:
         facts: all.
+        were_alike: two nodes had the same error in layers that both computed, one of them often.
+        had_often: the nodes that ever had an error as often as evicts a node, since when each.
     """
 
     def __init__(self) -> None:
         self.facts: list[CrashFact] = []
+        self.were_alike = False
+        self.had_often: dict[int, float] = {}
         self._first = self._next = 0
+        self._committed_s = -1.0
 
     def add(self, fact: CrashFact) -> None:
         """Something has gone wrong."""
         self.facts.append(fact)
+        self.had_often = self.often() | self.had_often
+        self.were_alike = self.were_alike or self._are_alike()
 
-    def committed(self) -> None:
+    def committed(self, now_s: float) -> None:
         """An iteration is committed."""
-        self._first, self._next = self._next, len(self.facts)
+        if now_s > self._committed_s:
+            self._first, self._next = self._next, len(self.facts)
+            self._committed_s = now_s
 
     @property
     def recent(self) -> list[CrashFact]:
@@ -64,8 +73,7 @@ class CrashLog:
                     found.setdefault(fact.node, fact.at_s)
         return found
 
-    def are_alike(self) -> bool:
-        """Whether two nodes had the same error in layers that both computed, one of them often."""
+    def _are_alike(self) -> bool:
         often = self.often()
         facts = [fact for fact in self.recent if fact.blame != "job"]
         return any(
@@ -81,5 +89,5 @@ class CrashLog:
     def has_failed_twice(self) -> bool:
         """Whether the code raised, or a worker ended, again when the job had failed."""
         failed_s = [fact.at_s for fact in self.facts if fact.blame == "job"]
-        failed_s += self.often().values()
+        failed_s += self.had_often.values()
         return bool(failed_s) and any(fact.at_s > min(failed_s) for fact in self.recent)

@@ -125,6 +125,8 @@ class EndChecker:
         if layer:
             yield from self._wrong_in_missing(int(layer[1]))
             yield from self._wrong_in_going_back()
+        elif not ended.nodes:
+            pass  # Nobody is left whom a granted machine could help.
         elif idle := unused_grants(self._cluster, self._faults) - {*ended.nodes, *seen.gone}:
             yield f"node {idle} had been granted, and the job ends: {ended.reason}"
         elif not self._is_short(num_left):
@@ -162,7 +164,7 @@ class EndChecker:
     def _wrong_in_failed(self) -> Iterator[str]:
         """A mistake in the job's code; or an error that two nodes had, or one that was needed."""
         ended, crashes = self._ended, self._seen.crashes
-        if not crashes.mistakes() and not crashes.are_alike() and not self._was_needed():
+        if not crashes.mistakes() and not crashes.were_alike and not self._was_needed():
             errors = [(fact.node, fact.raised.error) for fact in crashes.recent]
             yield f"failed after {errors}, and could go on: {ended.reason}"
         told = f"{ended.reason} {ended.failure.traceback if ended.failure else ''}"
@@ -173,7 +175,7 @@ class EndChecker:
         staying = set(self._ended.nodes) - set(self._struck(*ASKED))
         return any(
             self._is_short(len(staying - {node})) or self._is_alone(node, at_s)
-            for node, at_s in self._seen.crashes.often().items()
+            for node, at_s in self._seen.crashes.had_often.items()
         )
 
     def _is_alone(self, node: int, at_s: float) -> bool:

@@ -52,6 +52,7 @@ class Launcher(Protocol):
 
     job: PlannedJob
     published: list[Published]
+    discarded: set[tuple[int, int]]
     damaged: set[str]
     set_aside: set[str]
     saves: SimulatedSaves
@@ -326,20 +327,25 @@ class SimulatedLeader:
     async def _carry_out(self, command: Saving) -> None:
         match command:
             case Publish(iteration, epoch):
+                is_whole = False
 
                 def publish() -> None:
-                    assert self._launcher.publish(command), command
+                    nonlocal is_whole
+                    is_whole = self._launcher.publish(command)
 
-                if await self._ask(publish):
-                    self._tell(Published(iteration, epoch))
-                    self.notify(Saved(iteration=iteration, epoch=epoch))
-                else:
-                    reason = "the store refuses"
+                reason = "" if await self._ask(publish) else "the store refuses"
+                if not (reason or is_whole):  # A coordinator before this one gave it up.
+                    assert (iteration, epoch) in self._launcher.discarded, command
+                    reason = "a layer is missing"
+                if reason:
                     self.queue(
                         SaveFailed(
                             rank=BY_PUBLISHER, iteration=iteration, epoch=epoch, reason=reason
                         )
                     )
+                else:
+                    self._tell(Published(iteration, epoch))
+                    self.notify(Saved(iteration=iteration, epoch=epoch))
             case Discard():
                 await self._ask(lambda: self._launcher.discard(command))
             case SetAside(source):

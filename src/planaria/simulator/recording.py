@@ -63,6 +63,7 @@ class Recording:
         self._idle_members = 0
         self._is_recovering = False
         self._is_training = False
+        self._training_s = 0.0  # When it was told last that all train, or what they have done.
         self._was_training = False  # When the loss struck that is being answered.
         self._was_forking = False  # Then, too.
         self._has_settled = False  # An iteration counts that was in flight then.
@@ -129,6 +130,8 @@ class Recording:
             case Leading() if self._unled_s >= 0.0 and ledger.category is not Category.USEFUL:
                 waited_s = now_s - max(self._unled_s, ledger.now_s)
                 return {Category.RESTART} if waited_s > _TOLERANCE_S else set()
+            case Committed() if message.iteration < self.recorder.next_iteration:
+                return set()  # As much as it had before may be given back with it.
             case Committed() if self._useful_s(message) > _TOLERANCE_S:
                 trained_s = min((report.seconds for report in message.reports), default=0.0)
                 found = {Category.IDLE} if self._idle_members and trained_s else set()
@@ -196,16 +199,20 @@ class Recording:
             case Running():
                 self._is_recovering = False
                 self._is_training, self._was_training = True, False
+                self._training_s = now_s
                 at_work = {one.node for one in message.workers.values()}
                 self._idle_members = max(0, len(message.members) - len(at_work))
                 recorder.running(message)
             case Committed():
                 self._has_settled = not self._is_training
+                self._training_s = now_s
                 recorder.committed(message)
             case Recovering():
                 self._is_recovering = True
                 self._was_forking |= message.is_forking
-                self._was_training |= self._is_training
+                # What was begun before that was told has no seconds to give back.
+                trained_s = now_s - self._training_s
+                self._was_training |= self._is_training and trained_s > _TOLERANCE_S
                 self._is_training = False
                 recorder.recovering(message)
             case Forked():
@@ -218,7 +225,8 @@ class Recording:
                 # What was committed before it was told that all run has no seconds to give back.
                 has_trained = recorder.ledger.seconds.get(Category.USEFUL, 0.0) > 0.0
                 goes_back = message.iteration < recorder.next_iteration and has_trained
-                if message.redone_samples and (self._was_training or goes_back):
+                is_new = self._redo_due is None  # Or decided anew, of the same loss.
+                if message.redone_samples and is_new and (self._was_training or goes_back):
                     self._redo_due = recorder.ledger.seconds.get(Category.REDO, 0.0)
                 recorder.decided(message, predicted_peak_bytes=0)
             case Changed():
