@@ -83,7 +83,7 @@ def test_the_simulation_finds_a_bug_planted_in_other_answers(
     ("plant", "policies", "first"),
     [
         (planted_copies.spoilt_copies_are_read, POLICIES, 360),
-        (planted_copies.damaged_saves_are_used_again, ("morph",), 310),
+        (planted_copies.damaged_saves_are_used_again, ("morph",), 220),
         (planted_copies.who_was_granted_is_not_taken, POLICIES, 170),
         (planted_copies.a_store_is_waited_for_without_end, (PLAINEST,), 0),
         (planted_copies.saves_are_not_skipped, (PLAINEST,), 90),
