@@ -10,6 +10,7 @@ from planaria.simulator.scenario import LEASE_S
 
 _LOOK_S: Final = 0.05
 _ADMITTED_S: Final = 1.0  # In which a coordinator that is there admits a node, if its disk is idle.
+_ANSWERED_S: Final = 0.5  # In which a node that has been admitted hears so.
 # Of two leases: a tick from a heartbeat to the next, what messages take, and wrong clocks.
 _SHORT_S: Final = 1.2
 
@@ -20,6 +21,7 @@ class Absence:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._answerable_s: dict[int, float] = {}
+        self._admitted_s: dict[int, float] = {}  # Since when those are that are now.
         self._idle_since_s = 0.0
         cluster.loop.after(_LOOK_S, self._look)
 
@@ -31,11 +33,14 @@ class Absence:
         is_there = leader.is_serving and process.is_alive and process.stopped_s < 0.0
         if not is_there or leader.is_writing:
             self._idle_since_s = now_s
+        admitted = leader.admitted if is_there else ()
+        self._admitted_s = {node: self._admitted_s.get(node, now_s) for node in admitted}
         if not is_there:
             return
         admits = now_s - self._idle_since_s > _ADMITTED_S
         for node, agent in cluster.agents.items():
-            if agent.process.is_alive and (admits or node in leader.admitted):
+            is_answered = now_s - self._admitted_s.get(node, now_s) > _ANSWERED_S
+            if agent.process.is_alive and (admits or is_answered):
                 self._answerable_s[node] = now_s
 
     def forsaken(self) -> frozenset[int]:

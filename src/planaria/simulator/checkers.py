@@ -112,6 +112,7 @@ class Checkers:
         self._plan = cluster.job.plan
         self._fitted = cluster.job.rules
         self._crashes = CrashLog()
+        self._furthest = 0  # Iterations that were ever committed.
         self._absence = Absence(cluster)
         self._num_before_back = 0
         self._told = self._on_record()  # As far as the launcher knows.
@@ -249,6 +250,8 @@ class Checkers:
                 f"epoch {outcome.epoch} goes on at {outcome.iteration}: {self._num_committed} are "
                 f"committed, and an outcome before it said {self._outcome}"
             )
+        if is_anew:
+            self._num_committed = min(self._num_committed, outcome.iteration)
         self._outcome = outcome.iteration
 
     def _is_held(self) -> bool:
@@ -284,14 +287,16 @@ class Checkers:
         staying = len(set(self._members) - self._leaving())
         rules = self._fitted_rules()
         plans = self._plans_of(rules)
-        most = len(plans[staying].nodes) if staying >= rules.n0 else 0
+        most = len(plans[min(staying, max(plans))].nodes) if staying >= rules.n0 else 0
         is_short = len(plan.nodes) < most and not plan.silent and not self._morphs
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
         moves = job.scenario.policy == "adaptive" or not plan.gone
         if moves and not plan.silent and not self._morphs:  # Else it is an older one.
             self._check_trust(plan, staying)
-        if rules is not job.rules and staying >= rules.n0 and not plan.silent:
+        # Of more nodes than a plan is foreseen for some may be used that have too little.
+        is_foreseen = rules.n0 <= staying and len(self._members) in plans
+        if rules is not job.rules and is_foreseen and not plan.silent:
             self._check_room(plan, rules, plans[staying])
 
     def _fitted_rules(self) -> Rules:
@@ -362,7 +367,9 @@ class Checkers:
         if still_s > _STILL_S:
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
         self.moved_s = self._cluster.loop.now_s
-        self._crashes.committed(self.moved_s)
+        if commit.iteration >= self._furthest:  # What is done again forgives nothing.
+            self._crashes.committed()
+            self._furthest = commit.iteration + 1
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
 

@@ -2,11 +2,14 @@
 have heard of, and made of it.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Final
 
 from planaria.coordinator.crashes import CRASHES_MAX
 from planaria.core.messages import Blame, Raised
+
+_COMMITS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,8 @@ def _are_alike(mine: Raised, other: Raised) -> bool:
 
 
 class CrashLog:
-    """Facts, those from since the newest commit but one apart: a coordinator may hear of what was
-    before a commit behind it, but not of what was before the one before.
+    """Facts, but for those from before the last few commits: a coordinator that a slow disk holds
+    up may hear of what was before a commit behind it.
 
     Attributes:
         facts: all.
@@ -42,8 +45,7 @@ class CrashLog:
         self.facts: list[CrashFact] = []
         self.were_alike = False
         self.had_often: dict[int, float] = {}
-        self._first = self._next = 0
-        self._committed_s = -1.0
+        self._firsts: deque[int] = deque([0], maxlen=_COMMITS + 1)
 
     def add(self, fact: CrashFact) -> None:
         """Something has gone wrong."""
@@ -51,16 +53,14 @@ class CrashLog:
         self.had_often = self.often() | self.had_often
         self.were_alike = self.were_alike or self._are_alike()
 
-    def committed(self, now_s: float) -> None:
-        """An iteration is committed."""
-        if now_s > self._committed_s:
-            self._first, self._next = self._next, len(self.facts)
-            self._committed_s = now_s
+    def committed(self) -> None:
+        """An iteration is committed, for the first time."""
+        self._firsts.append(len(self.facts))
 
     @property
     def recent(self) -> list[CrashFact]:
         """Those that may count together."""
-        return self.facts[self._first :]
+        return self.facts[self._firsts[0] :]
 
     def often(self) -> dict[int, float]:
         """The nodes that had the same error as often as evicts a node, since when each."""
