@@ -171,7 +171,6 @@ def test_a_coordinator_waits_for_a_server_as_long_as_there_may_be_one() -> None:
         assert not await job.forker.wait_ready()
         assert job.server.num_renewals == TRIES_MAX
         assert job.forker.failure == f"{LOSS}; {NO_OTHER}"
-        job.forker.begin_anew()
         assert await job.forker.wait_ready()
 
     assert "no node can be started any more" not in "".join(run(test).notes)
@@ -186,8 +185,6 @@ def test_a_server_that_never_stays_is_given_up_until_one_is_needed_to_save() -> 
         await wait_until(lambda: bool(job.forker.failure))
         assert job.server.num_renewals == RENEWALS_MAX
         assert job.forker.failure == f"{LOSS}, as those before it"
-        assert not await job.forker.wait_ready()
-        job.forker.begin_anew()
         assert await job.forker.wait_ready()
         job.forker.committed()
         job.server.renewals.extend([LOSS] * (RENEWALS_MAX - 1))
@@ -238,9 +235,23 @@ def test_what_is_our_mistake_is_told_and_nobody_waits_for_a_server() -> None:
         job.server.renewals.append(ZeroDivisionError())
         job.server.lose(LOSS)
         assert not await job.forker.wait_ready()
-        job.forker.begin_anew()
         assert not await job.forker.wait_ready()
         assert [type(error) for error in job.errors] == [ZeroDivisionError]
         job.errors.clear()
+
+    run(test)
+
+
+def test_who_waits_for_a_server_has_all_tries() -> None:
+    """Whatever was tried while nobody waited."""
+
+    async def test(job: Job) -> None:
+        job.server.renewals.extend([NO_OTHER] * (4 * TRIES_MAX))
+        job.server.lose(LOSS)
+        await wait_until(lambda: job.server.num_renewals > 2 * TRIES_MAX)
+        before = job.server.num_renewals
+
+        assert not await job.forker.wait_ready()
+        assert job.server.num_renewals - before >= TRIES_MAX - 1
 
     run(test)

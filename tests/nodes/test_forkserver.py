@@ -105,7 +105,7 @@ def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> No
     """An agent that ends before it has connected is known from here alone."""
     pid = small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
     wait_for((tmp_path / "pid").exists, what="the child runs")
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGKILL)
     exits: list[tuple[int, int]] = []
 
     def is_told() -> bool:
@@ -113,7 +113,7 @@ def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> No
         return bool(exits)
 
     wait_for(is_told, what="its exit is told")
-    assert exits == [(pid, -signal.SIGTERM)]
+    assert exits == [(pid, -signal.SIGKILL)]
     assert small.exits() == []
 
 
@@ -144,7 +144,7 @@ def test_a_child_that_nobody_waited_for_to_the_end_is_ended(
     assert small.exits() == []
     wait_for(second.exists, what="the other child runs")
     assert pid == int(second.read_text())
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_missing_module_is_skipped_and_a_broken_one_ends_the_server(tmp_path: Path) -> None:
@@ -198,12 +198,12 @@ def test_a_server_that_was_killed_can_be_renewed_and_still_tells_of_its_children
 
     os.kill(server.pid, signal.SIGKILL)
     wait_for(lambda: is_told(0) and bool(server.loss), what="its loss is seen")
-    os.kill(pids[0], signal.SIGTERM)
+    os.kill(pids[0], signal.SIGKILL)
     wait_for(lambda: is_told(1), what="the end of a child is told without a server")
     server.renew()
     assert server.call(f"{THIS}:echo", b"ab") == b"ba"
     assert server.is_ready
-    os.kill(pids[1], signal.SIGTERM)
+    os.kill(pids[1], signal.SIGKILL)
     wait_for(lambda: is_told(2), what="the end of a child is told by the next server")
     pids.append(server.spawn(f"{THIS}:die", b"", (0,)))
     wait_for(lambda: is_told(3), what="the end of its own child is told")

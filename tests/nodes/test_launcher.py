@@ -24,6 +24,9 @@ from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.launcher import Launcher
 from planaria.nodes.waiting import LEAVING, handlers_restored
+from tasks import wait_until
+
+AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 class Observer:
@@ -292,3 +295,37 @@ def test_where_no_fork_server_stays_the_words_are_true(launch: Launch) -> None:
         f"{no_coordinator}; the job saves and ends",
         *[f"{LOSS}: another one is started, to save what is live"] * RENEWALS_MAX,
     ]
+
+
+def test_a_shortage_of_processes_loses_no_live_state(launch: Launch) -> None:
+    """It is waited for: a coordinator that could not be started has not ended."""
+
+    async def lead(line: Line) -> None:
+        if len(job.lines) == 1:
+            line.say(running(line))
+            job.server.asks.extend([AGAIN] * 20)
+        elif line.spec.rescue is None:
+            await finish(line)
+        else:
+            await save(line)
+
+    job = launch(lead)
+
+    assert job.run().ending == "finished"
+
+
+def test_fork_servers_that_were_lost_long_ago_end_no_job(launch: Launch) -> None:
+    """When its coordinator ends another server can be started by then."""
+
+    async def lead(line: Line) -> None:
+        if len(job.lines) > 1:
+            await (save if line.spec.rescue else finish)(line)
+            return
+        line.say(running(line))
+        job.server.renewals.extend([LOSS] * RENEWALS_MAX)
+        job.server.lose(LOSS)
+        await wait_until(lambda: any("can be started" in note for note in job.observer.notes))
+
+    job = launch(lead)
+
+    assert job.run().ending == "finished"

@@ -15,6 +15,7 @@ from planaria.checkpoint.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
 from planaria.library import Job
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.waiting import LEAVING
 
 SCRIPT_EXAMPLE = PACED.with_name("script.py")
 # Iterations of a tenth of a second, or of more than an hour: whoever waits for one is found out,
@@ -37,6 +38,9 @@ TRAINING, SAVING = "iteration 1 ", "saved iteration 2"
 def long(value: object) -> Any:
     """A case between others, which only make chaos runs."""
     return pytest.param(value, marks=pytest.mark.long)
+
+
+TO_ALL = [signal.SIGHUP, *(long(number) for number in LEAVING if number != signal.SIGHUP)]
 
 
 def shared_memory() -> set[str]:
@@ -117,6 +121,24 @@ def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
     ]
     result = Job.from_file(PACED, overrides=overrides).train(resume=True, server=server)
     assert [record.iteration for record in result.report.iterations] == [saved]
+
+
+@pytest.mark.parametrize("number", TO_ALL)
+def test_a_signal_to_all_processes_of_a_job_saves_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As some schedulers do: its processes leave that to the launcher."""
+    settings = (*ENDLESS, "checkpoint.persist_every=0")
+    with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
+        command.wait_output(TRAINING)
+        for process in command.processes():
+            process.send_signal(number)
+
+        assert command.wait() == 130, command.errors
+        assert_nothing_is_left(command, set())
+    assert "another one is started" not in command.output
+    assert "the coordinator runs again" not in command.output
+    assert newest_iteration(tmp_path) > 0
 
 
 @pytest.mark.parametrize("moment", [IMPORTING, long(PREPARING), long(STARTING)])

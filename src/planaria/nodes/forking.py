@@ -106,14 +106,16 @@ class Forker:
         if self._server.is_ready:
             self._num_lost = 0
 
-    def begin_anew(self) -> None:
-        """A server is started again, whatever has become of those before."""
+    def _begin_anew(self) -> None:
         if self._forking is not None and not self._forking.done():
             self._num_lost, self.failure = 0, ""
         self._heard.set()
 
     async def wait_ready(self) -> bool:
-        """Waits for a server that can fork; False if none stays."""
+        """Waits for a server that can fork; False if none stays, also of those that are started
+        anew where the ones before were given up."""
+        if self.failure:
+            self._begin_anew()
         self._num_waiting += 1
         try:
             while not self._server.is_ready:
@@ -168,7 +170,7 @@ class Forker:
             await self._give_up(f"{loss}, as those before it")
             return
         await asyncio.sleep(_pause_s(self._num_lost - 1))
-        num_tries = 0
+        num_tries = num_awaited = 0
         while True:
             try:
                 self._server.renew()
@@ -177,7 +179,8 @@ class Forker:
                 if num_tries == 1:
                     self._note(f"{loss}; {error}, which is tried again")
                 logger.info("%s; %s, try %d", loss, error, num_tries)
-                if num_tries >= TRIES_MAX and self._num_waiting:
+                num_awaited = num_awaited + 1 if self._num_waiting else 0
+                if num_awaited >= TRIES_MAX:
                     await self._give_up(f"{loss}; {error}")
                     return
                 await asyncio.sleep(_pause_s(num_tries))

@@ -46,6 +46,11 @@ logger = logging.getLogger(__name__)
 UNKNOWN: Final = 256  # The exit status of a process that nobody was there to wait for.
 
 _PACKET_BYTES_MAX = 1 << 16
+# What tells a process to leave.
+_OF_THE_LAUNCHER: Final = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
+)
 _PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 10.0
 _FORK_TIMEOUT_S = 30.0  # A fork takes milliseconds; a server that does not answer is killed.
@@ -306,7 +311,10 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server, whatever it does; children that were spawned go on."""
         self._process.kill()
-        self._process.wait(timeout=_END_TIMEOUT_S)
+        try:
+            self._process.wait(timeout=_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # In a read of a disk that is gone, which nothing ends.
+            logger.warning("the fork server is still there after it was killed")
         for number in tuple(self._asked):
             self.forget(number)
         if not self._loss:
@@ -420,7 +428,7 @@ def serve(fd: int, lifeline_fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     # A scheduler may send them to all processes of a job; the launcher answers, and whoever is
     # forked from here hears nothing of it.
-    for number in (signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in _OF_THE_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     selector.register(sock, selectors.EVENT_READ)

@@ -125,8 +125,10 @@ class Injector:
             if reached.step == LISTENING:
                 self._lines.setdefault(node, []).append(writer)
                 self._tell_disks(writer)
-                await reader.read()  # Until the process is gone.
-                self._lines[node].remove(writer)
+                try:
+                    await reader.read()  # Until the process is gone.
+                finally:
+                    self._lines[node].remove(writer)
                 return
             for place in self._places_at(node, reached):
                 self._fire(place)

@@ -79,6 +79,7 @@ logger = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 10.0  # For agents to leave by themselves before their groups are killed.
 KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
 RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
+SHORT_TRIES_MAX = 60  # To start one, a second apart, where this machine is short of something.
 RESCUES_MAX = 3  # Coordinators that only save.
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
@@ -318,28 +319,35 @@ class Launcher:
         while not self._ended.done():
             if self._must_end and (why := self._unsavable()):
                 self._end(f"{self._must_end}; {why}")
-                return
-            if not await self._forker.wait_ready():
-                if self._must_end:
-                    self._end(f"{self._must_end}; no process could be started to save")
-                    return
-                self._must_end = f"no coordinator could be started: {self._forker.failure}"
+            elif not (shortage := await self._run_next_leader()):
+                self._restarts += 1
+                if self._restarts > RESTARTS_MAX and not self._must_end:
+                    times = f"{self._restarts} times without a commit"
+                    self._must_end = f"the coordinator ended {times}"
+            elif self._must_end:
+                self._end(f"{self._must_end}; no process could be started to save")
+            else:
+                self._must_end = f"no coordinator could be started: {shortage}"
                 self._warn(f"{self._must_end}; the job saves and ends")
-                self._forker.begin_anew()
-                continue
-            how = "ended"
+
+    async def _run_next_leader(self) -> str:
+        """Runs a coordinator until it is gone; why none could be started, in a minute of tries."""
+        shortage = ""
+        for _ in range(SHORT_TRIES_MAX):
+            if not await self._forker.wait_ready():
+                return self._forker.failure
             try:
-                await self._run_leader(self._next_leader())
-            except InsufficientError:  # The fork server ended meanwhile.
-                continue
+                rescue = self._rescue() if self._must_end else None
+                await self._run_leader(msgspec.structs.replace(self._leader_spec, rescue=rescue))
+            except InsufficientError as error:  # The fork server ended meanwhile.
+                shortage = str(error)
             except OSError as error:
-                how = f"could not be started ({error.strerror})"
-                logger.warning("the coordinator %s", how)
+                shortage = str(error.strerror)
+                logger.warning("the coordinator could not be started (%s)", shortage)
                 await asyncio.sleep(SHORTAGE_PAUSE_S)
-            self._restarts += 1
-            if self._restarts > RESTARTS_MAX and not self._must_end:
-                times = f"{self._restarts} times without a commit"
-                self._must_end = f"the coordinator {how} {times}"
+            else:
+                return ""
+        return shortage
 
     def _unsavable(self) -> str:
         """Why it is no use to start one more coordinator that only saves."""
@@ -348,13 +356,6 @@ class Launcher:
         if not any(node in self._there for node in self._members.nodes):
             return "no node is left to save"
         return ""
-
-    def _next_leader(self) -> LeaderSpec:
-        """What the next coordinator is told."""
-        if not self._must_end:
-            return self._leader_spec
-        self._rescues += 1
-        return msgspec.structs.replace(self._leader_spec, rescue=self._rescue())
 
     async def _run_leader(self, spec: LeaderSpec) -> None:
         """Runs one coordinator, and hears it until it is gone."""
@@ -366,6 +367,7 @@ class Launcher:
                 pid = await self._forker.spawn("planaria.nodes.leader:main", payload, fds)
             self._leader_pid = pid
             self._leader_pids.add(pid)
+            self._rescues += spec.rescue is not None
             if self._must_end and spec.rescue is None:  # Since it was asked for.
                 self._fence(pid)
             reader, self._to_leader = await asyncio.open_connection(sock=ours)

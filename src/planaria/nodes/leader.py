@@ -190,15 +190,11 @@ class _Leader:
         logbook = await self._opened_logbook()
         self._leadership = Leadership[_Agent](self._rules, logbook, self)
         beat = asyncio.create_task(self._beat())  # What it records first may take long, too.
-        try:
-            await self._leadership.restore(
-                self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
-            )
-            self._publishing.tell_saves(source=self._spec.source)
-            await self._leadership.begin_leases()
-        except BaseException:
-            beat.cancel()
-            raise
+        await self._leadership.restore(
+            self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
+        )
+        self._publishing.tell_saves(source=self._spec.source)
+        await self._leadership.begin_leases()
         listener = socket.socket(fileno=listener_fd)
         server = await asyncio.start_server(self._accept, sock=listener)
         self.notify(Leading(term=logbook.term, now_s=time.monotonic()))
