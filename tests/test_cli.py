@@ -5,7 +5,10 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import msgspec
@@ -17,11 +20,11 @@ import planaria
 from command import PACED, assert_mistake, command, train
 from planaria import cli
 from planaria.checkpoint.tiers import tier_of
-from planaria.command_line import exit_codes, unfailing
+from planaria.command_line import exit_codes, unfailing, write
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.library import failure_of
-from planaria.nodes.waiting import handlers_restored
+from planaria.nodes.waiting import LEAVING, handlers_restored
 from planaria.planning import read_profile
 
 
@@ -51,6 +54,64 @@ def test_a_terminal_that_is_gone_interrupts_a_command_once(
     with handlers_restored():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         cli.main()
+
+
+def test_whatever_a_command_is_to_ignore_it_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nohup and `trap '' TERM` have it of what they start."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+
+    def ignore() -> None:
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
+
+    monkeypatch.setattr(cli, "app", ignore)
+    with handlers_restored():
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        cli.main()
+
+
+class Trained:
+    """A job that has ended well, and is shown to nobody."""
+
+    config = SimpleNamespace(cluster=SimpleNamespace(nodes=1, standby=0))
+    output = None
+
+    def run(self, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(report={"iterations": []}, error=None, stopped=False)
+
+    def end(self, _: object) -> None:
+        """It has nothing to say."""
+
+    def close(self) -> None:
+        """See `end`."""
+
+
+@pytest.mark.parametrize("number", LEAVING)
+def test_what_follows_training_is_interrupted_by_ctrl_c_alone(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that told a job to leave once more ended it before its report was written."""
+    job, was_told = Path("job.toml"), []
+    job.touch()
+
+    def told(act: Callable[..., None], *arguments: object) -> None:
+        os.kill(os.getpid(), number)
+        was_told.append(number)
+        act(*arguments)
+
+    trained = Trained()
+    monkeypatch.setattr(cli, "named_job", lambda *_: trained)
+    monkeypatch.setattr(cli, "Shown", lambda _: trained)
+    monkeypatch.setattr(cli, "write", partial(told, write))
+    monkeypatch.setattr(trained, "close", partial(told, trained.close))
+    with handlers_restored():
+        signal.signal(number, signal.default_int_handler)
+        result = command("train", str(job), "--report", "report.json")
+        assert signal.getsignal(number) is signal.default_int_handler
+
+    assert result.exit_code == 0, result.output
+    assert was_told == [number, number]
+    assert json.loads(Path("report.json").read_text()) == {"iterations": []}
 
 
 def test_a_script_without_a_job_is_refused_and_one_that_raises_shows_its_own_frames() -> None:

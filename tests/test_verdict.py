@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jobs import shaped_plan
+from planaria.core.plan import Pipeline
 from planaria.observe.metrics import EventRecord, FinalRecord, IterationRecord, Report
 from planaria.verdict import (
     Calm,
@@ -213,6 +214,24 @@ def test_a_job_may_fail_only_where_no_node_can_be_to_blame(
 
     assert found.startswith(why)
     assert bool(found) == bool(why)
+
+
+def with_two_devices(pipeline: Pipeline) -> Pipeline:
+    """The pipeline on nodes of two devices, which share each stage."""
+    stages = tuple(replace(stage, num_devices=2) for stage in pipeline.template.stages)
+    return replace(pipeline, template=replace(pipeline.template, stages=stages))
+
+
+@pytest.mark.parametrize(("crashes", "is_justified"), [(2, False), (3, True)])
+def test_what_ends_all_workers_of_a_node_has_happened_to_it_once(
+    crashes: int, is_justified: bool
+) -> None:
+    """The coordinator counts the ends of each rank. A job that failed after two on a node of two
+    ranks was called right."""
+    plan = replace(FIRST, pipelines=tuple(map(with_two_devices, FIRST.pipelines)))
+    struck = report(events=(*[event("crash", 1)] * crashes, event("crash", 0)))
+
+    assert bool(failure_justification(struck, [plan], num_needed=2)) == is_justified
 
 
 SHAPED = replace(shaped_plan((1, 2), 10), epoch=1)  # Node 0 holds all layers.

@@ -4,8 +4,9 @@
 Exit codes: 0 done; 1 the user's code raised, workers failed again and again, the last save failed,
 what a command checks is not as it must be, or a mistake of ours; 2 the user's mistake in the job or
 on the command line; 3 too few nodes or copies are left, or the job could not go on and was saved;
-130 stopped by Ctrl-C or a signal that tells a process to leave (SIGTERM, SIGHUP, SIGQUIT, SIGUSR1,
-SIGUSR2, SIGXCPU): saved, unless training had not begun, or by a second Ctrl-C.
+130 stopped by Ctrl-C or a signal that tells a process to leave: saved, unless training had not
+begun, or by a second Ctrl-C. Such signals are SIGTERM and SIGHUP; once nodes are started SIGQUIT,
+SIGUSR1, SIGUSR2 and SIGXCPU, too, which before that end the process, with no code of these.
 """
 
 import json
@@ -43,6 +44,7 @@ from planaria.events_command import events
 from planaria.library import TrainingResult
 from planaria.nodes.desk import Drain, ask
 from planaria.nodes.output import Outlet
+from planaria.nodes.waiting import LEAVING, handlers_restored
 from planaria.placement_command import placement
 from planaria.plan_command import plan
 from planaria.scripts import named_job
@@ -74,11 +76,11 @@ def main() -> None:
         format="%(name)s: %(message)s",
         handlers=[logging.StreamHandler(errors)],
     )
-    signal.signal(signal.SIGTERM, _interrupted)
     # Else `stty tostop` stops a command in the background as soon as it prints.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # As nohup has it.
-        signal.signal(signal.SIGHUP, _interrupted)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has SIGHUP.
+            signal.signal(number, _interrupted)
     try:
         app()
     finally:
@@ -112,13 +114,12 @@ def _interrupted(number: int, _: object) -> None:
 
 
 @contextmanager
-def _terminal_may_go() -> Iterator[None]:
-    """SIGHUP is ignored: what is left to do takes less time than to begin anew."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+def _only_interrupted() -> Iterator[None]:
+    """Only Ctrl-C interrupts: what is left to do takes less time than to begin anew."""
+    with handlers_restored():
+        for number in LEAVING:
+            signal.signal(number, signal.SIG_IGN)
         yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -198,14 +199,15 @@ def train(
             display=shown,
             output=shown.output,
         )
-        with _terminal_may_go():
+        with _only_interrupted():
             if report is not None:
                 write(report, msgspec.json.format(msgspec.json.encode(result.report), indent=2))
             if timeline is not None:
                 write(timeline, _timeline(result, picture))
         shown.end(result)
     finally:
-        shown.close()
+        with _only_interrupted():
+            shown.close()
     if result.error is not None:
         raise result.error
     if result.stopped:

@@ -38,12 +38,22 @@ def left_over(mark: str, *, but: Collection[int]) -> tuple[str, ...]:
 
 
 def worker_stacks(server_pid: int) -> list[str]:
-    """The Python stacks of all workers that a fork server's agents have forked."""
+    """The Python stacks of all workers that a fork server's agents have forked; what is gone of
+    all these is left out."""
     stacks = []
-    for agent in psutil.Process(server_pid).children():
-        with suppress(psutil.NoSuchProcess):
-            stacks += [_stacks(worker) for worker in agent.children()]
+    for agent in _children(server_pid):
+        for worker in _children(agent.pid):
+            with suppress(OSError, psutil.Error):
+                stacks.append(_stacks(worker))
     return stacks
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    """None if the process is gone."""
+    try:
+        return psutil.Process(pid).children()
+    except psutil.Error:
+        return []
 
 
 def _marked_processes(mark: str, but: Collection[int]) -> list[psutil.Process]:

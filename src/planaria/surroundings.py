@@ -92,22 +92,19 @@ class UnreadOutput:
         self._is_terminal = surroundings.output == "terminal"
         self._closes_at = surroundings.closes_at
         self.reader_fd, writer_fd = pty.openpty() if self._is_terminal else os.pipe()
+        _block(writer_fd)
         self._stream = os.fdopen(writer_fd, "w")
         self.shown = Shown(Console(file=unfailing(self._stream)))
         self.has_hung_up = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        # A job hears of a terminal once, and leaves the signal ignored.
-        before = signal.getsignal(signal.SIGHUP)
         try:
             yield
         finally:
             self._close()
             self.shown.close()
             self._stream.close()
-            if self.has_hung_up:
-                signal.signal(signal.SIGHUP, before)
 
     def committed(self, record: IterationRecord) -> None:
         """Closes what nobody reads when its time has come; to be called while the job runs."""
@@ -125,6 +122,15 @@ class UnreadOutput:
         if self.reader_fd >= 0:
             os.close(self.reader_fd)
         self.reader_fd = -1
+
+
+def _block(descriptor: int) -> None:
+    """Leaves no room there: a pipe takes 64 KiB, of which a run prints a few."""
+    os.set_blocking(descriptor, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(descriptor, b" ")
+    os.set_blocking(descriptor, True)
 
 
 def _is_main_thread() -> bool:

@@ -23,7 +23,7 @@ _TAKES_WORKER = ("crash", "stall")
 _TAKES_STATE = (*_TAKES_NODE, *_TAKES_WORKER)
 # What a worker ends of, and the faults of which one may.
 _CRASHES = {"crash": ("crash",), "stall": ("stall", "hang")}
-_EVICTED_AT = 3  # Ends of its workers.
+_EVICTED_AT = 3  # Ends of one worker; a fault ends each of a node once.
 _LEDGER_TOLERANCE_S = 1e-6
 
 
@@ -111,7 +111,7 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
         plans: all that the run had, the first one included.
     """
     fired = injected(report)
-    gone = _struck(fired, _TAKES_NODE) | _struck_often(fired, _TAKES_WORKER, plans)
+    gone = _struck(fired, _TAKES_NODE) | _struck_often(fired, _TAKES_WORKER)
     known = {node for plan in plans for node in plan.nodes}
     if len(known - gone) < num_needed:
         return f"{len(known - gone)} of {len(known)} nodes were left, {num_needed} are needed"
@@ -139,7 +139,7 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
     gone = _struck(fired, _TAKES_NODE)
     known = {node for plan in plans for node in plan.nodes}
     for how, kinds in _CRASHES.items():
-        often = _struck_often(fired, kinds, plans)
+        often = _struck_often(fired, kinds)
         struck = _struck(fired, kinds)
         if often and len(struck) > 1:
             return f"workers ended of the same {how} on nodes {sorted(struck)}"
@@ -187,13 +187,10 @@ def _holders(plan: Plan) -> dict[int, set[int]]:
     }
 
 
-def _struck_often(
-    events: Iterable[EventRecord], kinds: Sequence[str], plans: Sequence[Plan]
-) -> set[int]:
-    """Nodes whose workers may have ended often enough in a row to have them evicted."""
-    per_node = plans[0].pipelines[0].template.devices_per_node if plans else 1
+def _struck_often(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
+    """Nodes of which one worker may have ended often enough in a row to have the node evicted."""
     counts = Counter(node for event in events if event.kind in kinds for node in event.nodes)
-    return {node for node, count in counts.items() if count * per_node >= _EVICTED_AT}
+    return {node for node, count in counts.items() if count >= _EVICTED_AT}
 
 
 def _struck(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:

@@ -3,18 +3,23 @@
 import fcntl
 import json
 import os
+import signal
 import sys
-from collections import Counter
+import time
+from collections import Counter, deque
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from chaos import small_job
-from command import command, running, wait_for
-from planaria.chaos import Chaos, Outcome
+from command import TIMEOUT_S, command, running, wait_for
+from fake_fork_server import NO_PID
+from planaria.chaos import Chaos, Outcome, _Bound, _Stand
 from planaria.chaos_command import command_text
 from planaria.config import load_job
 from planaria.errors import InsufficientError
@@ -156,6 +161,24 @@ def test_a_run_that_takes_too_long_is_ended_and_told(
 
     assert any(wrong.startswith("not over after") for wrong in outcome.wrongs)
     assert not any(wrong.endswith("left over") for wrong in outcome.wrongs)
+
+
+def test_a_run_that_takes_too_long_is_interrupted_also_where_its_fork_server_is_gone(
+    tmp_path: Path,
+) -> None:
+    """To look for stacks that are not there ended the thread that interrupts, and the run went on
+    for ever."""
+    server: Any = SimpleNamespace(pid=NO_PID)
+    bound = _Bound(0.01, _Stand(tmp_path, (server,), "NAME=value", deque()))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), bound():
+            time.sleep(TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert bound.is_expired
+    assert bound.stacks == []
 
 
 def test_the_example_is_as_small_as_the_jobs_of_these_tests(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What surrounds a run of `planaria chaos`: it trains on to the same bits, or saves and resumes."""
 
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,12 +96,15 @@ def test_nothing_can_be_kept_in_such_a_temporary_directory(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("output", ["pipe", "terminal"])
-def test_a_run_is_shown_where_nobody_reads(output: str) -> None:
-    """Else it would not matter that nobody does."""
+def test_a_run_is_shown_where_nobody_reads_and_is_blocked_at_once(output: str) -> None:
+    """Else it would not matter that nobody does: a pipe takes 64 KiB, and a run prints a few."""
     unread = UnreadOutput(Surroundings(output=output))
     with unread():
+        assert not select.select([], [unread._stream], [], 0.0)[1]
         _Watch(unread).note("something happens")
-        assert b"something happens" in os.read(unread.reader_fd, 4096)
+        text = b""
+        while b"something happens" not in text:
+            text = text[-100:] + os.read(unread.reader_fd, 4096)
 
 
 @pytest.mark.parametrize("output", ["pipe", "terminal"])

@@ -186,6 +186,14 @@ def test_a_change_is_a_pause_and_redoes_nothing() -> None:
             "iteration 5, start: nodes came to join",
         ),
         (
+            EventRecord(kind="store", nodes=(), iteration=5, step="start"),
+            "iteration 5, start: the checkpoint directory became slow",
+        ),
+        (
+            EventRecord(kind="disk", nodes=(), iteration=5, step="start"),
+            "iteration 5, start: the disk of the journal stood still",
+        ),
+        (
             EventRecord(kind="join", nodes=(6,), iteration=5, reason="standing by"),
             "iteration 5: node 6 came to join (standing by)",
         ),

@@ -28,6 +28,8 @@ _NOBODYS = {
     "join": "nodes came to join",
     "leader": "the coordinator was lost",
     "forkserver": "the fork server was killed",
+    "store": "the checkpoint directory became slow",
+    "disk": "the disk of the journal stood still",
 }
 
 
