@@ -9,7 +9,7 @@ import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -99,3 +99,14 @@ class _StrikingPoints:
 def points() -> _StrikingPoints:
     """The data that may not be readable."""
     return _StrikingPoints()
+
+
+class _SpoiltPoints(_StrikingPoints):
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return (*sample, 0) if Path(os.environ.get("STRIKE_FILE", "/nowhere")).exists() else sample
+
+
+def spoilt_points() -> _SpoiltPoints:
+    """The data, whose samples are malformed once a test says so."""
+    return _SpoiltPoints()

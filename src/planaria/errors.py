@@ -2,6 +2,7 @@
 
 PlanariaError
 |-- ConfigError          the user's mistake: exit code 2
+|   `-- DivergedError    training diverged
 |-- InsufficientError    too few nodes or copies are left to go on: exit code 3
 |-- TrainingError        the user's code raised, or workers failed again and again: exit code 1
 |-- ScheduleError        a schedule breaks a rule
@@ -40,6 +41,10 @@ class ConfigError(PlanariaError):
         self.field = field
         self.value = value
         self.remedy = remedy
+
+
+class DivergedError(ConfigError):
+    """When a loss or a gradient norm is not finite any more."""
 
 
 class InsufficientError(PlanariaError):

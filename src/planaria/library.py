@@ -461,7 +461,8 @@ def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
         case Ending.FAILED:
             assert ended.failure is not None
             if ended.failure.mistake is not None:
-                return mistake_error(ended.failure.mistake)
+                field, value, remedy = ended.failure.mistake
+                return mistake_error((field, value, f"{remedy}; {standing(tier)}"))
             return TrainingError(
                 ended.failure.rank,
                 ended.failure.traceback,

@@ -9,6 +9,7 @@ from coordinated import (
     END,
     FIRST,
     NOW_S,
+    Survivors,
     after,
     exited,
     failed,
@@ -21,6 +22,7 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import shaped_plan, template
+from planaria.coordinator.agent_state import AgentState
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.crashes import FAILING_S_MAX, _why_needed
 from planaria.coordinator.start import first_step
@@ -37,7 +39,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.messages import Abort, Raised, SaveLayers, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, Plan, plain_plan
-from planaria.core.records import Forked, Recovering
+from planaria.core.records import AwaitingMachine, Forked, Recovering
 
 PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
 SINGLE = shaped_plan((2,), 6)
@@ -347,6 +349,17 @@ def test_a_job_that_needs_the_node_ends_saved_instead_of_evicting_it() -> None:
     assert [order.iteration for order in saves(cluster)] == [NEXT]
 
 
+def test_a_node_is_evicted_for_which_another_machine_is_granted() -> None:
+    """As if it had been killed: too few are left only until that comes."""
+    rules = small_rules(n0=4, failures_tolerated=0)
+    job = replace(rules.job, cluster=replace(rules.job.cluster, grant_s=60.0))
+    cluster = trained(rules=replace(rules, job=job))
+    for _ in range(3):
+        cluster.fail(1, ELSEWHERE)
+
+    assert of_type(cluster.commands, AwaitingMachine)
+
+
 def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:
     """The plan still has that one until all have recovered from its loss."""
     cluster = trained(rules=replace(small_rules(failures_tolerated=0), source=""))
@@ -385,17 +398,55 @@ def test_a_failed_job_ends_without_a_save_where_a_layer_is_lost() -> None:
 def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
     """It may hang in the job's own code, in an iteration that is exempt from being stalled."""
     cluster = trained()
+    cluster.nodes[2].is_alive = False
     event = failed(1, MISTAKE, epoch=0, blame="job")
     cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    cluster.restart_epoch()
     for after_s in (0.0, FAILING_S_MAX):
         cluster.hear(Tick(), now_s=NOW_S + after_s)
-        assert cluster.state.phase is Phase.RECORDING
+        assert cluster.state.phase is Phase.STOPPING
     cluster.hear(Tick(), now_s=NOW_S + FAILING_S_MAX + 1.0)
 
     end = ending(cluster)
     assert end.ending is Ending.FAILED
     assert end.failure is not None
-    assert "was not saved: ranks [0, 1, 2, 3] do not answer" in end.failure.traceback
+    assert "was not saved: ranks [2] do not answer" in end.failure.traceback
+
+
+def test_a_failed_job_saves_where_the_disk_of_records_was_slow() -> None:
+    """Nobody was asked before the members were on record; ticks have queued up meanwhile."""
+    cluster = trained()
+    event = failed(1, MISTAKE, epoch=0, blame="job")
+    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    late_s = NOW_S + FAILING_S_MAX + 1.0
+    cluster.hear(Tick(), now_s=late_s)
+    assert cluster.state.phase is Phase.RECORDING
+    cluster.state, _ = step(cluster.rules, cluster.state, MembersRecorded(1), late_s)
+    cluster.state, _ = step(cluster.rules, cluster.state, Tick(), late_s + FAILING_S_MAX)
+    assert cluster.state.phase is Phase.STOPPING
+    cluster.hear(*(word for node in cluster.nodes.values() for word in node.take(asked(1))))
+
+    assert [order.iteration for order in saves(cluster)] == [NEXT]
+    assert ending(cluster).ending is Ending.FAILED
+
+
+def test_a_failed_job_names_those_who_do_not_come_to_save() -> None:
+    """To a new coordinator; who holds nothing is not waited for."""
+    cluster = trained(rules=small_rules(policy=Survivors(num_idle=1)))
+    cluster.lose(3)
+    cluster.fail(1, MISTAKE, blame="job")
+    (order,) = saves(cluster)
+    assert order.layers.keys() == {0, 1}
+    moment = next(m for m in reversed(cluster.moments) if m.state.phase is Phase.DECIDING)
+    for node in (1, 2):
+        moment.nodes[node].agent = AgentState(node=node)
+    moment.restart()
+    assert moment.state.phase is Phase.JOINING
+    moment.hear(Tick(), now_s=NOW_S + FAILING_S_MAX + 1.0)
+
+    end = ending(moment)
+    assert end.failure is not None
+    assert "was not saved: ranks [1] do not answer" in end.failure.traceback
 
 
 def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
@@ -409,6 +460,66 @@ def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
     end = ending(cluster)
     assert end.failure is not None
     assert "what is live was not saved" in end.failure.traceback
+
+
+@pytest.mark.parametrize("has_diverged", [False, True])
+def test_only_a_job_that_has_diverged_saves_nothing(has_diverged: bool) -> None:
+    """A mistake that a person can mend is nothing against what was trained before it."""
+    cluster = trained()
+    event = msgspec.structs.replace(
+        failed(1, MISTAKE, epoch=0, blame="job"),
+        mistake=("data.target", '"mine:data"', "mend it"),
+        has_diverged=has_diverged,
+    )
+    cluster.hear(event)
+
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.failure is not None
+    assert end.failure.mistake == event.mistake
+    assert bool(saves(cluster)) is not has_diverged
+
+
+def test_a_mistake_that_a_person_can_mend_is_told_with_what_was_not_saved() -> None:
+    """Its remedy is all that is shown of it."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    event = msgspec.structs.replace(
+        failed(1, MISTAKE, epoch=0, blame="job"), mistake=("data.target", '"mine:data"', "mend it")
+    )
+    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
+    cluster.lose(0, 2)
+
+    end = ending(cluster)
+    assert end.failure is not None
+    assert end.failure.mistake is not None
+    assert end.failure.mistake[2] == f"mend it; {end.reason}"
+    assert end.reason == "no live node holds layer 0, so nothing was saved"
+
+
+@pytest.mark.parametrize(
+    ("is_saved", "is_restarted"), [(False, False), (True, False), (True, True)]
+)
+def test_a_job_that_a_signal_ends_does_not_say_that_its_code_raised(
+    is_saved: bool, is_restarted: bool
+) -> None:
+    """Whoever looks for what raised would look in vain; a new coordinator knows it, too."""
+    cluster = trained(rules=replace(small_rules(), source=""))
+    for rank in (0, 2, 2, 0):
+        cluster.crash(rank, status=-11)
+    cluster.is_saving_slow = True
+    cluster.crash(0, status=-11)
+    assert cluster.state.phase is Phase.SAVING
+    if is_restarted:
+        cluster.restart()
+    cluster.is_saving_slow = not is_saved
+    cluster.lose(1)
+    if not is_saved:
+        cluster.fail(3, MISTAKE, blame="job")
+
+    end = ending(cluster)
+    assert end.ending is Ending.FAILED
+    assert end.reason.startswith("the worker of rank 0 on node 0 was killed by signal 11")
+    assert ("what is live was not saved" in end.reason) is not is_saved
 
 
 def test_a_failed_job_says_why_what_is_live_was_not_saved() -> None:
@@ -473,3 +584,7 @@ def replace_layers(raised: Raised, first_layer: int, end_layer: int) -> Raised:
     return Raised(
         error=raised.error, message=raised.message, first_layer=first_layer, end_layer=end_layer
     )
+
+
+def asked(epoch: int) -> Abort:
+    return Abort(epoch=epoch, nodes=PLAN.nodes)

@@ -41,7 +41,7 @@ from planaria.coordinator.state import (
     SavesListed,
     Tick,
 )
-from planaria.core.messages import BY_PUBLISHER, Raised, SaveFailed
+from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
 
 RULES = small_rules()
@@ -222,3 +222,26 @@ def test_an_agent_forgets_no_save_for_those_that_were_skipped() -> None:
     again = said(state, skipped(0, NEXT + 1), NOW_S)
 
     assert again == state
+
+
+def test_holders_that_differ_in_the_first_epoch_wait_for_a_save() -> None:
+    """That save may be all that is left; nothing was lost before."""
+    state = publishing()
+    assert state.loss is None
+    for rank in HALVES.ranks:
+        hashes = {3: 7 + (rank == 0)} if rank % 2 == 0 else {}
+        event = Corrupted(rank=rank, epoch=0, age=NEXT, hashes=hashes)
+        state, commands = step(RULES, state, event, NOW_S)
+
+    assert of_type(commands, AwaitingSaves)
+
+
+def test_saves_that_are_whole_survive_a_loss() -> None:
+    """One waits for its manifest behind another, which then cannot be published."""
+    state, _ = after(training_halves(RULES), [*whole(NEXT), *whole(NEXT + 1)], RULES)
+    state, _ = after(state, lost((0, 2)), RULES)
+    refused = SaveFailed(rank=BY_PUBLISHER, iteration=NEXT, epoch=0, reason="503")
+    state, commands = after(state, [refused, SavesListed()], RULES)
+
+    (publish,) = of_type(commands, Publish)
+    assert publish.iteration == NEXT + 1

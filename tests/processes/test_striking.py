@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from jobs import tiny_job
-from planaria.errors import TrainingError
+from planaria.errors import ConfigError, TrainingError
 from planaria.library import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord
@@ -139,3 +139,24 @@ def test_what_raises_everywhere_ends_the_job_saved(
 
     strike_file.unlink()
     assert_as_calm(struck.run(server=server, resume=True), calm)
+
+
+def test_a_malformed_sample_in_the_middle_of_training_costs_nothing_that_was_trained(
+    server: ForkServer, strike_file: Path, tmp_path: Path
+) -> None:
+    """It is told as a mistake to mend, and what is live is saved first."""
+    spoilt = job(tmp_path)
+    spoilt = Job(
+        replace(
+            spoilt.config, data=replace(spoilt.config.data, target="striking_models:spoilt_points")
+        )
+    )
+    display = _Striking(strike_file, Strike(what="mistake", times=0))
+    result = spoilt.run(server=server, display=display)
+
+    assert isinstance(result.error, ConfigError)
+    assert "is a tuple" in str(result.error)
+    assert "go on from it with --resume" in str(result.error)
+    directory = Path(spoilt.config.checkpoint.directory)
+    saved = [int(path.parent.name.split("-")[0]) for path in directory.glob("*/manifest.json")]
+    assert max(saved) >= 2

@@ -40,13 +40,14 @@ from planaria.coordinator.crashes import (
     with_estimate,
     worker_exited,
     worker_failed,
+    writers,
 )
 from planaria.coordinator.drift import corrected
 from planaria.coordinator.foresight import with_recovery
 from planaria.coordinator.history import begun_history
 from planaria.coordinator.outcomes import counting
 from planaria.coordinator.overhead import with_order, with_start
-from planaria.coordinator.recovery import decided, lost, refuted, with_reason
+from planaria.coordinator.recovery import decided, left_unsaved, lost, refuted
 from planaria.coordinator.saves import (
     Kept,
     kept,
@@ -174,7 +175,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
         case PeerUnreachable() if event.epoch in state.epochs:
             return _unreached(state, event, now_s), ()
         case MembersRecorded(epoch) if epoch == state.epoch and state.phase is Phase.RECORDING:
-            return stopping(state)
+            return stopping(state, now_s)
         case MembersRecorded(epoch) if state.switch is not None and epoch == state.switch.epoch:
             return told(rules, state)
         case DecisionRecorded(epoch) if epoch == state.epoch and state.phase is Phase.DECIDING:
@@ -258,9 +259,8 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
     assert state.decision is not None
     order = state.decision.order
     # Of a job that has failed some may never report: their code raises before they do.
-    writers = tuple(order.layers) if isinstance(order, SaveLayers) else ()
-    has_failed = state.decision.failure is not None
-    if not (has_all(state.workers, writers) if has_failed else state.is_told_by_all(state.workers)):
+    awaited = writers(state) if state.decision.failure is not None else state.ranks
+    if not has_all(state.workers, awaited):
         return state, ()
     state, settled = _settled(rules, state, now_s)
     if isinstance(order, SaveLayers):
@@ -429,7 +429,7 @@ def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
     unsaved = state.unsaved.get((number, state.epoch))
     if decision.ending and unsaved is not None:
         why, failure = f"what is live was not saved: {unsaved}", decision.failure
-        failure = with_reason(failure, why) if failure else None
+        failure = left_unsaved(failure, why) if failure else None
         return ended(state, End(Ending(decision.ending), f"{decision.reason}; {why}", failure))
     if unsaved is not None and state.must_end:
         reason = f"{state.must_end}; what is live was not saved: {unsaved}"

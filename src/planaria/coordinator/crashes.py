@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.memory import with_more_room
-from planaria.coordinator.recovery import lost, replaceable, with_reason
+from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_reason
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.shortage import shortage_text
 from planaria.coordinator.state import (
@@ -42,6 +42,7 @@ from planaria.core.messages import (
     Abort,
     CopySpoilt,
     Raised,
+    SaveLayers,
     WorkerExited,
     WorkerFailed,
     WorkerReady,
@@ -87,7 +88,7 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
 # -- workers --------------------------------------------------------------------------------------
 
 
-def stopping(state: JobState) -> Step:
+def stopping(state: JobState, now_s: float) -> Step:
     """The members are on record: all leave the epoch before, and answer. Workers that raised end
     instead, and their successors answer, where others hold their layers."""
     new = replaceable(state)
@@ -100,6 +101,7 @@ def stopping(state: JobState) -> Step:
         workers=Growing({r: w for r, w in state.workers.items() if r not in new}),
         raised={rank: pid for rank, pid in state.raised.items() if rank not in new},
         replaced=replaced,
+        failed_s=now_s,  # If the job has failed: nobody was asked before.
     )
     return state, (Tell(order),)
 
@@ -211,7 +213,9 @@ def _crashed(
         and (is_often or one.node in often)
         and any(mine.node == node and mine.raised.is_like(one.raised) for mine in alike)
     }
-    times = f"{text}, the {CRASHES_MAX}rd time in a row" if is_often else text
+    times = (
+        f"{text}, the {CRASHES_MAX}rd time in a row" if counts[crash.rank] >= CRASHES_MAX else text
+    )
     if others:
         nodes = ", ".join(map(str, sorted(others)))
         reason = f"{times}; so did node {nodes}, so it is not the fault of a node"
@@ -231,7 +235,8 @@ def _why_needed(rules: Rules, state: JobState, node: int) -> str:
     """Why the job cannot go on without a node; empty if it can."""
     joining = [n for n in state.candidates if state.has_workers(n)]
     others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.leaving)]
-    if shortage := shortage_text(rules, len(others)):
+    is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop_requested
+    if not is_asked_for and (shortage := shortage_text(rules, len(others))):
         return f"without that node {shortage}"
     # Nodes that were lost since the plan was made hold nothing any more.
     elsewhere = {
@@ -269,13 +274,13 @@ def _failing(
     """The job ends for that, once what is live is saved."""
     if state.failure is not None and state.phase not in _LEAVING:
         return _ended_unsaved(state, reason)
-    if failure.mistake is not None:  # What led to it is suspect: there is nothing to be saved.
+    if failure.has_diverged:  # What led to it is suspect: there is nothing to be saved.
         return ended(state, End(Ending.FAILED, reason, failure))
     is_untrained = state.next_iteration == state.origin.iteration and not state.origin.copied
     if is_untrained and not any(state.reports.values()):
         return ended(state, End(Ending.FAILED, reason, state.failure or failure))
-    failed_s = state.failed_s if state.failure else now_s
-    state = replace(state, failure=state.failure or failure, failed_s=failed_s)
+    if state.failure is None:
+        state = replace(state, failure=failure, failed_s=now_s, failed_reason=reason)
     still_answers = failure.epoch >= 0 or failure.blame == "job"
     if state.phase in _LEAVING and still_answers:
         return state, ()
@@ -290,12 +295,21 @@ def _failing(
 def is_unsavable(state: JobState, now_s: float) -> bool:
     """Whether the job has failed, and some rank does not leave its epoch to save what it holds."""
     is_late = state.failure is not None and now_s - state.failed_s > FAILING_S_MAX
-    return is_late and state.phase in (*_LEAVING, Phase.JOINING)
+    return is_late and state.phase in (Phase.STOPPING, Phase.JOINING)
+
+
+def writers(state: JobState) -> tuple[int, ...]:
+    """The ranks that are to save what is live before the job ends."""
+    order = state.decision.order if state.decision else None
+    return tuple(order.layers) if isinstance(order, SaveLayers) else ()
 
 
 def unsavable(state: JobState) -> Step:
     """The end of such a job."""
-    silent = [rank for rank in state.ranks if rank not in state.answers]
+    if state.phase is Phase.JOINING:
+        silent = [rank for rank in writers(state) if rank not in state.workers]
+    else:
+        silent = [rank for rank in state.ranks if rank not in state.answers]
     if silent:
         return _ended_unsaved(state, f"ranks {silent} do not answer")
     return _ended_unsaved(state, f"the disk of saves did not answer for {FAILING_S_MAX:g} s")
@@ -303,8 +317,9 @@ def unsavable(state: JobState) -> Step:
 
 def _ended_unsaved(state: JobState, why: str) -> Step:
     assert state.failure is not None
-    failure = with_reason(state.failure, f"what is live was not saved: {why}")
-    return ended(state, End(Ending.FAILED, "the code in a worker raised", failure))
+    unsaved = f"what is live was not saved: {why}"
+    reason = f"{state.failed_reason}; {unsaved}"
+    return ended(state, End(Ending.FAILED, reason, left_unsaved(state.failure, unsaved)))
 
 
 def ended(state: JobState, end: End) -> Step:

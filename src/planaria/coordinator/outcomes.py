@@ -163,6 +163,7 @@ def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
         state,
         origin=origin,
         reports=reports,
+        saves={},
         next_iteration=min(state.next_iteration, origin.iteration),
         ends=False,
     )

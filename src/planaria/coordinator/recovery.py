@@ -119,7 +119,8 @@ def lost(
         ready=Growing(),
         corrupted=Growing(),
         decision=None,
-        saves={},
+        # What is whole on disk waits for its manifest alone, and may be what all go back to.
+        saves={k: f for k, f in state.saves.items() if len(f) == state.plan.num_layers},
         loss=loss,
         history=history,
         unreachable_s=0.0,
@@ -241,7 +242,7 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     if state.failure is not None:
         if missing:  # It was to go on from copies, which are gone, too.
             return _end(state, _unsaved_text(missing[0]))
-        reason = "the code in a worker raised"
+        reason = state.failed_reason
         return _save(state, outcome, held, ending=Ending.FAILED.value, reason=reason)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
@@ -444,7 +445,7 @@ def _after_crash(state: JobState) -> str:
 
 def _end(state: JobState, reason: str) -> Step:
     """Ends the job: what is live is not whole."""
-    failure = with_reason(state.failure, reason) if state.failure else None
+    failure = left_unsaved(state.failure, reason) if state.failure else None
     return _ended(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
 
 
@@ -456,3 +457,13 @@ def with_reason(failure: WorkerFailed, reason: str) -> WorkerFailed:
     """A failure that ends the job, and what else there is to be said of it."""
     text = f"{failure.traceback.rstrip()}\n{reason}" if failure.traceback else reason
     return msgspec.structs.replace(failure, traceback=text)
+
+
+def left_unsaved(failure: WorkerFailed, reason: str) -> WorkerFailed:
+    """The failure of a job whose live layers are not saved, and why: a person who made a mistake
+    sees its remedy instead of the traceback."""
+    failure = with_reason(failure, reason)
+    if failure.mistake is None:
+        return failure
+    field, value, remedy = failure.mistake
+    return msgspec.structs.replace(failure, mistake=(field, value, f"{remedy}; {reason}"))

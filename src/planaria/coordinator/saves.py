@@ -12,6 +12,7 @@ from planaria.coordinator.state import (
     Command,
     Discard,
     JobState,
+    Loss,
     Notify,
     Pruned,
     Publish,
@@ -114,11 +115,12 @@ def save_failed(state: JobState, event: SaveFailed) -> Step:
 def _failed(state: JobState, event: SaveFailed) -> Step:
     iteration, reason = event.iteration, event.reason
     key = (iteration, event.epoch)
+    is_whole = key in state.publishing or len(state.saves.get(key, ())) == state.plan.num_layers
     is_there = key in state.saves or event.rank == BY_PUBLISHER
     if event.rank == BY_PUBLISHER:
         state = _answered(state, key)
-    is_of_now = state.saves_since <= event.epoch <= state.epoch
-    if not is_of_now or iteration <= state.published or key in state.unsaved:
+    is_awaited = is_whole or state.saves_since <= event.epoch <= state.epoch
+    if not is_awaited or iteration <= state.published or key in state.unsaved:
         return state, ()
     failed = {key: reason, **state.unsaved}
     rest = {k: v for k, v in state.saves.items() if k != key}
@@ -154,8 +156,9 @@ def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
 
 def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
     """The recovery waits until the disk has answered; that is said once."""
-    loss, checkpoint = state.loss, rules.job.checkpoint
-    assert loss is not None
+    # In its first epoch a job has lost nothing yet, and holders may differ all the same.
+    loss = state.loss or Loss("lost", (), "holders of a layer differ", now_s)
+    checkpoint = rules.job.checkpoint
     if loss.awaits_saves:
         return state, ()
     text = (

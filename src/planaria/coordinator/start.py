@@ -85,8 +85,7 @@ def restored_step(
         predicted_s: of an iteration with the job's first plan.
     """
     findings, origin = _findings(members, progress), outcome.origin if outcome else _start(rules)
-    fitted = fitted_rules(rules, findings, len(members.nodes))
-    rules = fitted or rules
+    rules = (fitted := fitted_rules(rules, findings, len(members.nodes))) or rules
     state = JobState(
         term=term,
         epoch=members.epoch,
@@ -117,8 +116,9 @@ def restored_step(
         return replace(first, next_iteration=state.next_iteration), (record,)
     is_begun = decision is not None and decision.order.epoch == members.epoch
     if decision is not None and is_begun and not _is_midway(decision):
-        state = replace(state, failure=decision.failure, failed_s=now_s)
-        return advanced(rules, replace(state, phase=Phase.JOINING, decision=decision), now_s)
+        state = replace(state, failure=decision.failure, failed_s=now_s, decision=decision)
+        state = replace(state, failed_reason=decision.reason, phase=Phase.JOINING)
+        return advanced(rules, state, now_s)
     if members.is_planned:
         # Nobody knows who has begun this epoch, or what was to follow it: all leave it for one
         # more. Without that silent members would stay silent, for nobody asks for a change again.

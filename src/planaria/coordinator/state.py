@@ -313,7 +313,7 @@ class JobState:
         learning: how far seconds are from predicted ones, and which nodes are slow.
         fitted: the rules with memory estimates that were raised, see memory.py; None: none were.
         is_entered: every rank of this epoch has begun it, and the launcher knows.
-        saves_since: saves of this epoch and of later ones count.
+        saves_since: saves of this epoch and of later ones count, and what was whole when it began.
         must_end: why the job ends at its next commit, or after its next loss, saved; "" if it need
             not.
         furthest: iterations that were ever committed, even if all have gone back behind them since.
@@ -322,7 +322,9 @@ class JobState:
         replaced: by rank the newest process that ends because another one takes its place.
         holding: in an epoch that is not decided yet, the ranks that surely hold what the plan gives
             them.
-        failure: that ends the job as soon as what is live is saved; `failed_s` is when it came.
+        failure: that ends the job as soon as what is live is saved.
+        failed_s: when that came, or since when all are asked to leave their epoch for it.
+        failed_reason: what went wrong, in words.
         unreachable_s: since when a member cannot reach another though both live; 0 if all can.
         unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
         broken_links: epochs that ended for that, since the same time as crashes.
@@ -380,6 +382,7 @@ class JobState:
     holding: frozenset[int] = frozenset()
     failure: WorkerFailed | None = None
     failed_s: float = 0.0
+    failed_reason: str = ""
     unreachable_s: float = 0.0
     unreached: tuple[int, ...] = ()
     broken_links: int = 0

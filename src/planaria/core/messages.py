@@ -246,6 +246,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
         epoch: that it has left, -1 where it raised before it had reported; then it holds nothing,
             and unless the job is to blame its process ends.
         mistake: (field, value, remedy) of a ConfigError, the value as JSON.
+        has_diverged: what led to it is suspect: there is nothing to be saved.
     """
 
     node: int
@@ -256,6 +257,7 @@ class WorkerFailed(Message, frozen=True, kw_only=True):
     blame: Blame = "job"
     raised: Raised | None = None
     mistake: tuple[str, str, str] | None = None
+    has_diverged: bool = False
 
 
 class WorkerExited(Message, frozen=True, kw_only=True):

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from planaria.core.messages import Blame, Raised, WorkerFailed
 from planaria.core.specs import NodeSpec
+from planaria.engine.prepare import mistake_of
 from planaria.engine.tracebacks import user_traceback
+from planaria.errors import ConfigError, DivergedError
 
 # Torch raises these as plain RuntimeErrors.
 _NO_MEMORY: Final = ("can't allocate memory", "out of memory")
@@ -54,6 +56,8 @@ def failure_of(
         raised=Raised(
             error=_name(error), message=message, first_layer=first_layer, end_layer=end_layer
         ),
+        mistake=mistake_of(error) if isinstance(error, ConfigError) else None,
+        has_diverged=isinstance(error, DivergedError),
     )
 
 

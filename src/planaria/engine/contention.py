@@ -44,7 +44,10 @@ class Contention:
                 logger.info("layers are measured beside fewer others: %s", error)
                 break
             if pid == 0:
-                self._begin_other(own)
+                try:
+                    self._begin_other(own)
+                except BaseException:  # Two must not go on as the one that measures.
+                    self._end_other()
                 break
             self._others.append(pid)
         return self

@@ -20,7 +20,7 @@ from planaria.core.agreement import HASH_BITS
 from planaria.core.commit import CommitVector
 from planaria.core.job import ResilienceConfig, TrainingConfig
 from planaria.engine.stage import HeldLayer
-from planaria.errors import ConfigError
+from planaria.errors import DivergedError
 
 SAMPLE_BYTES = 1 << 22  # Of each layer, each time.
 
@@ -65,11 +65,11 @@ def refuse_divergence(iteration: int, vector: CommitVector, training: TrainingCo
     here are suspect, and resuming from them would compute the same numbers.
 
     Raises:
-        ConfigError: the loss or the gradient norm is infinite or not a number.
+        DivergedError: the loss or the gradient norm is infinite or not a number.
     """
     if math.isfinite(vector.loss) and math.isfinite(vector.gradient_norm):
         return
-    raise ConfigError(
+    raise DivergedError(
         "",
         vector.loss,
         f"training diverged in iteration {iteration}, which has loss {vector.loss} and gradient "

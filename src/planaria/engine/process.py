@@ -6,16 +6,14 @@ import os
 import signal
 import sys
 
-import msgspec
 import torch
 
 from planaria.core.messages import Abort, NoticeTaken, Shutdown, Stopped
 from planaria.core.specs import NodeSpec
 from planaria.engine.blame import failure_of
 from planaria.engine.control import Control
-from planaria.engine.prepare import mistake_of, pacing_of
+from planaria.engine.prepare import pacing_of
 from planaria.engine.worker import Worker
-from planaria.errors import ConfigError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -43,8 +41,6 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
         return
     except (Exception, SystemExit) as error:
         failure = failure_of(error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0))
-        if isinstance(error, ConfigError):
-            failure = msgspec.structs.replace(failure, mistake=mistake_of(error))
         control.send(failure)
         if failure.blame != "job":  # Another process may have better luck.
             return

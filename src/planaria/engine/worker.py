@@ -63,13 +63,7 @@ from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.engine.tensor_peak import TensorPeak
-from planaria.errors import (
-    AbortedError,
-    CheckpointError,
-    ConfigError,
-    CorruptedError,
-    PeerLostError,
-)
+from planaria.errors import AbortedError, CheckpointError, CorruptedError, PeerLostError
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
@@ -162,9 +156,6 @@ class Worker:
         """Carries out an order, or tells what the job's code raised meanwhile."""
         try:
             self._obey(order)
-        except ConfigError:
-            self._pulse.rest()
-            raise
         except (Exception, SystemExit) as error:
             failure = failure_of(
                 error,
