@@ -20,7 +20,7 @@ from typing import Protocol
 
 from planaria.checkpoint.claim import claimed
 from planaria.checkpoint.outgoing import save_as
-from planaria.checkpoint.patience import held_patiently, looked_at, patient
+from planaria.checkpoint.patience import LOOK_TIMEOUT_S, held_patiently, looked_at, patient
 from planaria.checkpoint.storage import absolute, absolute_path
 from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
 from planaria.config import load_job
@@ -261,8 +261,7 @@ class Job:
         _check_domains(config, injections, display)
         _raise_open_files(config, injections)
         with ExitStack() as held:
-            manifest = held.enter_context(_claimed(config, display, resume=resume))
-            journal = held.enter_context(_journal(config, state, display))
+            journal, manifest = _begin(held, config, display, state=state, resume=resume)
             given = given_profile(config)
             if given is not None:  # What it can tell, it tells before torch is imported.
                 plan_job(config, Prepared(profile=given), plan=plan)
@@ -278,7 +277,7 @@ class Job:
             recorder = _recorder(planned, start_s)
             watcher = _watcher(planned, recorder, display)
             left = looked_at(tier, config.checkpoint)
-            other = partial(_other_journal, held, config, journal)
+            other = partial(_other_journal, held, config, journal, state=state)
             launcher = _launcher(
                 planned, running, watcher, injections, left, journals=(journal, other), trace=trace
             )
@@ -314,56 +313,50 @@ def _raise_open_files(config: JobConfig, injections: Sequence[Injection]) -> Non
     raise_open_files(config.cluster, num_joining=num_joining)
 
 
-@contextmanager
-def _claimed(config: JobConfig, display: Display, *, resume: bool) -> Iterator[Manifest | None]:
-    """The checkpoint to go on from, in a place that is claimed meanwhile; says which newer ones are
-    skipped."""
+def _begin(
+    held: ExitStack, config: JobConfig, display: Display, *, state: str, resume: bool
+) -> tuple[str, Manifest | None]:
+    """The directory of the coordinator's journal, held from now on, and the checkpoint to go on
+    from; says which newer ones are skipped."""
     directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
+    where = f"{directory} or {state}" if state else directory
+    places = held_patiently(_places(config, state, display), where=where, timeout_s=timeout_s)
     tier = patient(tier_of(directory), timeout_s=timeout_s)
-    claim = claimed(directory, config.name, note=display.note)
-    with ExitStack() as held:
-        with _answering("checkpoint.directory", directory):
-            held.enter_context(held_patiently(claim, where=directory, timeout_s=timeout_s))
-            manifest = starting_point(config, tier, resume=resume)
-            for text in skipped_texts(tier, manifest) if manifest else ():
-                display.note(text)
-        yield manifest
+    try:
+        journal = held.enter_context(places)
+        manifest = starting_point(config, tier, resume=resume)
+        for text in skipped_texts(tier, manifest) if manifest else ():
+            display.note(text)
+    except LateError as error:  # What does not answer before training is the user's to see to.
+        remedy = f"{error} (checkpoint.timeout_s): see to that disk or store; nothing was trained"
+        raise ConfigError("checkpoint.directory", directory, remedy) from error
+    return journal, manifest
 
 
 @contextmanager
-def _journal(config: JobConfig, state: str, display: Display) -> Iterator[str]:
-    """The directory of the coordinator's journal."""
-    field, where = ("--state", state) if state else ("", config.checkpoint.directory)
-    place = journal_place(config, state, note=display.note)
-    timeout_s = config.checkpoint.timeout_s
-    with ExitStack() as held:
-        with _answering(field, where):
-            journal = held.enter_context(held_patiently(place, where=where, timeout_s=timeout_s))
+def _places(config: JobConfig, state: str, display: Display) -> Iterator[str]:
+    """The directory of the coordinator's journal. The saves are claimed until it is removed, so
+    that no other job has its own there by then."""
+    with (
+        claimed(config.checkpoint.directory, config.name, note=display.note),
+        journal_place(config, state, note=display.note) as journal,
+    ):
         yield journal
 
 
-def _other_journal(held: ExitStack, config: JobConfig, journal: str) -> str:
-    """Another directory for the coordinator's journal, held as long as the first; "" if that is not
-    beside the saves, or there is none."""
-    if Path(journal).parent != Path(config.checkpoint.directory):
+def _other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: str) -> str:
+    """Another directory for the coordinator's journal, held as long as the first; "" if the user
+    named that, it is not beside the saves, or there is none."""
+    if state or Path(journal).parent != Path(config.checkpoint.directory):
         return ""
-    timeout_s = config.checkpoint.timeout_s
-    other = held_patiently(other_journal_place(config), where=journal, timeout_s=timeout_s)
+    timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)  # The launcher's loop waits.
+    place = other_journal_place(config, state)
+    other = held_patiently(place, where="the user's state directory", timeout_s=timeout_s)
     try:
         return held.enter_context(other)
-    except (ConfigError, LateError) as error:
+    except (ConfigError, LateError, MemoryError) as error:
         logger.warning("%s", error)
         return ""
-
-
-@contextmanager
-def _answering(field: str, place: str) -> Iterator[None]:
-    """What a disk or store does not answer before training is the user's to see to."""
-    try:
-        yield
-    except LateError as error:
-        remedy = f"{error} (checkpoint.timeout_s): see to that disk or store; nothing was trained"
-        raise ConfigError(field, place, remedy) from error
 
 
 def _recorder(planned: Planned, start_s: float) -> Recorder:

@@ -5,9 +5,9 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,34 +111,6 @@ def test_a_directory_that_is_not_writable_any_more_costs_the_job_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_hangs_does_not_keep_a_job_from_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is locked for as long as its file may still be removed, and no longer."""
-    monkeypatch.setattr("planaria.checkpoint.claim.LOOK_TIMEOUT_S", 0.05)
-    may_answer = threading.Event()
-    unlink = Path.unlink
-
-    def late(path: Path, missing_ok: bool = False) -> None:
-        assert may_answer.wait(20.0)
-        unlink(path, missing_ok)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", late)
-        with claimed(str(tmp_path), "one", note=refuse_notes):
-            pass
-        (tidying,) = [one for one in threading.enumerate() if one.name == "patience"]
-        with (
-            pytest.raises(ConfigError, match="'one'"),
-            claimed(str(tmp_path), "two", note=refuse_notes),
-        ):
-            pass
-        may_answer.set()
-        tidying.join(20.0)
-    with claimed(str(tmp_path), "two", note=refuse_notes):
-        pass
-
-
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     """Where it would be, not for the bytes that are free there."""
     (tmp_path / "file").touch()
@@ -151,6 +123,18 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
             claimed(place, "job", note=refuse_notes),
         ):
             pass
+
+
+def test_a_disk_that_fails_without_the_name_of_a_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync knows a descriptor alone; "None" cannot be written to, the user was told."""
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    with (
+        pytest.raises(ConfigError, match=f"{tmp_path}/saves cannot be written to: Input/output"),
+        claimed(str(tmp_path / "saves"), "job", note=refuse_notes),
+    ):
+        pass
 
 
 def test_a_file_system_without_locks_is_told_of(

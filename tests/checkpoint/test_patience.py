@@ -1,16 +1,22 @@
 """A storage that does not answer holds nobody up for longer than is said."""
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from planaria.checkpoint.patience import patient
+from planaria.checkpoint.patience import held_patiently, patient
 from planaria.checkpoint.storage import Directory, Entry
 from planaria.checkpoint.tiers import Tier, standing, tier_of
 from planaria.errors import CheckpointError, UnreadableError
+
+NO_THREAD = Mock(side_effect=RuntimeError("can't start new thread"))
 
 
 @pytest.fixture
@@ -86,3 +92,36 @@ def test_what_a_storage_refuses_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="cannot read"):
         tier.storage.read("1-0/manifest.json")
+
+
+def test_a_request_for_which_the_machine_has_no_thread_is_no_mistake_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A RuntimeError in a worker is blamed on the user's code; a node that is short of something
+    counts against the node."""
+    tier = patient(tier_of(str(tmp_path)), timeout_s=20.0)
+    monkeypatch.setattr(threading.Thread, "start", NO_THREAD)
+
+    with pytest.raises(MemoryError, match=f"{tmp_path}: can't start new thread"):
+        tier.versions()
+
+
+def test_a_job_that_is_done_ends_well_where_its_files_cannot_be_removed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For want of a thread, or because the disk refuses."""
+
+    @contextmanager
+    def refusing() -> Iterator[str]:
+        yield "there"
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    there = nullcontext("there")
+    with monkeypatch.context() as patched, held_patiently(there, where="a disk", timeout_s=20.0):
+        patched.setattr(threading.Thread, "start", NO_THREAD)
+    with held_patiently(refusing(), where="a disk", timeout_s=20.0):
+        pass
+
+    reasons = ("a disk: can't start new thread", "[Errno 5] Input/output error")
+    behind = "files of the job that has ended may stay there"
+    assert caplog.messages == [f"{reason}: {behind}" for reason in reasons]

@@ -1,5 +1,6 @@
 """Directories and object stores keep versions alike; what they refuse is told by name."""
 
+import errno
 import math
 import os
 import shutil
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -79,6 +80,18 @@ def assert_whole(tier: Tier, manifest: Manifest) -> None:
         found, expected = tier.read_layer(manifest, layer), tensors(layer, manifest.iteration)
         assert found.keys() == expected.keys()
         assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_version_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync knows a descriptor alone; the user was told that "None" stays."""
+    storage = storage_of(str(tmp_path))
+    storage.create("1-0/layer-00000", b"")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+
+    with pytest.raises(CheckpointError, match=f"cannot remove {tmp_path}/1-0: Input/output error"):
+        storage.remove("1-0", ["1-0/layer-00000"])
 
 
 def test_versions_are_kept_listed_and_removed(place: str) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -390,3 +392,45 @@ def test_a_store_is_closed_while_its_disk_hangs(
 
     with ExitStack() as stack:
         asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+def test_records_are_kept_where_no_thread_can_be_started_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has nothing to do with that, and a job that trains needs none."""
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0) as store:
+            refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            await store.put("a", b"1")
+            await store.put("b", b"2")
+
+    asyncio.run(run())
+    monkeypatch.undo()
+
+    found = asyncio.run(contents(tmp_path))
+    assert [entry.value for entry in found.entries] == [b"1", b"2"]
+
+
+def test_that_a_disk_is_slow_is_told_less_and_less_often_over_all_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each record of a disk that is always as slow was told of."""
+    monkeypatch.setattr("planaria.nodes.journal.SLOW_S", 0.01)
+    sync, notes = os.fdatasync, list[str]()
+
+    def late(fd: int) -> None:
+        time.sleep(0.012)
+        sync(fd)
+
+    async def run() -> None:
+        async with open_store(tmp_path, now_s=lambda: 0.0, note=notes.append) as store:
+            monkeypatch.setattr(os, "fdatasync", late)
+            for _ in range(50):
+                await store.put("a", b"")
+
+    asyncio.run(run())
+
+    # A machine that is busy may make some slower: each is told if it takes twice as long.
+    assert 1 <= len(notes) < 10

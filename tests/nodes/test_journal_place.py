@@ -1,7 +1,9 @@
 """A run's journal is its own: in the right place, empty at first, and gone in the end."""
 
+import errno
+import fcntl
 import os
-import threading
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,39 +45,15 @@ def test_a_journal_is_beside_the_saves_and_is_none_of_them(tmp_path: Path) -> No
     assert not notes
 
 
-@pytest.mark.parametrize("state", ["", "state"])
-def test_a_disk_that_hangs_does_not_keep_a_job_from_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
-    """What is not removed goes with the next run."""
-    monkeypatch.setattr("planaria.nodes.journal_place.LOOK_TIMEOUT_S", 0.05)
-    may_answer = threading.Event()
-    unlink = Path.unlink
-
-    def late(path: Path, missing_ok: bool = False) -> None:
-        assert may_answer.wait(20.0)
-        unlink(path, missing_ok)
-
-    saves, place = str(tmp_path / "saves"), str(tmp_path / state) if state else ""
-    with monkeypatch.context() as patched:
-        with journal_place(saving_to(saves), place, note=pytest.fail) as found:
-            (Path(found) / "journal").touch()
-            patched.setattr(Path, "unlink", late)
-        assert (Path(found) / "journal").exists()
-        (tidying,) = [one for one in threading.enumerate() if one.name == "patience"]
-        may_answer.set()
-        tidying.join(20.0)
-    assert not Path(found).exists()
-
-
 def test_the_journal_of_saves_in_a_store_is_in_the_users_state_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two jobs of one name have two; one that a killed launcher has left goes."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    left = tmp_path / "planaria" / "sequential-0123abcd"
+    monkeypatch.setattr(socket, "gethostname", lambda: "machine-1")
+    left = tmp_path / "planaria" / "sequential-machine_1-0123abcd"
     leave_journal(left)
-    killed_at_once = tmp_path / "planaria" / "sequential-89abcdef"
+    killed_at_once = tmp_path / "planaria" / "sequential-machine_1-89abcdef"
     killed_at_once.mkdir()
     job = saving_to("s3://bucket/saves")
 
@@ -90,6 +68,24 @@ def test_the_journal_of_saves_in_a_store_is_in_the_users_state_directory(
             assert not killed_at_once.exists()
 
     assert not list((tmp_path / "planaria").iterdir())
+
+
+def test_the_journal_of_another_machine_stays_in_a_home_that_both_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of one knows nothing of the other's locks."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    job = saving_to("s3://bucket/saves")
+
+    with journal_place(job, "", note=pytest.fail) as first:
+        (Path(first) / "journal").touch()
+        with monkeypatch.context() as other:
+            other.setattr(fcntl, "flock", lambda _descriptor, _how: None)
+            other.setattr(socket, "gethostname", lambda: "another")
+            with journal_place(job, "", note=pytest.fail) as second:
+                assert Path(second).parent == Path(first).parent
+
+        assert (Path(first) / "journal").exists()
 
 
 def test_the_user_says_where_the_journal_is(tmp_path: Path) -> None:
@@ -113,6 +109,27 @@ def test_a_place_that_cannot_be_written_to_is_the_users_mistake(tmp_path: Path) 
         journal_place(saving_to(str(tmp_path)), str(tmp_path / "file"), note=pytest.fail),
     ):
         pytest.fail("it was written to")
+
+
+def test_a_directory_that_cannot_be_locked_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try of the user's would leave one more."""
+    flock = fcntl.flock
+
+    def refuse(descriptor: int, how: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")) != tmp_path:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(ConfigError, match=r"--state.*No locks available"),
+        journal_place(saving_to("s3://bucket/saves"), str(tmp_path), note=pytest.fail),
+    ):
+        pytest.fail("it was locked")
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_saves_beside_which_nothing_can_be_kept_leave_the_state_directory(
@@ -157,26 +174,3 @@ def test_a_relative_state_directory_of_the_environment_is_none(
 
     with journal_place(saving_to("s3://bucket/saves"), "", note=pytest.fail) as found:
         assert Path(found).parent == tmp_path / "home" / ".local" / "state" / "planaria"
-
-
-def test_a_disk_that_hangs_does_not_hold_up_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The journal is of no use any more by then, and goes with the next run."""
-    monkeypatch.setattr("planaria.nodes.journal_place.LOOK_TIMEOUT_S", 0.01)
-    may_end, unlink = threading.Event(), Path.unlink
-
-    def hang(path: Path, *, missing_ok: bool = False) -> None:
-        assert may_end.wait(20.0)
-        unlink(path, missing_ok=missing_ok)
-
-    with journal_place(saving_to(str(tmp_path / "saves")), "", note=pytest.fail) as found:
-        (Path(found) / "journal").touch()
-        monkeypatch.setattr(Path, "unlink", hang)
-    assert Path(found).exists()
-
-    may_end.set()
-    for thread in threading.enumerate():
-        if thread.name == "patience":
-            thread.join(20.0)
-    assert not Path(found).exists()

@@ -193,6 +193,7 @@ def test_time_goes_on_while_the_journals_disk_hangs(tmp_path: Path) -> None:
         (Left.REMOVALS, None, ["planaria checkpoint prune removes it"]),
         (Left.SAVES, None, ["does not answer"]),
         (Left.SAVES, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
+        (Left.NOTHING, RuntimeError("ours"), ["raised RuntimeError('ours')"]),
     ],
 )
 def test_what_was_left_undone_at_the_end_is_told_as_it_is(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from command import wait_for
-from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.tiers import Manifest, Tier, Version, tier_of
 from planaria.coordinator.saves import Kept
 from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import SaveFailed
@@ -285,6 +285,25 @@ def test_removals_alone_are_waited_for_less_and_are_no_lost_save(
     threaded.may_remove.set()
 
 
+def test_where_only_a_listing_is_late_nothing_is_left_to_remove(
+    threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody needs it after the end; the user was sent to remove what is not there."""
+    may_list = threading.Event()
+
+    def late(_: Tier) -> Iterator[Version]:
+        assert may_list.wait(20.0)
+        return iter(())
+
+    monkeypatch.setattr(Tier, "each_version", late)
+    threaded.thread.tell_saves(source="")
+
+    assert threaded.thread.finish(timeout_s=5.0, removal_timeout_s=0.0) is Left.NOTHING
+    threaded.thread.discard(Discard(2, 0, ""))
+    assert threaded.thread.finish(timeout_s=5.0, removal_timeout_s=0.0) is Left.REMOVALS
+    may_list.set()
+
+
 def test_a_publisher_that_has_failed_holds_up_no_end(
     threaded: _Threaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +312,7 @@ def test_a_publisher_that_has_failed_holds_up_no_end(
     threaded.thread.set_aside("1-0")
     assert str(threaded.errors.get(timeout=20.0)) == "ours"
 
-    assert threaded.thread.finish(timeout_s=1e9, removal_timeout_s=1e9) is Left.REMOVALS
+    assert threaded.thread.finish(timeout_s=1e9, removal_timeout_s=1e9) is Left.NOTHING
 
 
 def test_a_disk_that_is_slow_after_training_holds_up_the_end_and_that_is_said(
@@ -325,6 +344,29 @@ def test_that_a_disk_is_slow_is_told_less_and_less_often(threaded: _Threaded) ->
     (first, *_) = threaded.notices
     assert isinstance(first, Warned)
     assert "is slow: to make the save of iteration 1 complete takes 10 s so far" in first.text
+
+
+def test_a_disk_that_was_slow_before_is_told_of_again_once_the_job_waits_for_it(
+    threaded: _Threaded,
+) -> None:
+    """Training went on when it was slow for longer; now the user waits, and should know why."""
+    threaded.ask(1)
+    threaded.now_s += 100.0
+    threaded.thread.tick()
+    threaded.may_answer.set()
+    wait_for(lambda: not threaded.thread._requests, what="the first save is complete")
+    threaded.may_answer.clear()
+    del threaded.notices[:]
+    threaded.ask(2)
+    threaded.thread.end_training(timeout_s=600.0, removal_timeout_s=10.0)
+    threaded.now_s += 11.0
+    for _ in range(2):
+        threaded.thread.tick()
+        threaded.thread.end_training(timeout_s=600.0, removal_timeout_s=10.0)
+
+    (slow,) = threaded.notices
+    assert isinstance(slow, Warned)
+    assert "takes 11 s so far; the job waits for it, 600 s at most" in slow.text
 
 
 def test_saves_that_could_not_be_listed_are_asked_for_again(

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from command import PACED, assert_mistake, command
 from jobs import tiny_job
 from planaria import library
 from planaria.checkpoint import claim, patience
-from planaria.errors import InsufficientError
+from planaria.errors import ConfigError, InsufficientError
 from planaria.library import Job, Silent
 from planaria.nodes import journal_place
 from planaria.nodes.forkserver import ForkServer
@@ -78,6 +78,73 @@ def test_a_resume_says_that_a_directory_does_not_answer(
 
     told = f"{directory} did not answer within {TIMEOUT_S} s"
     assert_mistake(result, told, "nothing was trained")
+
+
+@pytest.mark.parametrize("state", ["", "state"])
+def test_a_directory_that_hangs_in_the_end_is_its_jobs_until_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """The job ends; what is left to remove there cannot be another job's journal."""
+    monkeypatch.setattr(patience, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    may_answer, unlink = threading.Event(), Path.unlink
+
+    def late(path: Path, missing_ok: bool = False) -> None:
+        assert threading.current_thread().name != "patience" or may_answer.wait(20.0)
+        unlink(path, missing_ok)
+
+    job = tiny_job("sequential", tmp_path)
+    saves, place = job.checkpoint.directory, str(tmp_path / state) if state else ""
+
+    def places() -> AbstractContextManager[str]:
+        return library._places(job, place, Silent())
+
+    with monkeypatch.context() as patched:
+        with patience.held_patiently(places(), where=saves, timeout_s=20.0) as journal:
+            (Path(journal) / "journal").touch()
+            patched.setattr(Path, "unlink", late)
+        (tidying,) = [one for one in threading.enumerate() if one.name == "patience"]
+        assert (Path(journal) / "journal").exists()
+        with pytest.raises(ConfigError, match=r"job 'sequential'.* saves there"), places():
+            pass
+        may_answer.set()
+        tidying.join(20.0)
+    assert not Path(journal).exists()
+    assert not Path(saves).exists()
+    with places():
+        pass
+
+
+def test_the_launcher_does_not_wait_long_for_another_directory_for_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears of no node meanwhile, however long saves may take."""
+    monkeypatch.setattr(library, "LOOK_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    is_over, prove = threading.Event(), journal_place._prove
+
+    def late(directory: Path) -> None:
+        assert is_over.wait(20.0)
+        prove(directory)
+
+    monkeypatch.setattr(journal_place, "_prove", late)
+    job = tiny_job("sequential", tmp_path)
+    journal = str(Path(job.checkpoint.directory) / ".journal")
+    with ExitStack() as held:
+        assert library._other_journal(held, job, journal, state="") == ""
+    is_over.set()
+
+
+def test_the_journal_stays_where_the_user_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that is the directory of the saves: no other one is looked for."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = tiny_job("sequential", tmp_path)
+    saves = job.checkpoint.directory
+    with ExitStack() as held:
+        journal = held.enter_context(library._places(job, saves, Silent()))
+        assert library._other_journal(held, job, journal, state=saves) == ""
+        assert library._other_journal(held, job, journal, state="") != ""
 
 
 def test_layers_that_nobody_gives_end_a_resume_that_says_so(

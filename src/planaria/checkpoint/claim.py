@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.patience import LOOK_TIMEOUT_S, is_done_in_time
 from planaria.checkpoint.storage import is_url, make_directory
 from planaria.errors import ConfigError
 
@@ -45,16 +44,13 @@ def claimed(place: str, job: str, *, note: Callable[[str], None]) -> Iterator[No
     directory = Path(place)
     _check_writable(directory)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    held = ExitStack()
-    held.callback(_remove_empty, made)
-    try:
+    with ExitStack() as held:
+        held.callback(_remove_empty, made)
         descriptor = _locked(directory, note)
         held.callback(os.close, descriptor)
         held.callback(_remove_file, directory)
         _say(descriptor, job)
         yield
-    finally:  # Which a disk that hangs does not hold up.
-        is_done_in_time(held.close, timeout_s=LOOK_TIMEOUT_S)
 
 
 def _check_writable(directory: Path) -> None:
@@ -73,7 +69,7 @@ def _locked(directory: Path, note: Callable[[str], None]) -> int:
         except FileNotFoundError:  # A job that ended removed the directory meanwhile.
             continue
         except OSError as error:
-            remedy = f"{error.filename} cannot be written to: {error.strerror}"
+            remedy = f"{error.filename or directory} cannot be written to: {error.strerror}"
             raise _mistake(directory, remedy) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

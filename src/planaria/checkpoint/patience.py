@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
@@ -90,9 +90,14 @@ class _Request(Generic[Answer]):
 
         Raises:
             LateError: there is no answer in time.
+            MemoryError: the machine has no thread for it.
             BaseException: what the request raised.
         """
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # No memory for a thread, or for one more of them.
+            raise MemoryError(f"{self._where}: {error}") from error
         try:
             answer = self._answers.get(timeout=self._timeout_s)
         except queue.Empty:
@@ -143,23 +148,8 @@ def held_patiently(
         timeout_s = min(LOOK_TIMEOUT_S, timeout_s)
         try:
             answered(lambda: manager.__exit__(None, None, None), where=where, timeout_s=timeout_s)
-        except LateError as error:
+        except (LateError, MemoryError, OSError) as error:
             logger.warning("%s: files of the job that has ended may stay there", error)
-
-
-def is_done_in_time(act: Callable[[], None], *, timeout_s: float) -> bool:
-    """Has a disk tidied up in a thread, and whether that ended in time; it goes on behind. What the
-    disk refuses is left to whoever comes next."""
-
-    def try_to() -> None:
-        with suppress(OSError):
-            act()
-
-    try:
-        answered(try_to, where="", timeout_s=timeout_s)
-    except LateError:
-        return False
-    return True
 
 
 def patient(tier: Tier, *, timeout_s: float) -> Tier:

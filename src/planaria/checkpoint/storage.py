@@ -180,7 +180,8 @@ class Directory:
             if not any(directory.iterdir()):  # As it is where nothing could be written at all.
                 directory.rmdir()
         except OSError as error:
-            raise CheckpointError(f"cannot remove {error.filename}: {error.strerror}") from error
+            path = error.filename or directory
+            raise CheckpointError(f"cannot remove {path}: {error.strerror}") from error
 
 
 class Objects:

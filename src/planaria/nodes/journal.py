@@ -25,6 +25,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import queue
 import re
 import struct
 import threading
@@ -250,6 +251,8 @@ class _FileJournal:
         self._lock = threading.Lock()
         self._is_closed = False
         self._close_timeout_s = _CLOSE_TIMEOUT_S
+        self._told_s = SLOW_S / 2.0  # That a record took, when it was last told.
+        self._writer = _Writer()
 
     def recover(self) -> StoreState:
         """Locks and reads the file, or makes it; the deadlines of leases mean nothing.
@@ -293,7 +296,7 @@ class _FileJournal:
 
     async def append(self, changes: Sequence[Change], state: StoreState) -> None:
         """See MakeDurable; the event loop goes on while the disk works."""
-        written = _in_thread(partial(self._append, changes, state))
+        written = self._writer.result(partial(self._append, changes, state))
         waited_s = 0.0
         try:
             while not written.done():
@@ -303,13 +306,13 @@ class _FileJournal:
                         f"{self._path.parent} has not answered for {waited_s:.0f} s; see to the "
                         "disk, or name another place with --state"
                     )
-                if waited_s > 0.0:
+                if waited_s >= 2.0 * self._told_s:  # Less and less often, over all records.
+                    self._told_s = waited_s
                     self._note(
                         f"{self._path.parent} is slow: to keep a record of the coordinator takes "
                         f"{waited_s:.0f} s so far, and an answer to a loss would wait for it. See "
                         "to the disk, or name another place with --state"
                     )
-                # Told less and less often.
                 more_s = min(waited_s or SLOW_S, self._timeout_s - waited_s)
                 await asyncio.wait({written}, timeout=more_s)
                 waited_s += more_s
@@ -321,6 +324,7 @@ class _FileJournal:
     def close(self) -> None:
         """Closes the file, or leaves that to a write that hangs."""
         self._is_closed = True
+        self._writer.end()
         if not self._lock.acquire(timeout=self._close_timeout_s):
             return
         try:
@@ -415,30 +419,46 @@ class _FileJournal:
             self._is_named = True
 
 
-def _in_thread(act: Callable[[], str]) -> asyncio.Future[str]:
-    """What a thread of its own makes of it; one that hangs holds up no end of this process."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[str] = loop.create_future()
+class _Writer:
+    """The thread that writes. It is started before it is needed, for a machine that is short of
+    threads may refuse one later; one that hangs holds up no end of this process."""
 
-    def settle(text: str, error: Exception | None) -> None:
-        if result.cancelled():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(text)
+    def __init__(self) -> None:
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="journal", daemon=True).start()
 
-    def run() -> None:
-        text, failure = "", None
-        try:
-            text = act()
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
-            loop.call_soon_threadsafe(settle, text, failure)
+    def result(self, act: Callable[[], str]) -> asyncio.Future[str]:
+        """What comes of an act that the thread does after those before."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[str] = loop.create_future()
 
-    threading.Thread(target=run, name="journal", daemon=True).start()
-    return result
+        def settle(text: str, error: Exception | None) -> None:
+            if result.cancelled():
+                return
+            if error is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(text)
+
+        def run() -> None:
+            text, failure = "", None
+            try:
+                text = act()
+            except Exception as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                loop.call_soon_threadsafe(settle, text, failure)
+
+        self._acts.put(run)
+        return result
+
+    def end(self) -> None:
+        """Has the thread end after what it was given."""
+        self._acts.put(None)
+
+    def _run(self) -> None:
+        while (act := self._acts.get()) is not None:
+            act()
 
 
 def _locked(path: Path) -> int:

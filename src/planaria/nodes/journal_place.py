@@ -1,30 +1,27 @@
 """Where a run keeps the coordinator's journal, for as long as it lasts.
 
     {checkpoint.directory}/.journal/    beside its saves, where that is a directory with locks
-    {state}/{job}-{random}/             elsewhere: `--state`, or the user's state directory
+    {state}/{job}-{machine}-{random}/   elsewhere: `--state`, or the user's state directory
 
 A run begins with an empty one, so no record of a run before is ever taken for its own, and removes
-it in the end. What a launcher that was killed has left there goes with the next run of the job.
+it in the end. What a launcher that was killed has left there goes with the next run of the job, on
+the same machine if it is not beside the saves: machines may share a home, and not its locks.
 """
 
 import contextlib
 import fcntl
-import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.patience import LOOK_TIMEOUT_S, is_done_in_time
 from planaria.checkpoint.storage import absolute_path, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.user_files import plain_name, state_directory
-
-logger = logging.getLogger(__name__)
 
 _BESIDE: Final = ".journal"  # No save has such a name: that would begin with a letter or digit.
 _FILES: Final = ("journal*", "archive", "lock")
@@ -47,34 +44,32 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
     with ExitStack() as held:
         if not state and not is_url(saves):
             try:
-                directory = held.enter_context(_beside(Path(saves)))
-            except _UnfitError as error:
-                note(f"the coordinator's journal is not kept in {saves}: {error}")
+                directory = held.enter_context(_used(Path(saves) / _BESIDE))
+            except OSError as error:
+                note(f"the coordinator's journal is not kept in {saves}: {_told(error)}")
             else:
                 yield str(directory)
                 return
-        parent = _user_state(state)
-        try:
-            directory = held.enter_context(_own(parent, config.name))
-        except _UnfitError as error:
-            remedy = f"{error}; name a directory for the coordinator's journal that can be"
-            raise ConfigError("--state", str(parent), remedy) from error
-        yield str(directory)
+        yield held.enter_context(other_journal_place(config, state))
 
 
 @contextmanager
-def other_journal_place(config: JobConfig) -> Iterator[str]:
-    """Another directory for the journal of a run whose place is beside its saves.
+def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
+    """A directory for the journal of a run that is not beside its saves.
+
+    Args:
+        state: see `journal_place`.
 
     Raises:
-        ConfigError: it cannot be written to, either.
+        ConfigError: it cannot be written to.
     """
-    parent = _user_state("")
+    parent = _user_state(state)
     with ExitStack() as held:
         try:
             directory = held.enter_context(_own(parent, config.name))
-        except _UnfitError as error:
-            raise ConfigError("--state", str(parent), str(error)) from error
+        except OSError as error:
+            remedy = f"{_told(error)}; name a directory for the coordinator's journal that can be"
+            raise ConfigError("--state", str(parent), remedy) from error
         yield str(directory)
 
 
@@ -87,47 +82,35 @@ def _user_state(state: str) -> Path:
     return parent
 
 
-class _UnfitError(Exception):
-    """When a directory cannot hold a journal; says why."""
-
-
-@contextmanager
-def _beside(saves: Path) -> Iterator[Path]:
-    directory = saves / _BESIDE
-    try:
-        _empty(directory)
-        _prove(directory)
-    except OSError as error:
-        _remove(directory)
-        raise _UnfitError(_told(error)) from error
-    try:
-        yield directory
-    finally:
-        _remove_in_time(directory)
-
-
 @contextmanager
 def _own(parent: Path, job: str) -> Iterator[Path]:
     """A new directory, locked while it is in use; others of the job that nobody uses go."""
-    name = plain_name(job)
+    name = f"{plain_name(job)}-{plain_name(socket.gethostname())}"
     directory = parent / f"{name}-{secrets.token_hex(4)}"
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ExitStack() as held:
-        try:
-            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Or another launcher would take a directory for unused that is not locked yet.
-            with _locked(parent):
-                for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
-                    _remove_unused(other)
-                directory.mkdir(mode=0o700)
-                held.enter_context(_locked(directory))
-            _prove(directory)
-        except OSError as error:
-            _remove(directory)
-            raise _UnfitError(_told(error)) from error
-        try:
-            yield directory
-        finally:
-            _remove_in_time(directory)
+        # Or another launcher would take a directory for unused that is not locked yet.
+        with _locked(parent):
+            for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
+                _remove_unused(other)
+            held.enter_context(_used(directory))
+            held.enter_context(_locked(directory))
+        yield directory
+
+
+@contextmanager
+def _used(directory: Path) -> Iterator[Path]:
+    """The same directory, empty, where a journal can be kept; it goes in the end.
+
+    Raises:
+        OSError: nothing can be kept there.
+    """
+    try:
+        _empty(directory)
+        _prove(directory)
+        yield directory
+    finally:
+        _remove(directory)
 
 
 def _prove(directory: Path) -> None:
@@ -155,12 +138,6 @@ def _remove(directory: Path) -> None:
     with contextlib.suppress(OSError):
         _empty(directory)
         directory.rmdir()
-
-
-def _remove_in_time(directory: Path) -> None:
-    """A disk that hangs does not hold up the end of a job; the next run removes it then."""
-    if not is_done_in_time(partial(_remove, directory), timeout_s=LOOK_TIMEOUT_S):
-        logger.warning("%s does not answer, and the journal stays there", directory)
 
 
 def _remove_unused(directory: Path) -> None:

@@ -259,7 +259,7 @@ class _Leader:
                 "planaria checkpoint ls tells what is complete there"
             ),
         }[left]
-        if left is not Left.NOTHING and self._publisher_error.done():
+        if self._publisher_error.done():
             # Ours, but the job has ended, and another coordinator would do no better.
             error = self._publisher_error.exception()
             logger.error("the publisher of saves raised", exc_info=error)

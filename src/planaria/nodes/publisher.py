@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 from planaria.checkpoint.tiers import UNPUBLISHED, Manifest, Tier
@@ -142,26 +143,26 @@ class Publisher:
             self._notify(Warned(text=str(error)))
 
 
+class Left(Enum):
+    """What a publisher has not done when nobody waits for it any more; the worst comes first."""
+
+    SAVES = "a save, and what comes behind it"
+    REMOVALS = "what no save depends on"
+    NOTHING = "nothing that is of use after the job"
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """What the disk is asked for.
 
     Attributes:
         what: in words, after "to".
-        is_save: a save is lost without it.
+        left: what is left where it is not done.
     """
 
     act: Callable[[], None]
     what: str
-    is_save: bool = False
-
-
-class Left(Enum):
-    """What a publisher has not done when nobody waits for it any more."""
-
-    NOTHING = "nothing"
-    REMOVALS = "what no save depends on"
-    SAVES = "a save, and what comes behind it"
+    left: Left = Left.NOTHING
 
 
 class PublisherThread:
@@ -205,7 +206,7 @@ class PublisherThread:
     def publish(self, command: Publish) -> None:
         """See Publisher; what is too old is removed afterwards."""
         what = f"make the save of iteration {command.iteration} complete"
-        self._ask(lambda: self._publish(command), what, is_save=True)
+        self._ask(lambda: self._publish(command), what, left=Left.SAVES)
 
     def discard(self, command: Discard) -> None:
         """Tells of a failed save, and removes what there is of it when its turn comes."""
@@ -214,7 +215,7 @@ class PublisherThread:
             self._notify(Unsaved(iteration=iteration, epoch=epoch, reason=command.reason))
         if len(self._requests) < _REMOVALS_MAX:
             what = f"remove the failed save of iteration {iteration}"
-            self._ask(lambda: self._publisher.discard(iteration, epoch), what)
+            self._ask(lambda: self._publisher.discard(iteration, epoch), what, left=Left.REMOVALS)
 
     def set_aside(self, source: str) -> None:
         """See Publisher."""
@@ -223,7 +224,7 @@ class PublisherThread:
     def publish_start(self, epoch: int) -> None:
         """See Publisher."""
         what = "note that the job begins anew"
-        self._ask(lambda: self._publisher.publish_start(epoch), what, is_save=True)
+        self._ask(lambda: self._publisher.publish_start(epoch), what, left=Left.SAVES)
 
     def tick(self) -> None:
         """Tells the user if a request takes long: once, and again when it takes twice as long. Asks
@@ -248,6 +249,8 @@ class PublisherThread:
             removal_timeout_s: for what else there is.
         """
         with self._changed:
+            if self._patience_s is None:
+                self._told_s = SLOW_S / 2.0  # The user waits from now on.
             self._patience_s = timeout_s, removal_timeout_s
 
     def finish(self, *, timeout_s: float, removal_timeout_s: float) -> Left:
@@ -260,22 +263,23 @@ class PublisherThread:
         end_s = self._now_s() + removal_timeout_s
         with self._changed:
             while self._requests:
-                has_save = self._has_save()
-                deadline_s = self._since_s + timeout_s if has_save else end_s
+                left = self._left()
+                deadline_s = self._since_s + timeout_s if left is Left.SAVES else end_s
                 if self._has_failed or self._now_s() >= deadline_s:
-                    return Left.SAVES if has_save else Left.REMOVALS
+                    return left
                 self._changed.wait(_LOOK_S)
         return Left.NOTHING
 
-    def _has_save(self) -> bool:
-        return any(request.is_save for request in self._requests)
+    def _left(self) -> Left:
+        lefts = {request.left for request in self._requests}
+        return next((left for left in Left if left in lefts), Left.NOTHING)
 
     def _meanwhile(self) -> str:
         """What the job does while a request takes long, and what the user can do."""
         if self._patience_s is None:
             todo = "See to the disk or store, or save less often"
             return f"training goes on, and newer saves wait. {todo}"
-        patience_s = self._patience_s[0 if self._has_save() else 1]
+        patience_s = self._patience_s[0 if self._left() is Left.SAVES else 1]
         return f"the job waits for it, {patience_s:g} s at most. See to the disk or store"
 
     def _list(self, source: str) -> None:
@@ -287,11 +291,12 @@ class PublisherThread:
 
     def _publish(self, command: Publish) -> None:
         if self._publisher.publish(command):
-            self._ask(lambda: self._publisher.prune(command.unused), "remove old saves")
+            prune = partial(self._publisher.prune, command.unused)
+            self._ask(prune, "remove old saves", left=Left.REMOVALS)
 
-    def _ask(self, act: Callable[[], None], what: str, *, is_save: bool = False) -> None:
+    def _ask(self, act: Callable[[], None], what: str, *, left: Left = Left.NOTHING) -> None:
         with self._changed:
-            self._requests.append(_Request(act, what, is_save))
+            self._requests.append(_Request(act, what, left))
             if len(self._requests) == 1:
                 self._since_s = self._now_s()
             self._changed.notify_all()
