@@ -115,7 +115,9 @@ class Chaos:
         lines: deque[str] = deque(maxlen=_LINES_KEPT)
         with (
             marked(mark),
-            tempfile.TemporaryDirectory(prefix="planaria-chaos-") as directory,
+            tempfile.TemporaryDirectory(
+                prefix="planaria-chaos-", ignore_cleanup_errors=True
+            ) as directory,
             _running_server(self._job, lines.append) as server,
         ):
             stand = _Stand(Path(directory), (server,), mark, lines)
@@ -125,7 +127,7 @@ class Chaos:
                 draw = drawn(world, Random(f"{self._seed}:{number}"))
                 self._doing(f"run {number}: {' '.join(draw.words)}")
                 with (
-                    tempfile.TemporaryDirectory(dir=directory) as saves,
+                    tempfile.TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as saves,
                     _surrounded(self._job, draw.surroundings, stand) as there,
                 ):
                     struck = _configured(config, draw, Path(saves) / "checkpoints")

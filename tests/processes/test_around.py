@@ -27,7 +27,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.planner.orders import best_order
 from planaria.schedule.action import Kind
 
-ITERATIONS = 16
+ITERATIONS = 48
 
 Run = Callable[..., TrainingResult]
 

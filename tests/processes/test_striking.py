@@ -86,7 +86,8 @@ def test_data_that_one_node_cannot_read_evict_it(
 
     assert_as_calm(result, calm)
     *first, last = crashes(result)
-    assert [event.kind for event in first] == ["crash", "crash"]
+    # An iteration that was under way may be committed behind the first, and forgives it.
+    assert [event.kind for event in first] in (["crash"] * 2, ["crash"] * 3)
     assert last.kind == "lost"
     assert (last.error, last.message) == ("OSError", "[Errno 5] Input/output error: 'data.bin'")
     assert "the 3rd time in a row" in last.reason
