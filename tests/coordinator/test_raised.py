@@ -9,7 +9,6 @@ from coordinated import (
     END,
     FIRST,
     NOW_S,
-    Survivors,
     after,
     exited,
     failed,
@@ -17,56 +16,37 @@ from coordinated import (
     of_type,
     ready,
     small_rules,
-    unsaved,
     worker,
 )
-from fake_cluster import FakeCluster
-from jobs import shaped_plan, template
-from planaria.coordinator.agent_state import AgentState
+from jobs import template
 from planaria.coordinator.coordinator import Event, step
-from planaria.coordinator.crashes import FAILING_S_MAX, _why_needed
+from planaria.coordinator.crashes import _why_needed
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
+    Crash,
     DecisionRecorded,
-    End,
     Ending,
     Evict,
+    JobState,
     MembersRecorded,
     Phase,
     RecordMembers,
     Rules,
-    Tick,
 )
-from planaria.core.messages import Abort, Raised, SaveLayers, WorkerExited, WorkerFailed
-from planaria.core.plan import Pipeline, Plan, plain_plan
+from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
+from planaria.core.plan import Pipeline, plain_plan
 from planaria.core.records import AwaitingMachine, Forked, Recovering
-
-PLAN = shaped_plan((2, 2), 6)  # Ranks 0 and 2 hold layers 0 to 4, ranks 1 and 3 the others.
-SINGLE = shaped_plan((2,), 6)
-UNREADABLE = Raised(error="OSError", message="[Errno 5] data", first_layer=0, end_layer=5)
-ELSEWHERE = Raised(error="OSError", message="[Errno 5] data", first_layer=5, end_layer=10)
-MISTAKE = Raised(error="ValueError", message="a mistake", first_layer=5, end_layer=10)
-NEXT = FIRST + 2
-
-
-def trained(plan: Plan = PLAN, rules: Rules | None = None) -> FakeCluster:
-    """The cluster once it has trained two iterations."""
-    cluster = FakeCluster(rules or small_rules(), plan)
-    cluster.begin()
-    for iteration in range(FIRST, NEXT):
-        cluster.train(iteration)
-    return cluster
-
-
-def ending(cluster: FakeCluster) -> End:
-    end = cluster.commands[-1]
-    assert isinstance(end, End)
-    return end
-
-
-def saves(cluster: FakeCluster) -> list[SaveLayers]:
-    return of_type(cluster.commands, SaveLayers)
-
+from raising import (
+    ELSEWHERE,
+    MISTAKE,
+    NEXT,
+    SINGLE,
+    UNREADABLE,
+    ending,
+    replace_layers,
+    saves,
+    trained,
+)
 
 # -- against the node -----------------------------------------------------------------------------
 
@@ -192,21 +172,39 @@ def test_iterations_that_are_done_again_forgive_nothing() -> None:
     assert "the 3rd time in a row" in end.failure.traceback
 
 
-def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
-    """As where the kernel kills all of a container for want of memory."""
+def of_four_ranks() -> tuple[Rules, JobState]:
+    """Two nodes of four ranks train."""
     rules = small_rules(n0=1)
     of_four = replace(template(4), num_nodes=1)
     plan = plain_plan(0, (Pipeline(of_four, (0,)), Pipeline(of_four, (1,))), (3, 3))
     state, _ = first_step(rules, plan, term=0, predicted_s=1.0)
     workers = [msgspec.structs.replace(worker(rank), node=rank // 4) for rank in plan.ranks]
     events: list[Event] = [DecisionRecorded(0), *workers, *(ready(rank, 0) for rank in plan.ranks)]
-    state, _ = after(state, events, rules)
+    return rules, after(state, events, rules)[0]
+
+
+def test_workers_of_a_node_that_end_at_once_are_one_misfortune() -> None:
+    """As where the kernel kills all of a container for want of memory."""
+    rules, state = of_four_ranks()
     killed = [WorkerExited(node=0, rank=rank, pid=50 + rank, status=-9) for rank in range(3)]
     state, commands = after(state, killed, rules)
 
     assert [crash.rank for crash in state.crashes] == [0, 1, 2]
     assert not of_type(commands, Evict)
     assert state.failure is None
+
+
+def test_a_rank_that_crashes_once_is_not_said_to_have_crashed_three_times() -> None:
+    """Another rank of its node has; the third time all were leaving the epoch already."""
+    rules, state = of_four_ranks()
+    thrice = tuple(Crash(0, 0, 50, epoch, Raised(error="SIGKILL")) for epoch in range(3))
+    state = replace(state, crashes=thrice)
+    killed = WorkerExited(node=0, rank=1, pid=51, status=-9)
+    _, commands = step(rules, state, killed, NOW_S)
+
+    assert of_type(commands, Evict) == [Evict((0,))]
+    (notice,) = of_type(commands, Recovering)
+    assert notice.reason == "the worker of rank 1 on node 0 was killed by signal 9"
 
 
 def test_what_is_told_again_counts_once() -> None:
@@ -231,17 +229,6 @@ def test_a_worker_that_raises_once_more_before_it_makes_way_has_one_successor() 
 
     assert state.workers[1].pid == 77
     assert state.replaced[1] == 51
-
-
-def test_a_mistake_that_is_told_again_does_not_end_the_last_save() -> None:
-    cluster = trained()
-    cluster.is_saving_slow = True
-    event = failed(1, MISTAKE, epoch=0, pid=cluster.nodes[1].pid, blame="job")
-    cluster.hear(event)
-    assert cluster.state.phase is Phase.SAVING
-    cluster.hear(event)
-
-    assert cluster.state.phase is Phase.SAVING
 
 
 def test_the_successor_of_a_worker_whose_end_fails_the_job_is_told_to_answer() -> None:
@@ -349,15 +336,29 @@ def test_a_job_that_needs_the_node_ends_saved_instead_of_evicting_it() -> None:
     assert [order.iteration for order in saves(cluster)] == [NEXT]
 
 
+def granting(rules: Rules) -> Rules:
+    """A machine is asked for in place of each that is lost."""
+    cluster = replace(rules.job.cluster, grant_s=60.0)
+    return replace(rules, job=replace(rules.job, cluster=cluster))
+
+
 def test_a_node_is_evicted_for_which_another_machine_is_granted() -> None:
     """As if it had been killed: too few are left only until that comes."""
-    rules = small_rules(n0=4, failures_tolerated=0)
-    job = replace(rules.job, cluster=replace(rules.job.cluster, grant_s=60.0))
-    cluster = trained(rules=replace(rules, job=job))
+    cluster = trained(rules=granting(small_rules(n0=4, failures_tolerated=0)))
     for _ in range(3):
         cluster.fail(1, ELSEWHERE)
 
+    assert of_type(cluster.commands, Evict) == [Evict((1,))]
     assert of_type(cluster.commands, AwaitingMachine)
+
+
+def test_a_job_that_is_to_stop_keeps_a_node_that_it_needs() -> None:
+    """It waits for no other machine."""
+    cluster = trained(rules=granting(small_rules(n0=4, failures_tolerated=0)))
+    assert not _why_needed(cluster.rules, cluster.state, 1)
+    cluster.state, _ = step(cluster.rules, cluster.state, StopRequested(), NOW_S)
+
+    assert "fewer than n0 = 4" in _why_needed(cluster.rules, cluster.state, 1)
 
 
 def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:
@@ -370,206 +371,6 @@ def test_a_node_is_needed_whose_layers_a_lost_one_held_too() -> None:
     assert _why_needed(cluster.rules, cluster.state, 1) == "no other node holds layer 5"
 
 
-def test_a_failed_job_saves_also_if_nodes_are_lost_meanwhile() -> None:
-    """As long as every layer has a live holder."""
-    cluster = trained()
-    event = failed(1, MISTAKE, epoch=0, blame="job")
-    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
-    cluster.lose(0)
-
-    assert [order.iteration for order in saves(cluster)] == [NEXT]
-    assert ending(cluster).ending is Ending.FAILED
-
-
-def test_a_failed_job_ends_without_a_save_where_a_layer_is_lost() -> None:
-    """With the traceback all the same."""
-    cluster = trained(rules=replace(small_rules(), source=""))
-    event = failed(1, MISTAKE, epoch=0, blame="job")
-    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
-    cluster.lose(0, 2)
-
-    end = ending(cluster)
-    assert (end.ending, end.reason[:30]) == (Ending.FAILED, "no live node holds layer 0, so")
-    assert end.failure is not None
-    told = end.failure.traceback.splitlines()  # All that a person sees of it.
-    assert told[-2:] == ["ValueError: a mistake", end.reason]
-
-
-def test_a_failed_job_ends_unsaved_where_a_rank_does_not_answer() -> None:
-    """It may hang in the job's own code, in an iteration that is exempt from being stalled."""
-    cluster = trained()
-    cluster.nodes[2].is_alive = False
-    event = failed(1, MISTAKE, epoch=0, blame="job")
-    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
-    cluster.restart_epoch()
-    for after_s in (0.0, FAILING_S_MAX):
-        cluster.hear(Tick(), now_s=NOW_S + after_s)
-        assert cluster.state.phase is Phase.STOPPING
-    cluster.hear(Tick(), now_s=NOW_S + FAILING_S_MAX + 1.0)
-
-    end = ending(cluster)
-    assert end.ending is Ending.FAILED
-    assert end.failure is not None
-    assert "was not saved: ranks [2] do not answer" in end.failure.traceback
-
-
-def test_a_failed_job_saves_where_the_disk_of_records_was_slow() -> None:
-    """Nobody was asked before the members were on record; ticks have queued up meanwhile."""
-    cluster = trained()
-    event = failed(1, MISTAKE, epoch=0, blame="job")
-    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
-    late_s = NOW_S + FAILING_S_MAX + 1.0
-    cluster.hear(Tick(), now_s=late_s)
-    assert cluster.state.phase is Phase.RECORDING
-    cluster.state, _ = step(cluster.rules, cluster.state, MembersRecorded(1), late_s)
-    cluster.state, _ = step(cluster.rules, cluster.state, Tick(), late_s + FAILING_S_MAX)
-    assert cluster.state.phase is Phase.STOPPING
-    cluster.hear(*(word for node in cluster.nodes.values() for word in node.take(asked(1))))
-
-    assert [order.iteration for order in saves(cluster)] == [NEXT]
-    assert ending(cluster).ending is Ending.FAILED
-
-
-def test_a_failed_job_names_those_who_do_not_come_to_save() -> None:
-    """To a new coordinator; who holds nothing is not waited for."""
-    cluster = trained(rules=small_rules(policy=Survivors(num_idle=1)))
-    cluster.lose(3)
-    cluster.fail(1, MISTAKE, blame="job")
-    (order,) = saves(cluster)
-    assert order.layers.keys() == {0, 1}
-    moment = next(m for m in reversed(cluster.moments) if m.state.phase is Phase.DECIDING)
-    for node in (1, 2):
-        moment.nodes[node].agent = AgentState(node=node)
-    moment.restart()
-    assert moment.state.phase is Phase.JOINING
-    moment.hear(Tick(), now_s=NOW_S + FAILING_S_MAX + 1.0)
-
-    end = ending(moment)
-    assert end.failure is not None
-    assert "was not saved: ranks [1] do not answer" in end.failure.traceback
-
-
-def test_a_failed_job_that_raises_while_it_saves_ends_unsaved() -> None:
-    """It would raise for ever."""
-    cluster = trained()
-    cluster.is_saving_slow = True
-    cluster.fail(1, MISTAKE, blame="job")
-    assert cluster.state.phase is Phase.SAVING
-    cluster.fail(3, MISTAKE, blame="job")
-
-    end = ending(cluster)
-    assert end.failure is not None
-    assert "what is live was not saved" in end.failure.traceback
-
-
-@pytest.mark.parametrize("has_diverged", [False, True])
-def test_only_a_job_that_has_diverged_saves_nothing(has_diverged: bool) -> None:
-    """A mistake that a person can mend is nothing against what was trained before it."""
-    cluster = trained()
-    event = msgspec.structs.replace(
-        failed(1, MISTAKE, epoch=0, blame="job"),
-        mistake=("data.target", '"mine:data"', "mend it"),
-        has_diverged=has_diverged,
-    )
-    cluster.hear(event)
-
-    end = ending(cluster)
-    assert end.ending is Ending.FAILED
-    assert end.failure is not None
-    assert end.failure.mistake == event.mistake
-    assert bool(saves(cluster)) is not has_diverged
-
-
-def test_a_mistake_that_a_person_can_mend_is_told_with_what_was_not_saved() -> None:
-    """Its remedy is all that is shown of it."""
-    cluster = trained(rules=replace(small_rules(), source=""))
-    event = msgspec.structs.replace(
-        failed(1, MISTAKE, epoch=0, blame="job"), mistake=("data.target", '"mine:data"', "mend it")
-    )
-    cluster.state, _ = step(cluster.rules, cluster.state, event, NOW_S)
-    cluster.lose(0, 2)
-
-    end = ending(cluster)
-    assert end.failure is not None
-    assert end.failure.mistake is not None
-    assert end.failure.mistake[2] == f"mend it; {end.reason}"
-    assert end.reason == "no live node holds layer 0, so nothing was saved"
-
-
-@pytest.mark.parametrize(
-    ("is_saved", "is_restarted"), [(False, False), (True, False), (True, True)]
-)
-def test_a_job_that_a_signal_ends_does_not_say_that_its_code_raised(
-    is_saved: bool, is_restarted: bool
-) -> None:
-    """Whoever looks for what raised would look in vain; a new coordinator knows it, too."""
-    cluster = trained(rules=replace(small_rules(), source=""))
-    for rank in (0, 2, 2, 0):
-        cluster.crash(rank, status=-11)
-    cluster.is_saving_slow = True
-    cluster.crash(0, status=-11)
-    assert cluster.state.phase is Phase.SAVING
-    if is_restarted:
-        cluster.restart()
-    cluster.is_saving_slow = not is_saved
-    cluster.lose(1)
-    if not is_saved:
-        cluster.fail(3, MISTAKE, blame="job")
-
-    end = ending(cluster)
-    assert end.ending is Ending.FAILED
-    assert end.reason.startswith("the worker of rank 0 on node 0 was killed by signal 11")
-    assert ("what is live was not saved" in end.reason) is not is_saved
-
-
-def test_a_failed_job_says_why_what_is_live_was_not_saved() -> None:
-    """Below what raised, which is all that a person sees of it."""
-    cluster = trained()
-    cluster.is_saving_slow = True
-    cluster.fail(1, MISTAKE, blame="job")
-    cluster.hear(unsaved(0, NEXT, epoch=cluster.state.epoch))
-
-    end = ending(cluster)
-    assert end.ending is Ending.FAILED
-    assert end.failure is not None
-    mistake, why = end.failure.traceback.splitlines()[-2:]
-    assert mistake == "ValueError: a mistake"
-    assert why.startswith("what is live was not saved: ")
-
-
-def test_a_new_coordinator_ends_a_failed_job_like_the_one_before() -> None:
-    """Wherever that one was killed; agents tell it again what raised."""
-    cluster = trained()
-    first = len(cluster.moments)
-    cluster.fail(1, MISTAKE, blame="job")
-    moments = [moment for moment in cluster.moments[first:] if moment.state.phase.value]
-
-    assert len(moments) > 5
-    for moment in moments:
-        if moment.state.phase is not Phase.ENDED:
-            moment.restart()
-            end = ending(moment)
-            assert end.ending is Ending.FAILED, moment.last_command
-            assert end.failure is not None
-            assert end.failure.traceback.endswith("ValueError: a mistake")
-
-
-def test_a_new_coordinator_knows_from_the_records_that_the_job_has_failed() -> None:
-    """What counted against nodes no agent tells again, and it does not train on after a loss."""
-    cluster = trained(rules=replace(small_rules(), source=""))
-    for rank in (0, 2, 2, 0):
-        cluster.fail(rank, UNREADABLE)
-    cluster.is_saving_slow = True
-    cluster.fail(0, UNREADABLE)
-    assert cluster.state.phase is Phase.SAVING
-    cluster.restart()
-    cluster.is_saving_slow = False
-    cluster.lose(1)
-
-    assert ending(cluster).ending is Ending.FAILED
-    assert saves(cluster)
-
-
 def test_what_a_node_says_that_is_no_member_any_more_changes_nothing() -> None:
     """It may have raised because it was shut out."""
     cluster = trained()
@@ -578,13 +379,3 @@ def test_what_a_node_says_that_is_no_member_any_more_changes_nothing() -> None:
     event = failed(1, MISTAKE, epoch=0, blame="job")
 
     assert step(cluster.rules, state, event, NOW_S)[0] is state
-
-
-def replace_layers(raised: Raised, first_layer: int, end_layer: int) -> Raised:
-    return Raised(
-        error=raised.error, message=raised.message, first_layer=first_layer, end_layer=end_layer
-    )
-
-
-def asked(epoch: int) -> Abort:
-    return Abort(epoch=epoch, nodes=PLAN.nodes)

@@ -245,3 +245,33 @@ def test_saves_that_are_whole_survive_a_loss() -> None:
 
     (publish,) = of_type(commands, Publish)
     assert publish.iteration == NEXT + 1
+
+
+def test_saves_of_before_are_dropped_where_all_go_back() -> None:
+    """What is trained anew is another history, and what they go back to is older than these."""
+    events: list[Event] = [*whole(NEXT), *whole(NEXT + 1), *lost((0, 2))]
+    state, _ = after(training_halves(RULES), events, RULES)
+    assert list(state.saves) == [(NEXT + 1, 0)]
+    state, _ = step(RULES, state, Tick(), NOW_S + TIMEOUT_S)
+
+    assert state.origin.epoch == 2
+    assert not state.saves
+
+
+def test_a_save_of_before_a_loss_that_cannot_be_published_is_told_and_removed() -> None:
+    """Nobody else would hear of it."""
+    refused = SaveFailed(rank=BY_PUBLISHER, iteration=NEXT, epoch=0, reason="503")
+    _, commands = after(publishing(), [*lost((3,)), refused], RULES)
+
+    assert of_type(commands, Discard) == [Discard(NEXT, 0, "503")]
+
+
+def test_few_saves_of_before_a_loss_wait() -> None:
+    """Those that are skipped do not wait any more."""
+    state, _ = after(publishing(), [e for n in range(NEXT + 1, NEXT + 5) for e in whole(n)], RULES)
+    state, _ = after(state, [gone(3), MembersRecorded(1)], RULES)
+    late = [saved(0, NEXT + 5, epoch=1, layers=LOWER), saved(1, NEXT + 5, epoch=1, layers=UPPER)]
+    state, commands = after(state, late, RULES)
+
+    assert of_type(commands, Discard) == [Discard(NEXT + 1, 0, "")]
+    assert [iteration for iteration, _ in state.saves] == [NEXT + n for n in range(2, 6)]

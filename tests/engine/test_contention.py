@@ -88,3 +88,27 @@ def test_nothing_needs_others(monkeypatch: pytest.MonkeyPatch) -> None:
         assert others.repeat(lambda: 2, times=1) == [2]
     with Contention(3) as others:
         assert others.repeat(lambda: 2, times=1) == [2]
+
+
+def test_another_that_cannot_begin_ends_and_does_not_go_on_as_a_second_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a copy of the process that measures, and would do all that this does a second time."""
+    own, log = os.getpid(), tmp_path / "log"
+
+    def refuse(*_: object) -> None:
+        raise AttributeError("prctl")
+
+    monkeypatch.setattr(Contention, "_begin_other", refuse)
+    try:
+        with Contention(1) as others:
+            for pid in others._others:  # It would be killed before it has done anything.
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            assert others.repeat(lambda: 2, times=1) == [2]
+    finally:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()} ")
+        if os.getpid() != own:
+            os._exit(1)
+
+    assert _lines(log) == [str(own)]

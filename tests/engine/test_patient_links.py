@@ -134,3 +134,5 @@ def test_the_kernel_looks_after_links_on_which_nothing_comes() -> None:
             ]
             assert link.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert probes[0] + probes[1] * probes[2] <= 120
+            unanswered_ms = link.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert unanswered_ms == 120_000  # Of what was sent: it is not probed meanwhile.

@@ -30,14 +30,20 @@ class _Striking(Silent):
             new.replace(self._path)
 
 
-def job(directory: Path, *, num_nodes: int = 3) -> Job:
+def job(
+    directory: Path,
+    *,
+    num_nodes: int = 3,
+    failures_tolerated: int = 1,
+    data: str = "striking_models:points",
+) -> Job:
     config = tiny_job("sequential", directory, iterations=ITERATIONS)
     return Job(
         replace(
             config,
             model=replace(config.model, target="striking_models:sequential"),
-            data=replace(config.data, target="striking_models:points"),
-            resilience=replace(config.resilience, failures_tolerated=1),
+            data=replace(config.data, target=data),
+            resilience=replace(config.resilience, failures_tolerated=failures_tolerated),
             cluster=replace(config.cluster, nodes=num_nodes),
         )
     )
@@ -142,22 +148,31 @@ def test_what_raises_everywhere_ends_the_job_saved(
     assert_as_calm(struck.run(server=server, resume=True), calm)
 
 
+@pytest.mark.parametrize(("num_nodes", "failures_tolerated"), [(1, 0), (3, 1)])
 def test_a_malformed_sample_in_the_middle_of_training_costs_nothing_that_was_trained(
-    server: ForkServer, strike_file: Path, tmp_path: Path
+    num_nodes: int,
+    failures_tolerated: int,
+    server: ForkServer,
+    strike_file: Path,
+    tmp_path: Path,
+    calm: TrainingResult,
 ) -> None:
-    """It is told as a mistake to mend, and what is live is saved first."""
-    spoilt = job(tmp_path)
-    spoilt = Job(
-        replace(
-            spoilt.config, data=replace(spoilt.config.data, target="striking_models:spoilt_points")
-        )
+    """It is told as a mistake to mend; what is live is saved first, also what the rank that raised
+    holds alone, and the job goes on from it."""
+    spoilt = job(
+        tmp_path,
+        num_nodes=num_nodes,
+        failures_tolerated=failures_tolerated,
+        data="striking_models:spoilt_points",
     )
     display = _Striking(strike_file, Strike(what="mistake", times=0))
     result = spoilt.run(server=server, display=display)
 
     assert isinstance(result.error, ConfigError)
-    assert "is a tuple" in str(result.error)
-    assert "go on from it with --resume" in str(result.error)
-    directory = Path(spoilt.config.checkpoint.directory)
-    saved = [int(path.parent.name.split("-")[0]) for path in directory.glob("*/manifest.json")]
-    assert max(saved) >= 2
+    done = len(result.report.iterations)
+    assert done >= 2
+    assert "is a tuple; return (inputs, targets); " in str(result.error)
+    assert f"of iteration {done}, go on from it with --resume" in str(result.error)
+
+    strike_file.unlink()
+    assert_as_calm(spoilt.run(server=server, resume=True), calm)
