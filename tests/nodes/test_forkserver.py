@@ -19,6 +19,7 @@ import pytest
 from command import wait_for
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import UNKNOWN, ForkServer
+from planaria.nodes.waiting import LEAVING
 
 # Functions that children of the server run: the server finds this module through its path.
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -57,6 +58,13 @@ def talk_and_die(_: bytes, __: int) -> None:
 def count_frozen(_: bytes, result_fd: int) -> None:
     """Writes how many objects its garbage collector never looks at."""
     os.write(result_fd, str(gc.get_freeze_count()).encode())
+
+
+def end_another(_: bytes, result_fd: int) -> None:
+    """Has a process of its own end, and writes how it did."""
+    with subprocess.Popen(["sleep", "20"]) as other:
+        other.terminate()
+        os.write(result_fd, str(other.wait()).encode())
 
 
 def wait_for_end(payload: bytes) -> None:
@@ -99,6 +107,27 @@ def test_a_child_without_a_result_is_told_with_its_end(
 def test_a_child_never_collects_what_was_imported(small: ForkServer) -> None:
     """It would copy the pages that all share, and stand still for 0.1 s."""
     assert int(small.call(f"{THIS}:count_frozen", b"")) > 1000
+
+
+def test_what_tells_a_job_to_leave_ends_neither_a_server_nor_what_it_forks(
+    small: ForkServer, tmp_path: Path
+) -> None:
+    """A scheduler sends it to all processes of a job, and the launcher alone answers."""
+    pid = small.spawn(f"{THIS}:wait_for_end", bytes(tmp_path / "pid"))
+    wait_for((tmp_path / "pid").exists, what="the child runs")
+
+    for number in (signal.SIGINT, *LEAVING):
+        os.kill(pid, number)
+        os.kill(small.pid, number)
+
+    assert small.call(f"{THIS}:echo", b"ab") == b"ba"
+    assert small.exits() == []
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_process_that_the_users_code_starts_can_be_told_to_leave(small: ForkServer) -> None:
+    """Who ignores a signal hands that on: `multiprocessing` would wait for its own for ever."""
+    assert small.call(f"{THIS}:end_another", b"") == str(-signal.SIGTERM).encode()
 
 
 def test_exits_tell_pid_and_status_once(small: ForkServer, tmp_path: Path) -> None:
@@ -347,6 +376,23 @@ def test_closing_does_not_wait_for_an_import(tmp_path: Path) -> None:
     server.close()
 
     assert not process.is_running()
+
+
+def test_a_server_that_no_signal_ends_is_left_behind_and_all_else_is_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reads from a disk that is gone; the job's end and its report were lost with it."""
+    before = len(os.listdir("/proc/self/fd"))
+    server = ForkServer([THIS], path=PATH)
+    server.wait_ready()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._process, "wait", refuse(subprocess.TimeoutExpired("", 10.0)))
+        server.close()
+
+    assert "the fork server is still there after it was killed" in caplog.text
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before, what="all is closed")
+    server._process.wait(timeout=10)
 
 
 def test_output_comes_line_by_line_where_it_is_asked_for() -> None:

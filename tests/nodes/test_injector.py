@@ -2,12 +2,18 @@
 
 import asyncio
 import contextlib
+import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import msgspec
+
 from planaria.core.inject import Injection, parse_injection
 from planaria.nodes.injector import Injector, node_places
-from planaria.transport.probe import Probe
+from planaria.transport.frames import Role, shake_hands
+from planaria.transport.probe import LISTENING, Probe, Reached
+from tasks import wait_until
 
 TOKEN = b"the job's token"
 
@@ -107,6 +113,35 @@ async def _joined(*, ends: bool) -> tuple[list[int], list[str]]:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(came.wait(), timeout=0.1 if ends else 10.0)
     return joined, [injection.kind for injection in injector.close()]
+
+
+def test_a_line_that_is_reset_is_forgotten() -> None:
+    """As those of nodes that are killed: what is told was written to all of them ever after."""
+    asyncio.run(_reset())
+
+
+async def _reset() -> None:
+    injector = Injector(
+        [],
+        token=TOKEN,
+        agents={},
+        leader=lambda: 0,
+        server=lambda: 0,
+        join=lambda _: None,
+        fired=lambda _: None,
+    )
+    reader, writer = await asyncio.open_connection(*await injector.listen())
+    await shake_hands(reader, writer, token=TOKEN, role=Role.CONNECT, identity=3)
+    writer.write(msgspec.json.encode(Reached(LISTENING, -1)) + b"\n")
+    await wait_until(lambda: bool(injector._lines.get(3)))
+
+    # Closed so, a connection is reset.
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+    await wait_until(lambda: not injector._lines[3])
+    injector.close()
 
 
 async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[int, int, float]]:

@@ -1,5 +1,6 @@
 """What a launcher does when something goes wrong around it; its processes are the test's."""
 
+import asyncio
 import errno
 import logging
 import os
@@ -22,7 +23,7 @@ from planaria.core.specs import NodeSpec
 from planaria.nodes import forking, launcher
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.launcher import Launcher
+from planaria.nodes.launcher import SHORT_TRIES_MAX, Launcher
 from planaria.nodes.waiting import LEAVING, handlers_restored
 from tasks import wait_until
 
@@ -312,6 +313,48 @@ def test_a_shortage_of_processes_loses_no_live_state(launch: Launch) -> None:
     job = launch(lead)
 
     assert job.run().ending == "finished"
+
+
+def test_a_shortage_that_stays_is_said_and_what_is_live_is_saved(launch: Launch) -> None:
+    """Once it is over, within a minute more."""
+
+    async def lead(line: Line) -> None:
+        if len(job.lines) > 1:
+            await save(line)
+            return
+        line.say(running(line))
+        job.server.asks.extend([AGAIN] * (2 * SHORT_TRIES_MAX - 1))
+
+    job = launch(lead)
+
+    reason = f"no coordinator could be started: {os.strerror(errno.EAGAIN)}"
+    assert job.run().reason == reason
+    assert job.observer.notes == [f"{reason}; the job saves and ends"]
+
+
+def test_what_an_observer_raises_in_a_shortage_ends_the_job_saved(launch: Launch) -> None:
+    """The tries until then were none to save."""
+
+    async def interrupt() -> None:
+        await wait_until(lambda: len(job.server.asks) < SHORT_TRIES_MAX / 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def lead(line: Line) -> None:
+        if line.spec.rescue is None:
+            line.say(running(line))
+            job.server.asks.extend([AGAIN] * SHORT_TRIES_MAX)
+            tasks.append(asyncio.create_task(interrupt()))
+        else:
+            await save(line)
+
+    tasks: list[asyncio.Task[None]] = []
+    job = launch(lead)
+    job.observer.acts["stopping"] = fail
+
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+
+    assert job.lines[-1].spec.rescue is not None
 
 
 def test_fork_servers_that_were_lost_long_ago_end_no_job(launch: Launch) -> None:

@@ -127,15 +127,19 @@ def test_ctrl_c_saves_at_the_next_commit_and_resume_goes_on(
 def test_a_signal_to_all_processes_of_a_job_saves_it(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """As some schedulers do: its processes leave that to the launcher."""
+    """As some schedulers do: its processes leave that to the launcher, but nodes take SIGTERM for a
+    notice that they are all taken away."""
     settings = (*ENDLESS, "checkpoint.persist_every=0")
     with running(train_arguments(PACED, *settings), directory=tmp_path) as command:
         command.wait_output(TRAINING)
-        for process in command.processes():
+        launcher = psutil.Process(command.process.pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
             process.send_signal(number)
 
         assert command.wait() == 130, command.errors
         assert_nothing_is_left(command, set())
+    assert "stopped; go on with --resume" in command.output
+    assert not command.errors
     assert "another one is started" not in command.output
     assert "the coordinator runs again" not in command.output
     assert newest_iteration(tmp_path) > 0

@@ -183,7 +183,7 @@ class Forker:
                 if num_awaited >= TRIES_MAX:
                     await self._give_up(f"{loss}; {error}")
                     return
-                await asyncio.sleep(_pause_s(num_tries))
+                await asyncio.sleep(_pause_s(num_awaited or num_tries))
             else:
                 self._note(f"{loss}: another one is started{self._meanwhile()}")
                 return

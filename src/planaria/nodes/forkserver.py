@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 UNKNOWN: Final = 256  # The exit status of a process that nobody was there to wait for.
 
 _PACKET_BYTES_MAX = 1 << 16
-# What tells a process to leave.
+# What tells a process to leave: Ctrl-C, and LEAVING of waiting.py, which needs this module.
 _OF_THE_LAUNCHER: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
@@ -553,6 +553,9 @@ def _become(
         sock.close()
         if request.get("dies_with_server"):
             die_with_parent(server_pid)
+            # Processes that the user's code starts here inherit it, and are to be ended by it: a
+            # pool of multiprocessing would wait for ever.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         carrier_fd, known_fd, *others = fds
         if not os.read(known_fd, 1):
             os._exit(0)

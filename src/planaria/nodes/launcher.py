@@ -317,16 +317,17 @@ class Launcher:
         """Runs the coordinator, again whenever it ends before the job does; where it cannot go on,
         one that only saves."""
         while not self._ended.done():
-            if self._must_end and (why := self._unsavable()):
-                self._end(f"{self._must_end}; {why}")
+            must_end = self._must_end
+            if must_end and (why := self._unsavable()):
+                self._end(f"{must_end}; {why}")
             elif not (shortage := await self._run_next_leader()):
                 self._restarts += 1
                 if self._restarts > RESTARTS_MAX and not self._must_end:
                     times = f"{self._restarts} times without a commit"
                     self._must_end = f"the coordinator ended {times}"
-            elif self._must_end:
-                self._end(f"{self._must_end}; no process could be started to save")
-            else:
+            elif must_end:
+                self._end(f"{must_end}; no process could be started to save")
+            elif not self._must_end:  # Else there was no time to save since it must.
                 self._must_end = f"no coordinator could be started: {shortage}"
                 self._warn(f"{self._must_end}; the job saves and ends")
 
@@ -528,9 +529,7 @@ class Launcher:
         if await is_left_alone(lifeline_fd, timeout_s=EXIT_TIMEOUT_S):
             return
         for node in (node for node, pid in self._agents.items() if pid not in self._exits):
-            logger.warning(
-                "node %s did not leave within %.0f s and is killed", node, EXIT_TIMEOUT_S
-            )
+            logger.warning("node %s did not leave in %.0f s and is killed", node, EXIT_TIMEOUT_S)
 
     def _kill_evicted(self, ended: Ended) -> None:
         """A node that was evicted may hang, and would never leave."""
