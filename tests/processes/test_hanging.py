@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command import PACED, assert_mistake, command
+from command import PACED, assert_mistake, command, wait_for
 from jobs import tiny_job
 from planaria import library
 from planaria.checkpoint import claim, patience
@@ -102,14 +102,12 @@ def test_a_directory_that_hangs_in_the_end_is_its_jobs_until_it_answers(
         with patience.held_patiently(places(), where=saves, timeout_s=20.0) as journal:
             (Path(journal) / "journal").touch()
             patched.setattr(Path, "unlink", late)
-        (tidying,) = [one for one in threading.enumerate() if one.name == "patience"]
         assert (Path(journal) / "journal").exists()
         with pytest.raises(ConfigError, match=r"job 'sequential'.* saves there"), places():
             pass
         may_answer.set()
-        tidying.join(20.0)
+        wait_for(lambda: not Path(saves).exists(), what="its files are removed")
     assert not Path(journal).exists()
-    assert not Path(saves).exists()
     with places():
         pass
 
