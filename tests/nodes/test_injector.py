@@ -117,10 +117,10 @@ async def _joined(*, ends: bool) -> tuple[list[int], list[str]]:
 
 def test_a_line_that_is_reset_is_forgotten() -> None:
     """As those of nodes that are killed: what is told was written to all of them ever after."""
-    asyncio.run(_reset())
+    assert not asyncio.run(_lines_after_a_reset())
 
 
-async def _reset() -> None:
+async def _lines_after_a_reset() -> list[asyncio.StreamWriter]:
     injector = Injector(
         [],
         token=TOKEN,
@@ -142,6 +142,7 @@ async def _reset() -> None:
 
     await wait_until(lambda: not injector._lines[3])
     injector.close()
+    return injector._lines[3]
 
 
 async def _slowed(specs: list[str], calls: list[tuple[int, int]]) -> list[tuple[int, int, float]]:

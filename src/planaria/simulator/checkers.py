@@ -268,7 +268,7 @@ class Checkers:
         self._cluster.happened("goes back", origin.iteration)
         wanted = saved if self._morphs and not origin.copied else max(saved, copied)
         # A worker whose code raises at its start tells of no copies.
-        is_older = bool(self._crashes.mistakes()) and origin.iteration < wanted
+        is_older = bool(self._crashes.mistakes()) and saved <= origin.iteration < wanted
         if origin.iteration != wanted and not is_older:
             self._fail(f"all go back to {origin.iteration}, not to {saved} or {copied}")
         self._origin, self._outcome = origin, origin.iteration
