@@ -1,8 +1,8 @@
 """Links for tests: any number of ranks in this process, each closed at the end."""
 
-import gc
+import faulthandler
 import os
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -102,16 +102,14 @@ def is_blocked(thread: threading.Thread) -> Callable[[], bool]:
     """Whether the thread waits in `receive`; it is the only thing that it does."""
 
     def check() -> bool:
-        gc.disable()  # Collecting in the middle of it may deadlock this interpreter (gh-106883).
-        try:
-            frame = sys._current_frames().get(thread.ident or 0)
-        finally:
-            gc.enable()
-        names = []
-        while frame is not None:
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        return "wait_for" in names and "receive" in names
+        # sys._current_frames would be read while the thread goes on: what a frame points to may be
+        # freed by then. All threads wait until this has been written.
+        with tempfile.TemporaryFile("w+") as stacks:
+            faulthandler.dump_traceback(file=stacks)
+            stacks.seek(0)
+            threads = stacks.read().split("\n\n")
+        mine = next((text for text in threads if f"0x{thread.ident or 0:016x}" in text), "")
+        return " in wait_for\n" in mine and " in receive\n" in mine
 
     return check
 
