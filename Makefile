@@ -100,7 +100,7 @@ check: $(READY)
 	$(BIN)/mypy --no-error-summary $(SOURCES)
 
 docs: $(READY)
-	$(BIN)/python -m planaria.config > docs/JOB.md
+	$(BIN)/python -m planaria.job.config > docs/JOB.md
 	mkdir -p reports
 	sed 's/"device_memory_bytes": 0/"device_memory_bytes": 3000/' examples/paced-profile.json \
 		> reports/limited-profile.json

@@ -18,13 +18,13 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from planaria.config import load_job
 from planaria.core.inject import Injection, parse_injection
-from planaria.library import Job, Silent, TrainingResult
+from planaria.job.config import load_job
+from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job.planning import fork_server
 from planaria.nodes.desk import Drain, ask
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord
-from planaria.planning import fork_server
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"
 NODES = 8

@@ -33,15 +33,15 @@ from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from planaria.config import load_job
 from planaria.core.inject import ITERATION_STEPS, parse_injection
 from planaria.core.job import POLICIES, JobConfig, PolicyName
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
-from planaria.library import Job, TrainingResult
+from planaria.job.config import load_job
+from planaria.job.job import Job, TrainingResult
+from planaria.job.planning import fork_server, given_profile, plan_job
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, bind
-from planaria.planning import fork_server, given_profile, plan_job
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,11 +23,11 @@ from planaria.coordinator.choice import weighed_answers
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig, ResilienceConfig
 from planaria.core.plan import Plan, on_one_device
+from planaria.job.planning import read_profile
 from planaria.nodes.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates
-from planaria.planning import read_profile
 from planaria.policies.ahead import Ahead, Known, look_ahead
 from planaria.policies.named import hurried_policy_of, policy_of, searched_by
 from planaria.policies.policy import Outlook, best_transition, profile_prices

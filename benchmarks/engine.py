@@ -20,9 +20,9 @@ from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, sample_numbers
 from planaria.engine.data import microbatch
 from planaria.engine.prepare import load_data
-from planaria.library import Job
+from planaria.job.job import Job
+from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import cache_directory, fork_server
 
 GOAL = 1.10
 NUM_TURNS = 6

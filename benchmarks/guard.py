@@ -18,9 +18,9 @@ from planaria.core.job import ResilienceConfig
 from planaria.engine.guard import SAMPLE_BYTES, sampled_hashes
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import Stage
-from planaria.library import Job
+from planaria.job.job import Job
+from planaria.job.planning import cache_directory, fork_server
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import cache_directory, fork_server
 from planaria.transport.timekeeping import Timekeeper
 
 GOAL = 0.01

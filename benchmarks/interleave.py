@@ -27,9 +27,9 @@ from pathlib import Path
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
-from planaria.library import Job
+from planaria.job.job import Job
+from planaria.job.planning import fork_server, given_profile, plan_job
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import fork_server, given_profile, plan_job
 
 GOAL = 0.01
 LLAMA = Path(__file__).parents[1] / "examples" / "paced-llama.toml"

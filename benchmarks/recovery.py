@@ -67,11 +67,11 @@ from planaria.core.job import (
 )
 from planaria.core.plan import ModelProfile
 from planaria.core.profile_json import encode_profile
-from planaria.library import Job, Silent
+from planaria.job.job import Job, Silent
+from planaria.job.planning import fork_server
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
-from planaria.planning import fork_server
 
 NUM_KILLS = {"planaria": 20, "torchft": 3, "torchrun": 3}
 GOALS = {"torchft": 3.0, "torchrun": 10.0}

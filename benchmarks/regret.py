@@ -40,7 +40,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from typing import Final
 
-from planaria.config import load_job
+from planaria.job.config import load_job
 from planaria.policies.named import policy_of
 from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Job

@@ -38,11 +38,11 @@ from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import LayerProfile, ModelProfile, Plan, Transfer, Transition, on_one_device
 from planaria.estimator.reductions import Reductions, reduction_starts_s
 from planaria.estimator.time import predicted_timeline
+from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
-from planaria.planning import read_profile
 from planaria.policies.policy import downtime_s, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE, Restoring

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate
 from planaria.estimator.makespan import ends_of_each
 from planaria.estimator.reductions import equal_reduce_s
+from planaria.job.planning import read_profile
 from planaria.planner.depths import Ranges
 from planaria.planner.fitting import Rows, fitting
 from planaria.planner.plans import bind
@@ -38,7 +39,6 @@ from planaria.planner.search import Layout, layouts
 from planaria.planner.split_times import SplitTimes, least_split_s
 from planaria.planner.templates import RankedTemplate, fastest_templates, template_of
 from planaria.planner.times import iteration_after
-from planaria.planning import read_profile
 
 GOAL: Final = 0.99
 SHARES: Final = (0.9, 0.95, 0.98, GOAL, 0.995, 0.999)  # That are tried in turn.

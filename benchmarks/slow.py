@@ -14,7 +14,7 @@ from pathlib import Path
 
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
-from planaria.library import Job, TrainingResult
+from planaria.job.job import Job, TrainingResult
 from planaria.planner.plans import plan_iteration_s
 from planaria.planner.unequal import UnequalPlanner
 

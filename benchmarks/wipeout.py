@@ -16,11 +16,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from planaria.config import load_job
 from planaria.core.inject import parse_injection
-from planaria.library import Job, TrainingResult
+from planaria.job.config import load_job
+from planaria.job.job import Job, TrainingResult
+from planaria.job.planning import fork_server
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import fork_server
 
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "small.toml"
 GOAL_S: Final = 3.0

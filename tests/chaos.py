@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from jobs import digests, tiny_job
-from planaria.config import load_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.plan import ModelProfile, Plan
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
-from planaria.library import Job, TrainingResult
+from planaria.job.config import load_job
+from planaria.job.job import Job, TrainingResult
+from planaria.job.planning import given_profile, plan_job
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord
 from planaria.planner.plans import EveryPlan, bind
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
-from planaria.planning import given_profile, plan_job
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"
 SHRUNK = (

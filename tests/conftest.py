@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from planaria.job.planning import PRELOAD
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import PRELOAD
 
 FAMILY_MODULES = tuple(
     f"transformers.models.{family}.modeling_{family}"

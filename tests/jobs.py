@@ -16,7 +16,7 @@ from planaria.core.job import (
     TrainingConfig,
 )
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
-from planaria.library import Job, TrainingResult
+from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.leader_spec import LeaderSpec
 from strategies import equal_problem

@@ -23,9 +23,9 @@ from planaria.checkpoint.tiers import tier_of
 from planaria.command_line import exit_codes, unfailing, write
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
-from planaria.library import failure_of
+from planaria.job.job import failure_of
+from planaria.job.planning import read_profile
 from planaria.nodes.waiting import LEAVING, handlers_restored
-from planaria.planning import read_profile
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from typing import Final
 
 from growth.costs import Costs, measured_costs
 from growth.protocol import Phases, simulated_recovery
-from planaria.config import load_job
 from planaria.coordinator.state import Rules
 from planaria.core.commit import vector_layout
 from planaria.core.inject import parse_injection
@@ -27,14 +26,15 @@ from planaria.core.job import JobConfig
 from planaria.core.messages import Stopped
 from planaria.core.plan import ModelProfile, Plan
 from planaria.estimator.makespan import stage_seconds
-from planaria.library import Job, Silent
+from planaria.job.config import load_job
+from planaria.job.job import Job, Silent
+from planaria.job.planning import fork_server, given_profile
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.leader_spec import REGROUP_S
 from planaria.observe.metrics import EventRecord
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
-from planaria.planning import fork_server, given_profile
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal

@@ -7,10 +7,10 @@ from random import Random
 from typing import Final, NamedTuple
 
 from planaria.core.plan import Link, on_one_device
+from planaria.job.planning import read_profile
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
-from planaria.planning import read_profile
 from study.job import Happening
 
 MODELS: Final = ("gpt2", "gpt3-2.7b", "gpt3-6.7b", "llama2-7b")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         PlanariaError,
         TrainingError,
     )
-    from planaria.library import Job, TrainingResult
+    from planaria.job.job import Job, TrainingResult
     from planaria.observe.metrics import Report
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _MODULES = {
     "ConfigError": "errors",
     "DataConfig": "core.job",
     "InsufficientError": "errors",
-    "Job": "library",
+    "Job": "job.job",
     "JobConfig": "core.job",
     "MemoryCheckpointer": "engine.memory_checkpointer",
     "ModelConfig": "core.job",
@@ -42,7 +42,7 @@ _MODULES = {
     "ResilienceConfig": "core.job",
     "TrainingConfig": "core.job",
     "TrainingError": "errors",
-    "TrainingResult": "library",
+    "TrainingResult": "job.job",
 }
 
 __all__ = [

@@ -27,11 +27,11 @@ from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError, InsufficientError, PlanariaError, TrainingError
-from planaria.library import Display, Job, Silent, TrainingResult
+from planaria.job.job import Display, Job, Silent, TrainingResult
+from planaria.job.planning import Planned, fork_server
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
-from planaria.planning import Planned, fork_server
 from planaria.processes import left_over, marked, worker_stacks
 from planaria.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 from planaria.verdict import (

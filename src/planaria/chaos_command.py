@@ -22,8 +22,8 @@ from planaria.command_line import (
     write,
 )
 from planaria.errors import ConfigError
+from planaria.job.scripts import named_job
 from planaria.nodes.output import Outlet
-from planaria.scripts import named_job
 from planaria.show.score import run_text, score, score_table
 
 _MINUTES_MAX: Final = 60.0 * 24 * 30

@@ -41,13 +41,13 @@ from planaria.errors import ConfigError
 from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
 from planaria.events_command import events
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
+from planaria.job.scripts import named_job
 from planaria.nodes.desk import Drain, ask
 from planaria.nodes.output import Outlet
 from planaria.nodes.waiting import LEAVING, handlers_restored
 from planaria.placement_command import placement
 from planaria.plan_command import plan
-from planaria.scripts import named_job
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace

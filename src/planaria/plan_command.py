@@ -16,11 +16,12 @@ from rich.console import Console
 
 from planaria.checkpoint.turns import Buffers
 from planaria.command_line import check_writable, exit_codes, write
-from planaria.config_checks import NODES_MAX
 from planaria.core.job import CheckpointConfig
 from planaria.core.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind, Plan
 from planaria.errors import ConfigError
+from planaria.job.checks import NODES_MAX
+from planaria.job.planning import check_size, read_profile
 from planaria.planner.copies import layer_copies
 from planaria.planner.idle import Sending, predicted_sending
 from planaria.planner.interleave import PREDICTED_GAMMA
@@ -31,7 +32,6 @@ from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.unequal import unequal_plans
-from planaria.planning import check_size, read_profile
 from planaria.policies.policy import profile_prices
 from planaria.profiles.shipped import NAMES
 from planaria.show.figures import plan_figure

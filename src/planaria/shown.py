@@ -8,10 +8,10 @@ from rich.console import Console
 
 from planaria.command_line import finish
 from planaria.core.plan import Plan
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
+from planaria.job.planning import Planned, short_actions_text
 from planaria.nodes.output import Outlet
 from planaria.observe.metrics import IterationRecord
-from planaria.planning import Planned, short_actions_text
 from planaria.show.live import LiveDisplay, summary
 from planaria.show.words import counted
 

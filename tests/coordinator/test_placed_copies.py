@@ -13,12 +13,12 @@ from planaria.coordinator.placing import copies_of, version_iterations
 from planaria.coordinator.state import Rules
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import Link, Plan, on_one_device
+from planaria.job.planning import read_profile
 from planaria.planner.copies import keeping_places
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.survival import survivals
 from planaria.planner.templates import pipeline_templates
-from planaria.planning import read_profile
 from planaria.policies.policy import profile_prices
 
 

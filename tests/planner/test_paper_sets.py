@@ -14,6 +14,7 @@ from command import PACED, command
 from exhaustive import paper_objective_s, small_problem
 from planaria.core.plan import PipelineTemplate
 from planaria.errors import ConfigError
+from planaria.job.planning import read_profile
 from planaria.planner import paper_sets
 from planaria.planner.instantiate import instantiations
 from planaria.planner.paper_sets import PAPER_METHOD, PaperSets
@@ -26,7 +27,6 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem, Shape
 from planaria.planner.templates import paper_templates
 from planaria.planner.times import PlainTimes
-from planaria.planning import read_profile
 from strategies import equal_problem, layer_profile, model_profile
 
 SEED = 20_261_121

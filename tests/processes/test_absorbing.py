@@ -16,7 +16,7 @@ from chaos import (
     recoveries,
     struck,
 )
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Kind
 

@@ -22,7 +22,7 @@ from chaos import (
 from jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.plan import Ticks
-from planaria.library import Job, TrainingResult
+from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.orders import best_order
 from planaria.schedule.action import Kind

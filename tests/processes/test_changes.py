@@ -16,7 +16,7 @@ from command import keep_desks_in, wait_for
 from jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
-from planaria.library import Job, Silent, TrainingResult
+from planaria.job.job import Job, Silent, TrainingResult
 from planaria.nodes.desk import Drain, TellEvents, ask
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord

@@ -21,9 +21,9 @@ from command import TIMEOUT_S, command, running, wait_for
 from fake_fork_server import NO_PID
 from planaria.chaos import Chaos, Outcome, _Bound, _Stand
 from planaria.chaos_command import command_text
-from planaria.config import load_job
 from planaria.errors import InsufficientError
-from planaria.library import Job
+from planaria.job.config import load_job
+from planaria.job.job import Job
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 SEED = 20_261_121

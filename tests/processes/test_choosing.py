@@ -10,14 +10,14 @@ import pytest
 
 from chaos import FAMILY, calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
 from jobs import digests
-from planaria.config import load_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
 from planaria.core.profile_json import encode_profile
-from planaria.library import Job, Silent, TrainingResult
+from planaria.job.config import load_job
+from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import read_profile
 from planaria.policies.unequal import STAY
 
 ITERATIONS = 16

@@ -7,7 +7,7 @@ import pytest
 
 from command import PACED, command
 from planaria.core.inject import parse_injection
-from planaria.library import Job, TrainingResult
+from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.show.gantt import compared_figure
 

@@ -25,13 +25,13 @@ from jobs import digests
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
-from planaria.library import Silent, TrainingResult
+from planaria.job.job import Silent, TrainingResult
+from planaria.job.planning import given_profile, plan_job
+from planaria.job.resources import copies_bytes
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from planaria.planner.copies import layer_copies
 from planaria.planner.placement import paper_placement
-from planaria.planning import given_profile, plan_job
-from planaria.resources import copies_bytes
 
 ITERATIONS = 10
 PAGES_BYTES, TABLE_BYTES = 8192, 1 << 18

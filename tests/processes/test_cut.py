@@ -17,7 +17,7 @@ from chaos import (
 )
 from jobs import digests
 from planaria.core.job import JobConfig
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 Cut = Callable[..., TrainingResult]

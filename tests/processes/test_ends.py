@@ -13,7 +13,7 @@ import pytest
 from command import PACED, Command, listening_ports, running, train_arguments, wait_for
 from planaria.checkpoint.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
-from planaria.library import Job
+from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.waiting import LEAVING
 

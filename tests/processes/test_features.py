@@ -13,7 +13,7 @@ from jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.outgoing import exported
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
-from planaria.library import Job
+from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 
 

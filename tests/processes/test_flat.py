@@ -13,7 +13,7 @@ import pytest
 from jobs import digests, tiny_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
-from planaria.library import Job, Silent
+from planaria.job.job import Job, Silent
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 

@@ -20,7 +20,7 @@ from jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.errors import InsufficientError
-from planaria.library import Job, TrainingResult
+from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 Outvoted = Callable[..., TrainingResult]

@@ -14,7 +14,7 @@ from jobs import tiny_job
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError
-from planaria.library import Job, Silent
+from planaria.job.job import Job, Silent
 from planaria.nodes.forkserver import ForkServer
 
 

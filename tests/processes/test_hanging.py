@@ -13,10 +13,10 @@ import pytest
 
 from command import PACED, assert_mistake, command, wait_for
 from jobs import tiny_job
-from planaria import library
 from planaria.checkpoint import claim, patience
 from planaria.errors import ConfigError, InsufficientError
-from planaria.library import Job, Silent
+from planaria.job import job as library
+from planaria.job.job import Job, Silent
 from planaria.nodes import journal_place
 from planaria.nodes.forkserver import ForkServer
 

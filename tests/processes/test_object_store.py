@@ -14,9 +14,9 @@ from planaria.checkpoint.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, InsufficientError
-from planaria.library import Job, Silent
+from planaria.job.job import Job, Silent
+from planaria.job.planning import Planned, fork_server
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import Planned, fork_server
 
 ITERATIONS = 6
 

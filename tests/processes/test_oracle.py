@@ -20,9 +20,9 @@ from planaria.engine.hf_model import hf_config
 from planaria.engine.layers import SplitModel
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model
-from planaria.library import Job
+from planaria.job.job import Job
+from planaria.job.planning import cache_directory
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import cache_directory
 from planaria.transport.timekeeping import Timekeeper
 from user_models import sequential
 

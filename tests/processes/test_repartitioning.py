@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from chaos import FAMILY, calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 pytestmark = pytest.mark.timed

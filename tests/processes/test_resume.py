@@ -11,7 +11,7 @@ from jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
-from planaria.library import Job, Silent, TrainingResult
+from planaria.job.job import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 NUM_ITERATIONS = 6

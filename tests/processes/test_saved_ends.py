@@ -26,14 +26,14 @@ from chaos import (
     struck,
 )
 from jobs import digests, tiny_job
-from planaria import library
 from planaria.errors import InsufficientError
-from planaria.library import Job, Silent, TrainingResult
+from planaria.job import job as library
+from planaria.job.job import Job, Silent, TrainingResult
+from planaria.job.planning import PRELOAD, Planned
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.waiting import LEAVING
 from planaria.observe.metrics import IterationRecord
-from planaria.planning import PRELOAD, Planned
 
 # Iterations of a job that is to be stopped before its end, and until when it is resumed if that is
 # enough: it stops by the fifteenth on most machines, for nodes go on while there is no coordinator.

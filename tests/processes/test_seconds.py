@@ -7,7 +7,7 @@ import pytest
 
 from chaos import FAMILY, calm_digests, chaos_job, check_survived, struck
 from planaria.core.job import PolicyName
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 
 ITERATIONS = 8

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from command import PACED, running, train_arguments
 from planaria.checkpoint.tiers import tier_of
-from planaria.library import Job
+from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 
 SMALL = (

@@ -9,7 +9,7 @@ from chaos import FAMILY, chaos_job, check_report, struck
 from jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
-from planaria.library import Job, TrainingResult
+from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import plan_iteration_s
 from planaria.planner.unequal import UnequalPlanner

@@ -8,7 +8,7 @@ import pytest
 
 from jobs import tiny_job
 from planaria.checkpoint.tiers import tier_of
-from planaria.library import Job
+from planaria.job.job import Job
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from slow_leader import LINK_S

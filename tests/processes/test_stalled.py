@@ -5,7 +5,7 @@ from pathlib import Path
 
 from chaos import only_recovery
 from jobs import tiny_job
-from planaria.library import Job, Silent
+from planaria.job.job import Job, Silent
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 

@@ -17,9 +17,9 @@ from chaos import (
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
-from planaria.library import TrainingResult
+from planaria.job.job import TrainingResult
+from planaria.job.planning import given_profile, plan_job
 from planaria.nodes.forkserver import ForkServer
-from planaria.planning import given_profile, plan_job
 
 LONG = 40  # Iterations in which a machine that was granted comes before the end.
 SHORT = 20  # Where nobody has to come.

@@ -14,7 +14,7 @@ from chaos import chaos_job, only_recovery, struck
 from jobs import digests
 from planaria.coordinator.arrivals import ARRIVAL_S_MIN
 from planaria.core.job import JobConfig
-from planaria.library import Silent, TrainingResult
+from planaria.job.job import Silent, TrainingResult
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord

@@ -8,7 +8,7 @@ import pytest
 
 from jobs import tiny_job
 from planaria.errors import ConfigError, TrainingError
-from planaria.library import Job, Silent, TrainingResult
+from planaria.job.job import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord
 from striking_models import Strike

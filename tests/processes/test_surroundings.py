@@ -12,7 +12,7 @@ import pytest
 from planaria import chaos
 from planaria.chaos import Chaos, Outcome, _Watch
 from planaria.core.chaos import TEMPORARIES, Draw, Surroundings, World
-from planaria.library import Job
+from planaria.job.job import Job
 from planaria.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 
 SETTINGS = (

@@ -7,7 +7,7 @@ checked strictly against the type of its field. Then come the checks of config_c
 A path in the file is relative to the file's directory, a path in an override to the current
 directory; checkpoint.directory, where output goes, is always relative to the current directory.
 All of them leave here absolute, because workers need not share a current directory.
-The keys' page, docs/JOB.md, is what `python -m planaria.config` prints (`make docs`).
+The keys' page, docs/JOB.md, is what `python -m planaria.job.config` prints (`make docs`).
 
 Differs: pydantic would also coerce ("4" to 4, 4.0 to 4) and check whole dataclasses; here it
 checks one field at a time and strictly, because its strict mode refuses to build dataclasses from
@@ -26,9 +26,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from pydantic import TypeAdapter, ValidationError
 
 from planaria.checkpoint.storage import absolute, absolute_path
-from planaria.config_checks import check_job
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
+from planaria.job.checks import check_job
 from planaria.profiles.shipped import profile_path
 
 _INPUT_PATHS = (("model", "path", Path), ("model", "profile", profile_path), ("data", "path", Path))

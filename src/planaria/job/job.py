@@ -23,8 +23,6 @@ from planaria.checkpoint.outgoing import save_as
 from planaria.checkpoint.patience import LOOK_TIMEOUT_S, held_patiently, looked_at, patient
 from planaria.checkpoint.storage import absolute, absolute_path
 from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
-from planaria.config import load_job
-from planaria.config_checks import check_job, unknown_in_domains
 from planaria.coordinator.state import Ending
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
@@ -42,16 +40,9 @@ from planaria.errors import (
 )
 from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
-from planaria.nodes.descriptors import raise_open_files
-from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.journal_place import journal_place, other_journal_place
-from planaria.nodes.launcher import Launcher
-from planaria.nodes.leader_spec import LeaderSpec
-from planaria.nodes.waiting import handlers_restored
-from planaria.observe.metrics import IterationRecord, Report
-from planaria.observe.recorder import Recorder
-from planaria.planner.plans import EveryPlan
-from planaria.planning import (
+from planaria.job.checks import check_job, unknown_in_domains
+from planaria.job.config import load_job
+from planaria.job.planning import (
     Planned,
     cache_directory,
     fingerprint,
@@ -63,9 +54,18 @@ from planaria.planning import (
     skipped_texts,
     starting_point,
 )
-from planaria.predictions import predicted_peak_bytes
-from planaria.reporting import compared_iterations, report_of
-from planaria.resources import check_room
+from planaria.job.predictions import predicted_peak_bytes
+from planaria.job.report import compared_iterations, report_of
+from planaria.job.resources import check_room
+from planaria.nodes.descriptors import raise_open_files
+from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.journal_place import journal_place, other_journal_place
+from planaria.nodes.launcher import Launcher
+from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.waiting import handlers_restored
+from planaria.observe.metrics import IterationRecord, Report
+from planaria.observe.recorder import Recorder
+from planaria.planner.plans import EveryPlan
 from planaria.show.watcher import Progress, Watcher
 
 logger = logging.getLogger(__name__)

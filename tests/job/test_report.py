@@ -14,8 +14,8 @@ from planaria.checkpoint.patience import patient
 from planaria.checkpoint.storage import Directory
 from planaria.checkpoint.tiers import Manifest, Tier, tier_of
 from planaria.core.records import Ended, ToLauncher, Warned
+from planaria.job.report import final_record
 from planaria.observe.metrics import FinalRecord
-from planaria.reporting import final_record
 
 ITERATION = 4
 LAYERS = 3
@@ -101,7 +101,7 @@ def test_that_a_save_is_read_is_told_once_where_it_takes_long(
     tier: Tier, monkeypatch: pytest.MonkeyPatch, slow_s: float, told: list[str]
 ) -> None:
     """The job has ended, and nothing else is said meanwhile."""
-    monkeypatch.setattr("planaria.reporting._SLOW_S", slow_s)
+    monkeypatch.setattr("planaria.job.report._SLOW_S", slow_s)
     found, texts = final(tier)
 
     assert len(found.parameters_sha256) == 64

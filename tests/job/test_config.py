@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.config import job_from_dict, keys_page, keys_table, load_job
-from planaria.config_checks import unknown_in_domains
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
+from planaria.job.checks import unknown_in_domains
+from planaria.job.config import job_from_dict, keys_page, keys_table, load_job
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALLEST: Mapping[str, Any] = {"model": {"config": {"model_type": "gpt2"}}}

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from planaria.checkpoint.tiers import Manifest, Tier, newest_complete
-from planaria.config_checks import NUM_MICROBATCHES_MAX
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile
@@ -29,12 +28,13 @@ from planaria.errors import (
     TrainingError,
 )
 from planaria.estimator.time import Timeline
+from planaria.job.checks import NUM_MICROBATCHES_MAX
+from planaria.job.predictions import prediction
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan
 from planaria.planner.problem import Problem, batch_error
 from planaria.planner.shadows import shadowed_start
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
-from planaria.predictions import prediction
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.buckets import ReductionOrder
 

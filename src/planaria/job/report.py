@@ -18,6 +18,8 @@ from planaria.core.records import Ended, Warned
 from planaria.errors import CheckpointError
 from planaria.estimator.drift import Compared, PeakBytes
 from planaria.estimator.time import Span, Timeline
+from planaria.job.planning import Planned
+from planaria.job.predictions import Prediction, prediction
 from planaria.observe.measured import EpochMeasured
 from planaria.observe.metrics import (
     ActionRecord,
@@ -28,8 +30,6 @@ from planaria.observe.metrics import (
 )
 from planaria.observe.recorder import Recorder
 from planaria.planner.problem import Problem
-from planaria.planning import Planned
-from planaria.predictions import Prediction, prediction
 from planaria.schedule.action import parse_action
 from planaria.show.watcher import Watcher
 

@@ -10,11 +10,11 @@ import pytest
 
 from command import PACED
 from planaria.checkpoint.tiers import Manifest, tier_of
-from planaria.config import load_job
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
-from planaria.planning import (
+from planaria.job.config import load_job
+from planaria.job.planning import (
     ACTION_S_MIN,
     cache_directory,
     given_profile,

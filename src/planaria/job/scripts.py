@@ -6,9 +6,9 @@ import traceback
 from pathlib import Path
 
 from planaria.checkpoint.storage import absolute_path
-from planaria.config import overridden_job
 from planaria.errors import ConfigError, TrainingError
-from planaria.library import Job
+from planaria.job.config import overridden_job
+from planaria.job.job import Job
 
 # What runpy calls a script's module: neither __main__, whose guard is for running it alone, nor
 # the name under which workers import it.

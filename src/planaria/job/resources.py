@@ -8,7 +8,7 @@ from planaria.checkpoint.patience import answered
 from planaria.checkpoint.room import available_bytes
 from planaria.checkpoint.storage import is_url
 from planaria.errors import ConfigError, LateError
-from planaria.planning import Planned
+from planaria.job.planning import Planned
 
 
 def check_room(planned: Planned) -> None:
