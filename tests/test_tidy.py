@@ -42,10 +42,7 @@ LEVELS = (
         "placement_command",
         "plan_command",
         "planaria",
-        "processes",
         "shown",
-        "surroundings",
-        "verdict",
     },
 )
 WALL = 8  # The levels below it decide, the others act.

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from jobs import shaped_plan
-from planaria.core.plan import Pipeline
-from planaria.observe.metrics import EventRecord, FinalRecord, IterationRecord, Report
-from planaria.verdict import (
+from planaria.chaos.verdict import (
     Calm,
     calm_of,
     failure_justification,
@@ -18,6 +16,8 @@ from planaria.verdict import (
     wrongs,
     wrongs_until_end,
 )
+from planaria.core.plan import Pipeline
+from planaria.observe.metrics import EventRecord, FinalRecord, IterationRecord, Report
 
 NUM_ITERATIONS = 4
 

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console, RenderableType
 
-from planaria.chaos import Chaos, Outcome
+from planaria.chaos.runs import Chaos, Outcome
 from planaria.command_line import (
     JobFile,
     Settings,

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from planaria.core.chaos import (
+from planaria.chaos.draw import (
     FAULTS_MAX,
     OUTPUTS,
     TEMPORARIES,

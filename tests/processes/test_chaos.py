@@ -19,7 +19,7 @@ import pytest
 from chaos import small_job
 from command import TIMEOUT_S, command, running, wait_for
 from fake_fork_server import NO_PID
-from planaria.chaos import Chaos, Outcome, _Bound, _Stand
+from planaria.chaos.runs import Chaos, Outcome, _Bound, _Stand
 from planaria.chaos_command import command_text
 from planaria.errors import InsufficientError
 from planaria.job.config import load_job
@@ -153,7 +153,7 @@ def test_a_run_that_takes_too_long_is_ended_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No fault makes a job wait for ever, so the bound is set to no time at all."""
-    monkeypatch.setattr("planaria.chaos._BOUND_S", -1e6)
+    monkeypatch.setattr("planaria.chaos.runs._BOUND_S", -1e6)
     overrides = [f"checkpoint.directory={tmp_path}", "training.iterations=2"]
     job = Job.from_file(SMALL, overrides=overrides)
 

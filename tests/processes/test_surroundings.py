@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from planaria import chaos
-from planaria.chaos import Chaos, Outcome, _Watch
-from planaria.core.chaos import TEMPORARIES, Draw, Surroundings, World
+from planaria.chaos import runs as chaos
+from planaria.chaos.draw import TEMPORARIES, Draw, Surroundings, World
+from planaria.chaos.runs import Chaos, Outcome, _Watch
+from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 from planaria.job.job import Job
-from planaria.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 
 SETTINGS = (
     "model.kind=python",

@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 class Run(Protocol):
-    """What is shown of a run; see `Outcome` in chaos.py."""
+    """What is shown of a run; see `Outcome` in chaos/runs.py."""
 
     @property
     def number(self) -> int: ...

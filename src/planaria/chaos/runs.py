@@ -1,7 +1,7 @@
 """Runs a job under many drawn faults, and judges every run from outside.
 
 First the job trains in peace, for its hashes and its seconds. Then runs follow until the time is
-over, each with faults and surroundings drawn from the seed and the run's number (core/chaos.py),
+over, each with faults and surroundings drawn from the seed and the run's number (chaos/draw.py),
 checkpoints in a directory of its own, and a bound on its time. verdict.py judges the report; a run
 that had to end early is resumed with all nodes and has to reach the same hashes then. No process
 may be left over.
@@ -21,7 +21,19 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from planaria.core.chaos import Draw, Surroundings, World, drawn
+from planaria.chaos.draw import Draw, Surroundings, World, drawn
+from planaria.chaos.processes import left_over, marked, worker_stacks
+from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
+from planaria.chaos.verdict import (
+    Calm,
+    calm_of,
+    failure_justification,
+    injected,
+    justification,
+    undecidable,
+    wrongs,
+    wrongs_until_end,
+)
 from planaria.core.inject import KINDS, parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
@@ -32,18 +44,6 @@ from planaria.job.planning import Planned, fork_server
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
-from planaria.processes import left_over, marked, worker_stacks
-from planaria.surroundings import UnreadOutput, possible_temporaries, temporary_directory
-from planaria.verdict import (
-    Calm,
-    calm_of,
-    failure_justification,
-    injected,
-    justification,
-    undecidable,
-    wrongs,
-    wrongs_until_end,
-)
 
 TRAINING_S: Final = 3.0  # A run in peace trains for about as long, if it has so many iterations.
 ITERATIONS_MIN: Final = 6

@@ -1,4 +1,4 @@
-"""What stands around a run of chaos, as it was drawn (core/chaos.py).
+"""What stands around a run of chaos, as it was drawn (chaos/draw.py).
 
 A temporary directory is this process's own, and that of the processes which it starts meanwhile. A
 pipe or terminal is made for the run, which shows itself there. Nobody ever reads it. When its other
@@ -19,8 +19,8 @@ from typing import Final
 
 from rich.console import Console
 
+from planaria.chaos.draw import TEMPORARIES, Surroundings
 from planaria.command_line import unfailing
-from planaria.core.chaos import TEMPORARIES, Surroundings
 from planaria.observe.metrics import IterationRecord
 from planaria.shown import Shown
 
