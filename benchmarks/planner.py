@@ -183,7 +183,7 @@ def command() -> Iterator[str]:
             path = Path(directory) / "profile.json"
             path.write_bytes(encode_profile(random_profile(num_layers, 8, spread=1.0)))
             arguments = ("--nodes", "24", "--devices-per-node", "8", "--json")
-            line = [sys.executable, "-m", "planaria.cli", "plan", str(path), *arguments]
+            line = [sys.executable, "-m", "planaria", "plan", str(path), *arguments]
             start_s = time.perf_counter()
             subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
             spent_s = time.perf_counter() - start_s

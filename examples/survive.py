@@ -47,7 +47,7 @@ def trained(directory: Path, *options: str) -> dict[str, Any]:
     directory.mkdir(parents=True)
     report = directory / "report.json"
     command = [
-        *(sys.executable, "-m", "planaria.cli", "train", str(JOB), "--nodes", "6"),
+        *(sys.executable, "-m", "planaria", "train", str(JOB), "--nodes", "6"),
         *("--report", str(report), "--set", f"checkpoint.directory={directory / 'checkpoints'}"),
         *options,
     ]

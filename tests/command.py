@@ -17,7 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
-from planaria import cli
+from planaria.cli import main as cli
 from planaria.nodes import desk
 
 MARK = "PLANARIA_TEST_MARK"
@@ -167,7 +167,7 @@ def _listening(source: Any) -> set[int]:
 def train_arguments(job: Path, *settings: str) -> list[str]:
     """The command line that trains a job."""
     options = [word for setting in settings for word in ("--set", setting)]
-    return [sys.executable, "-m", "planaria.cli", "train", str(job), *options]
+    return [sys.executable, "-m", "planaria", "train", str(job), *options]
 
 
 @contextmanager

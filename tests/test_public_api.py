@@ -12,7 +12,7 @@ import pytest
 import typer
 
 import planaria
-from planaria.cli import app
+from planaria.cli.main import app
 
 NAMES = [
     "CheckpointConfig",
@@ -123,7 +123,7 @@ def _commands(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
 def test_importing_planaria_and_its_commands_does_not_import_torch() -> None:
     """A typing mistake is told in a second, and the launcher needs no torch at all."""
     code = (
-        "import sys, planaria, planaria.cli; planaria.Job; "
+        "import sys, planaria, planaria.cli.main; planaria.Job; "
         "sys.exit(any(name.split('.')[0] in ('torch', 'transformers', 'matplotlib') "
         "for name in sys.modules))"
     )

@@ -20,7 +20,7 @@ from chaos import small_job
 from command import TIMEOUT_S, command, running, wait_for
 from fake_fork_server import NO_PID
 from planaria.chaos.runs import Chaos, Outcome, _Bound, _Stand
-from planaria.chaos_command import command_text
+from planaria.cli.chaos_command import command_text
 from planaria.errors import InsufficientError
 from planaria.job.config import load_job
 from planaria.job.job import Job
@@ -129,7 +129,7 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
 def test_nobody_has_to_read_what_came_of_it(is_closed: bool, tmp_path: Path) -> None:
     """As with `| head`: the score is written all the same, and no word of a broken pipe is said."""
     settings = ("cluster.nodes=4", "training.iterations=6")
-    words = [sys.executable, "-m", "planaria.cli", "chaos", str(SMALL), "--minutes", "1e-6"]
+    words = [sys.executable, "-m", "planaria", "chaos", str(SMALL), "--minutes", "1e-6"]
     words += ["--seed", "5", "--report", "score.json"]
     words += [word for setting in settings for word in ("--set", setting)]
     reader_fd, writer_fd = os.pipe()

@@ -20,9 +20,9 @@ from typing import Final
 from rich.console import Console
 
 from planaria.chaos.draw import TEMPORARIES, Surroundings
-from planaria.command_line import unfailing
+from planaria.cli.command_line import unfailing
+from planaria.cli.shown import Shown
 from planaria.observe.metrics import IterationRecord
-from planaria.shown import Shown
 
 _MOUNT: Final = ("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs")
 _UNWRITABLE: Final = "/proc"  # Nobody can make a file there, whoever it is.

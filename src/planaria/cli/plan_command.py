@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 
 from planaria.checkpoint.turns import Buffers
-from planaria.command_line import check_writable, exit_codes, write
+from planaria.cli.command_line import check_writable, exit_codes, write
+from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.job import CheckpointConfig
-from planaria.core.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind, Plan
 from planaria.errors import ConfigError
 from planaria.job.checks import NODES_MAX

@@ -11,8 +11,8 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from planaria.command_line import check_writable, exit_codes, write
-from planaria.core.node_kinds import parse_nodes, parse_value
+from planaria.cli.command_line import check_writable, exit_codes, write
+from planaria.cli.node_kinds import parse_nodes, parse_value
 from planaria.errors import ConfigError
 from planaria.job.checks import NODES_MAX
 from planaria.planner.placement import (

@@ -18,9 +18,9 @@ from typer.testing import Result
 
 import planaria
 from command import PACED, assert_mistake, command, train
-from planaria import cli
 from planaria.checkpoint.tiers import tier_of
-from planaria.command_line import exit_codes, unfailing, write
+from planaria.cli import main as cli
+from planaria.cli.command_line import exit_codes, unfailing, write
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.job.job import failure_of

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from planaria.command_line import exit_codes
+from planaria.cli.command_line import exit_codes
 from planaria.errors import ConfigError
 from planaria.nodes.desk import TellEvents, ask
 from planaria.observe.metrics import EventRecord

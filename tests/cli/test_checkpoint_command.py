@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from planaria.checkpoint.tiers import Manifest, tier_of
-from planaria.cli import app
+from planaria.cli.main import app
 
 LAYERS = 3
 

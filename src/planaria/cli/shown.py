@@ -6,7 +6,7 @@ from functools import partial
 
 from rich.console import Console
 
-from planaria.command_line import finish
+from planaria.cli.command_line import finish
 from planaria.core.plan import Plan
 from planaria.job.job import TrainingResult
 from planaria.job.planning import Planned, short_actions_text

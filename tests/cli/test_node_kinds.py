@@ -2,7 +2,7 @@
 
 import pytest
 
-from planaria.core.node_kinds import parse_node_kinds
+from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.plan import NodeKind
 from planaria.errors import ConfigError
 

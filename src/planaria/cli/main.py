@@ -24,9 +24,9 @@ import typer
 from rich.console import Console
 
 import planaria
-from planaria.chaos_command import chaos
-from planaria.checkpoint_command import checkpoint
-from planaria.command_line import (
+from planaria.cli.chaos_command import chaos
+from planaria.cli.checkpoint_command import checkpoint
+from planaria.cli.command_line import (
     JobFile,
     Settings,
     check_writable,
@@ -35,23 +35,23 @@ from planaria.command_line import (
     unfailing,
     write,
 )
+from planaria.cli.events_command import events
+from planaria.cli.placement_command import placement
+from planaria.cli.plan_command import plan
+from planaria.cli.shown import Shown
 from planaria.core.inject import check_injections, parse_injection
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
 from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
-from planaria.events_command import events
 from planaria.job.job import TrainingResult
 from planaria.job.scripts import named_job
 from planaria.nodes.desk import Drain, ask
 from planaria.nodes.output import Outlet
 from planaria.nodes.waiting import LEAVING, handlers_restored
-from planaria.placement_command import placement
-from planaria.plan_command import plan
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace
-from planaria.shown import Shown
 
 app = typer.Typer(
     add_completion=False,
@@ -257,7 +257,3 @@ def _timeline(result: TrainingResult, picture: Format | None) -> bytes:
         devices_per_node=result.planned.problem.devices_per_node,
     )
     return json.dumps(trace).encode()
-
-
-if __name__ == "__main__":
-    main()

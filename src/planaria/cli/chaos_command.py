@@ -12,7 +12,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from planaria.chaos.runs import Chaos, Outcome
-from planaria.command_line import (
+from planaria.cli.command_line import (
     JobFile,
     Settings,
     check_writable,

@@ -1,0 +1,5 @@
+"""`python -m planaria` is the command `planaria`."""
+
+from planaria.cli.main import main
+
+main()
