@@ -42,9 +42,9 @@ from planaria.core.inject import parse_injection
 from planaria.core.job import POLICIES
 from planaria.core.plan import ModelProfile, Pipeline, Plan, on_one_device, plain_plan
 from planaria.core.specs import Prepared
-from planaria.engine.paced import WIDTH, paced_model
 from planaria.job.job import Job
 from planaria.job.planning import fork_server, given_profile, plan_job, read_profile
+from planaria.models.paced import WIDTH, paced_model
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from planaria.transport.timekeeping import Timekeeper

@@ -40,7 +40,7 @@ def strike_file(_strike_directory: Path) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def server(hang_file: Path, _strike_directory: Path) -> Iterator[ForkServer]:
     """Jobs of the session fork their nodes from here, so that none imports torch again."""
-    preload = (*PRELOAD, "transformers.models.auto.modeling_auto", "planaria.engine.hf_layers")
+    preload = (*PRELOAD, "transformers.models.auto.modeling_auto", "planaria.models.hf_layers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HANG_FILE", str(hang_file))
         patch.setenv("STRIKE_FILE", str(_strike_directory / "strike"))

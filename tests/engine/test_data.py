@@ -20,8 +20,8 @@ from planaria.engine.data import (
     num_targets,
     vocabulary_size,
 )
-from planaria.engine.targets import user_function
 from planaria.errors import ConfigError
+from planaria.user_functions import user_function
 
 torch.set_num_threads(1)
 

@@ -23,10 +23,10 @@ from planaria.engine.batches import Batches
 from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
 from planaria.engine.executor import Executor
-from planaria.engine.paced import PacedData
 from planaria.engine.prepare import load_model
 from planaria.engine.stage import Stage
 from planaria.errors import AbortedError
+from planaria.models.paced import PacedData
 from planaria.schedule.lower import lowered_for
 from planaria.transport.links import PATIENT_S, Links, Tag
 from planaria.transport.pulse import Pulse

@@ -17,9 +17,9 @@ from linked import num_descriptors
 from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, on_one_device, scaled
 from planaria.engine import profiler, stage
-from planaria.engine.layers import SplitModel, TiedGroup
 from planaria.engine.prepare import load_data, load_model
 from planaria.errors import ConfigError, PeerLostError
+from planaria.models.layers import SplitModel, TiedGroup
 from planaria.transport.links import Links
 from planaria.transport.timekeeping import Timekeeper
 

@@ -16,12 +16,12 @@ from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, microbatch_samples
 from planaria.engine.data import Dataset, microbatch
-from planaria.engine.hf_model import hf_config
-from planaria.engine.layers import SplitModel
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model
 from planaria.job.job import Job
 from planaria.job.planning import cache_directory
+from planaria.models.hf_model import hf_config
+from planaria.models.layers import SplitModel
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.timekeeping import Timekeeper
 from user_models import sequential

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig
 from planaria.core.samples import mix
-from planaria.engine.targets import user_function
 from planaria.engine.text import (
     IGNORED,
     TextSource,
@@ -42,6 +41,7 @@ from planaria.engine.text import (
     tokenizer_size,
 )
 from planaria.errors import ConfigError
+from planaria.user_functions import user_function
 
 
 class Dataset(Protocol):

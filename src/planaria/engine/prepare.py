@@ -16,13 +16,13 @@ from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
 from planaria.engine.data import Dataset, load_dataset, vocabulary_size
-from planaria.engine.layers import SplitModel
 from planaria.engine.optimizer import learning_rate, optimizer_factory
-from planaria.engine.paced import PacedData, paced_model
 from planaria.engine.profiler import profile_model
 from planaria.engine.tracebacks import user_traceback
-from planaria.engine.user_layers import split_user_model
 from planaria.errors import ConfigError
+from planaria.models.layers import SplitModel
+from planaria.models.paced import PacedData, paced_model
+from planaria.models.user_layers import split_user_model
 from planaria.transport.pacing import Pacing
 from planaria.transport.timekeeping import Timekeeper
 
@@ -98,7 +98,7 @@ def split_model(
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model.kind", model.kind, "pip install 'planaria[hf]'")
     # Importing transformers takes seconds, and jobs with layers of their own do not need it.
-    from planaria.engine.hf_layers import split_hf_model
+    from planaria.models.hf_layers import split_hf_model
 
     return split_hf_model(
         model, seed=seed, vocabulary_size=vocabulary_size, sequence_length=sequence_length

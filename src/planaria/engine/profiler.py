@@ -30,10 +30,10 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
 from planaria.engine.batches import Batches
 from planaria.engine.contention import Contention
 from planaria.engine.data import Dataset
-from planaria.engine.layers import SplitModel, buffer_values, refuse_changing_buffers
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.errors import PeerLostError
+from planaria.models.layers import SplitModel, buffer_values, refuse_changing_buffers
 from planaria.transport.links import Channel, Links, Tag
 
 logger = logging.getLogger(__name__)

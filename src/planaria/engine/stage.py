@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import mix
-from planaria.engine.layers import SplitModel, TiedGroup
 from planaria.engine.optimizer import load_optimizer_state, optimizer_factory, optimizer_state
+from planaria.models.layers import SplitModel, TiedGroup
 
 State = Mapping[str, npt.NDArray[np.generic]]
 

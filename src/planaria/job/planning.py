@@ -51,7 +51,7 @@ PRELOAD = (
     "planaria.nodes.leader",
     "planaria.schedule.warm",
 )
-_PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.engine.hf_layers")
+_PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.models.hf_layers")
 
 _PREPARE = "planaria.engine.prepare:main"
 

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from planaria.core.job import ModelConfig
-from planaria.engine.hf_frame import (
+from planaria.errors import ConfigError
+from planaria.models.hf_frame import (
     Call,
     Frame,
     Ownership,
@@ -44,7 +45,7 @@ from planaria.engine.hf_frame import (
     refusal,
     set_tensor,
 )
-from planaria.engine.hf_model import (
+from planaria.models.hf_model import (
     Weights,
     config_told,
     hf_config,
@@ -52,7 +53,7 @@ from planaria.engine.hf_model import (
     too_few_positions,
     weights_on_disk,
 )
-from planaria.engine.layers import (
+from planaria.models.layers import (
     SplitModel,
     TiedGroup,
     boundary,
@@ -61,7 +62,6 @@ from planaria.engine.layers import (
     refuse_running_statistics,
     tied_groups,
 )
-from planaria.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from planaria.core.job import ModelConfig
-from planaria.engine.layers import OWN_LAYERS
 from planaria.errors import ConfigError
+from planaria.models.layers import OWN_LAYERS
 
 # Keys that transformers reads besides those that it stores under the same name.
 _FURTHER_KEYS = frozenset(

@@ -14,7 +14,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from planaria.engine.layers import (
+from planaria.errors import ConfigError
+from planaria.models.layers import (
     LossFunction,
     SplitModel,
     TiedGroup,
@@ -24,8 +25,7 @@ from planaria.engine.layers import (
     refuse_running_statistics,
     tied_groups,
 )
-from planaria.engine.targets import user_function
-from planaria.errors import ConfigError
+from planaria.user_functions import user_function
 
 LayerItem: TypeAlias = nn.Module | Callable[[], nn.Module]
 

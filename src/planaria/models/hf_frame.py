@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from planaria.engine.layers import OWN_LAYERS
 from planaria.errors import ConfigError
+from planaria.models.layers import OWN_LAYERS
 
 # B microbatch, L sequence, D model
 

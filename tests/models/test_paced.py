@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from planaria.engine.layers import SplitModel
-from planaria.engine.paced import WIDTH, PacedData, paced_model
 from planaria.engine.split_backward import input_gradient
+from planaria.models.layers import SplitModel
+from planaria.models.paced import WIDTH, PacedData, paced_model
 from planaria.transport.timekeeping import Timekeeper
 from strategies import layer_profile, model_profile
 

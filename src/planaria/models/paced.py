@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from planaria.core.plan import LayerProfile, ModelProfile
 from planaria.core.samples import mix
-from planaria.engine.layers import SplitModel, TiedGroup, layer_seed
+from planaria.models.layers import SplitModel, TiedGroup, layer_seed
 from planaria.transport.timekeeping import Timekeeper
 
 WIDTH = 16

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from planaria.core.job import ModelConfig
-from planaria.engine.hf_model import hf_config, meta_model
-from planaria.engine.layers import (
-    SplitModel,
-)
 from planaria.engine.prepare import split_model
 from planaria.errors import ConfigError
+from planaria.models.hf_model import hf_config, meta_model
+from planaria.models.layers import (
+    SplitModel,
+)
 
 # B microbatch, L sequence, D model
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from planaria.core.job import ModelConfig
-from planaria.engine.layers import (
+from planaria.engine.prepare import split_model
+from planaria.errors import ConfigError
+from planaria.models.layers import (
     SplitModel,
     TiedUse,
     boundary,
     buffer_values,
     refuse_changing_buffers,
 )
-from planaria.engine.prepare import split_model
-from planaria.errors import ConfigError
 
 _SEED = 7
 
