@@ -30,7 +30,7 @@ LEVELS = (
     {"user_functions"},
     {"transport"},
     {"checkpoint"},
-    {"models"},
+    {"data", "models"},
     {"engine", "nodes", "simulator"},
     {"profiles", "show", "simulator.compare"},
     {"__main__", "chaos", "cli", "job", "planaria"},

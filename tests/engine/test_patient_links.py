@@ -19,7 +19,7 @@ from planaria.core.job import JobConfig
 from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import Transfer
 from planaria.core.specs import NodeSpec
-from planaria.engine.batches import Batches
+from planaria.data.batches import Batches
 from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
 from planaria.engine.executor import Executor

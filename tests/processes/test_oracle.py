@@ -15,7 +15,7 @@ from oracle import Microbatch, train
 from planaria.checkpoint.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, microbatch_samples
-from planaria.engine.data import Dataset, microbatch
+from planaria.data.datasets import Dataset, microbatch
 from planaria.engine.optimizer import learning_rate
 from planaria.engine.prepare import load_data, load_model
 from planaria.job.job import Job

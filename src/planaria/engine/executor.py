@@ -24,7 +24,7 @@ from planaria.core.commit import CommitVector, VectorLayout, Votes, commit_vecto
 from planaria.core.job import ResilienceConfig
 from planaria.core.messages import MeasuredSpan
 from planaria.core.plan import Hop, Plan
-from planaria.engine.batches import Batches
+from planaria.data.batches import Batches
 from planaria.engine.groups import reduce_bucket, reduce_vector
 from planaria.engine.guard import sampled_hashes
 from planaria.engine.split_backward import WeightGradients, input_gradient

@@ -15,7 +15,7 @@ from planaria.core.job import JobConfig, ModelConfig
 from planaria.core.plan import Link, ModelProfile
 from planaria.core.samples import sample_numbers
 from planaria.core.specs import NodeSpec, Prepared, PrepareRequest
-from planaria.engine.data import Dataset, load_dataset, vocabulary_size
+from planaria.data.datasets import Dataset, load_dataset, vocabulary_size
 from planaria.engine.optimizer import learning_rate, optimizer_factory
 from planaria.engine.profiler import profile_model
 from planaria.engine.tracebacks import user_traceback

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
-from planaria.engine.batches import Batches
+from planaria.data.batches import Batches
+from planaria.data.datasets import Dataset
 from planaria.engine.contention import Contention
-from planaria.engine.data import Dataset
 from planaria.engine.optimizer import optimizer_factory, optimizer_state
 from planaria.engine.stage import HeldLayer, Stage
 from planaria.errors import PeerLostError

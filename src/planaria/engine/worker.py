@@ -39,6 +39,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
+from planaria.data.batches import Batches
 from planaria.engine.apply import (
     answer,
     drop_others,
@@ -46,7 +47,6 @@ from planaria.engine.apply import (
     transfer_peers,
     transfer_sources,
 )
-from planaria.engine.batches import Batches
 from planaria.engine.blame import failure_of
 from planaria.engine.complaints import complaint
 from planaria.engine.control import Control

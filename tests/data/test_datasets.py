@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from planaria.core.job import DataConfig
-from planaria.engine.data import (
+from planaria.data.datasets import (
     Dataset,
     load_dataset,
     microbatch,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import data_seed, sample_numbers
-from planaria.engine.data import Dataset, microbatch, num_targets
+from planaria.data.datasets import Dataset, microbatch, num_targets
 
 
 class Batches:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from planaria.core.job import DataConfig
 from planaria.core.samples import mix
-from planaria.engine.text import (
+from planaria.data.text import (
     IGNORED,
     TextSource,
     TokenDataset,

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.core.job import DataConfig
-from planaria.engine import text
-from planaria.engine.data import (
+from planaria.data import text
+from planaria.data.datasets import (
     Dataset,
     load_dataset,
     microbatch,
     num_targets,
     vocabulary_size,
 )
-from planaria.engine.text import made_once, masked
+from planaria.data.text import made_once, masked
 from planaria.errors import ConfigError
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from planaria.core.job import TrainingConfig
 from planaria.core.samples import sample_numbers
-from planaria.engine.batches import Batches
+from planaria.data.batches import Batches
 
 TRAINING = TrainingConfig(global_batch_size=12, microbatch_size=3, seed=5)
 NUM_SAMPLES = 50
