@@ -54,7 +54,7 @@ from planaria.checkpoint.retrieval import give, take
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.core.copies import Label, LayerCopy
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.transport.links import Channel, Links, Tag
 
 STALL_GOAL: Final = 1.1

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from planaria.core.copies import IdleSpan
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 GOAL: Final = 0.01
 WIDTH, NUM_BLOCKS = 1024, 4

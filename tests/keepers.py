@@ -10,6 +10,6 @@ def keepers(place: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "planaria.checkpoint.keeper" in words and any(str(place) in word for word in words):
+        if "planaria.torchrun.keeper" in words and any(str(place) in word for word in words):
             found.append(process)
     return found

@@ -31,7 +31,7 @@ LEVELS = (
     {"transport"},
     {"checkpoint"},
     {"data", "models"},
-    {"engine", "nodes", "simulator"},
+    {"engine", "nodes", "simulator", "torchrun"},
     {"profiles", "show", "simulator.compare"},
     {"__main__", "chaos", "cli", "job", "planaria"},
 )

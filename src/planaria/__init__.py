@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         ResilienceConfig,
         TrainingConfig,
     )
-    from planaria.engine.memory_checkpointer import MemoryCheckpointer
     from planaria.errors import (
         CheckpointError,
         ConfigError,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     )
     from planaria.job.job import Job, TrainingResult
     from planaria.observe.metrics import Report
+    from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _MODULES = {
     "InsufficientError": "errors",
     "Job": "job.job",
     "JobConfig": "core.job",
-    "MemoryCheckpointer": "engine.memory_checkpointer",
+    "MemoryCheckpointer": "torchrun.memory_checkpointer",
     "ModelConfig": "core.job",
     "PlanariaError": "errors",
     "Report": "observe.metrics",

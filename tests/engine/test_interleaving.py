@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from linked import TIMEOUT_S, wait_until
+from planaria.checkpoint.interleaving import Interleaving, _Network
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
-from planaria.engine.interleaving import Interleaving, _Network
 from planaria.errors import AbortedError
 from planaria.transport.links import Channel, Tag
 from planaria.transport.timekeeping import Timekeeper

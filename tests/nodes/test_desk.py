@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from planaria.engine.memory_options import runtime_directory
 from planaria.errors import ConfigError
 from planaria.nodes import desk
 from planaria.nodes.desk import Answer, Request, TellEvents, ask, open_desk
+from planaria.torchrun.memory_options import runtime_directory
 
 SOMEBODY = 12345
 

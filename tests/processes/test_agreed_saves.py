@@ -17,12 +17,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from forked_ranks import order, tell, told_by_ranks
 from keepers import keepers
-from planaria.engine.agreement import check_on_all
-from planaria.engine.gathering import gathered_as
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
-from planaria.engine.shards import Held
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
+from planaria.torchrun.gathering import gathered_as
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.save_checks import check_on_all
+from planaria.torchrun.shards import Held
 
 
 class Sampler:
@@ -99,7 +99,7 @@ def lost_keeper(held: Held, number: int, place: Path) -> dict[str, str]:
         (process,) = keepers(place)
         process.kill()
         process.wait()
-    with patch("planaria.checkpoint.keeper._started", side_effect=CheckpointError("no process")):
+    with patch("planaria.torchrun.keeper._started", side_effect=CheckpointError("no process")):
         told += [saver.save(2), saver.save(3)]
     dist.barrier()
     saver.close()
@@ -153,7 +153,7 @@ def of_one_name(number: int, directory: str) -> dict[str, str]:
     here = Path(directory) / f"machine{number}"
     here.mkdir()
     os.chdir(here)
-    with patch("planaria.engine.memory_checkpointer.logger.warning") as warned:
+    with patch("planaria.torchrun.memory_checkpointer.logger.warning") as warned:
         for copies in (2, 3):
             saver = saver_of(1.0, "place", copies=copies)
             dist.barrier()  # All are linked.

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from forked_ranks import order, tell, told_by_ranks
 from planaria.checkpoint.version import Bytes
-from planaria.engine import node_room
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
+from planaria.torchrun import node_room
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 WATCHED = 3
 ITERATIONS = 12

@@ -16,11 +16,11 @@ from torch import nn
 
 from keepers import keepers
 from linked import wait_until
-from planaria.checkpoint import keeper
 from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.keeper import attach
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
 from planaria.errors import CheckpointError
+from planaria.torchrun import keeper
+from planaria.torchrun.keeper import attach
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 SAVED = torch.arange(4.0)
 

@@ -16,9 +16,9 @@ from forked_ranks import told_by_ranks
 from keepers import keepers
 from linked import wait_until
 from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.keeper import attach
 from planaria.errors import CheckpointError
 from planaria.nodes.forkserver import ForkServer
+from planaria.torchrun.keeper import attach
 
 TESTS = Path(__file__).parents[1]
 EXAMPLE = TESTS.parent / "examples" / "fsdp2.py"
@@ -207,7 +207,7 @@ def test_a_keeper_outlives_those_who_ask_it_and_ends_alone(place: Path) -> None:
 
     again = attach(place, 0, num_slots=1, idle_s=0.5)
     with (
-        patch("planaria.checkpoint.keeper.FREE_TIMEOUT_S", 0.1),
+        patch("planaria.torchrun.keeper.FREE_TIMEOUT_S", 0.1),
         pytest.raises(CheckpointError, match="give each job a name of its own") as caught,
     ):
         attach(place, 0, num_slots=1, idle_s=0.5)

@@ -16,9 +16,9 @@ from keepers import keepers
 from linked import wait_until
 from planaria.checkpoint.filling import Filler
 from planaria.checkpoint.version import Bytes
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
-from planaria.engine.shards import Stateful
 from planaria.errors import ConfigError
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.shards import Stateful
 
 TIMEOUT_S = 30.0
 

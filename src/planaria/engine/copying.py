@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from planaria.checkpoint.arena import Arena
+from planaria.checkpoint.interleaving import Interleaving
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers
 from planaria.checkpoint.wire import State, sent_by, sent_to, state_of
@@ -21,7 +22,6 @@ from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch
 from planaria.core.plan import Link, Plan
 from planaria.core.specs import NodeSpec
-from planaria.engine.interleaving import Interleaving
 from planaria.engine.stage import Stage
 from planaria.errors import CheckpointError
 from planaria.transport.links import Links

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from linked import linked
 from planaria.core.plan import Link
-from planaria.engine.collectives import BetweenCollectives, Collectives, measured_link
+from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link
 
 
 class Work:

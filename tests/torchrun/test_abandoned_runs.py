@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from keepers import keepers
-from planaria.engine.memory_checkpointer import MemoryCheckpointer
+from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_run_that_went_back_counts_also_where_its_clock_did(
     """It knows the run before, so no clock is needed."""
     with run(place, slot=0, num_slots=1) as first:
         save(first, 9)
-    monkeypatch.setattr("planaria.engine.memory_checkpointer.time.time_ns", lambda: 0)
+    monkeypatch.setattr("planaria.torchrun.memory_checkpointer.time.time_ns", lambda: 0)
     with run(place, slot=0, num_slots=1) as second:
         save(second, 2)  # It began from scratch, and asked for no version.
 

@@ -197,7 +197,7 @@ def _connected(directory: Path) -> socket.socket | None:
 def _started(directory: Path, idle_s: float) -> socket.socket:
     log = directory / "keeper.log"
     with log.open("ab") as output:
-        command = [sys.executable, "-m", "planaria.checkpoint.keeper", str(directory), str(idle_s)]
+        command = [sys.executable, "-m", "planaria.torchrun.keeper", str(directory), str(idle_s)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW
 
-from planaria.engine.agreement import check_on_all
-from planaria.engine.shards import Held
 from planaria.errors import ConfigError
+from planaria.torchrun.save_checks import check_on_all
+from planaria.torchrun.shards import Held
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@
         optimizer.step()
         checkpointer.save(iteration + 1)
 
-Each rank's shard is copied into memory that a process of its machine owns (checkpoint/keeper.py),
+Each rank's shard is copied into memory that a process of its machine owns (keeper.py),
 and from there to other nodes, while training goes on; the next optimizer step waits until the copy
 here is done, and for nothing else. Ranks that die, and whoever starts them again, leave the copies
 alone; a machine that is lost takes its own along, and others have theirs. Where that process is
@@ -40,20 +40,20 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planaria.checkpoint.arena import Arena
 from planaria.checkpoint.filling import Filler
-from planaria.checkpoint.keeper import Kept, attach
 from planaria.checkpoint.stream import Copier
 from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.wire import State
 from planaria.core.copies import IdleSpan, Label
-from planaria.engine.agreement import check_on_all, check_tensors_on_all, parts_of_state
-from planaria.engine.collectives import BetweenCollectives, between_collectives
-from planaria.engine.gathering import gathered, gathered_as, on_all
-from planaria.engine.memory_options import check_least, own_host, runtime_directory
-from planaria.engine.node_room import check_room_on_all
-from planaria.engine.restores import Restores
-from planaria.engine.shards import Held, Stateful
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.planner.copies import shard_copies
+from planaria.torchrun.collectives import BetweenCollectives, between_collectives
+from planaria.torchrun.gathering import gathered, gathered_as, on_all
+from planaria.torchrun.keeper import Kept, attach
+from planaria.torchrun.memory_options import check_least, own_host, runtime_directory
+from planaria.torchrun.node_room import check_room_on_all
+from planaria.torchrun.restores import Restores
+from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
+from planaria.torchrun.shards import Held, Stateful
 from planaria.transport.links import PATIENT_S, Address, Links
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from planaria.checkpoint.retrieval import give, take
 from planaria.checkpoint.version import Version
 from planaria.checkpoint.wire import State, state_of
 from planaria.core.copies import Label
-from planaria.engine.beside import written
-from planaria.engine.gathering import gathered_as
-from planaria.engine.shards import HEAD, Held, Shard
 from planaria.errors import CheckpointError, ConfigError
+from planaria.torchrun.gathering import gathered_as
+from planaria.torchrun.loop_state import written
+from planaria.torchrun.shards import HEAD, Held, Shard
 from planaria.transport.links import PATIENT_S, Links
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
 
-from planaria.engine.shards import HEAD, Held, Stateful
 from planaria.errors import CheckpointError
+from planaria.torchrun.shards import HEAD, Held, Stateful
 
 
 def held(seed: int, width: int = 4) -> Held:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.checkpoint.wire import State
-from planaria.engine.slices import Slice, joined
 from planaria.errors import CheckpointError
+from planaria.torchrun.slices import Slice, joined
 
 ROWS, COLUMNS = 7, 3
 

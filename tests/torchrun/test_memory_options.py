@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from planaria.engine.memory_options import BUFFER_BYTES_MIN, check_least
 from planaria.errors import ConfigError
+from planaria.torchrun.memory_options import BUFFER_BYTES_MIN, check_least
 
 FINE: dict[str, Any] = {
     "copies": 1,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from planaria.engine.gathering import backend_of, gathered, on_all
+from planaria.torchrun.gathering import backend_of, gathered, on_all
 
 
 def test_a_group_without_a_named_backend_gathers(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from keepers import keepers
 from linked import TIMEOUT_S, wait_until
-from planaria.checkpoint import keeper
-from planaria.checkpoint.keeper import attach
 from planaria.errors import CheckpointError
+from planaria.torchrun import keeper
+from planaria.torchrun.keeper import attach
 
 STRANGER = 12345  # A user's number.
 ASKED = b'{"slot": 0, "of": 1, "idle_s": 60.0}\n'

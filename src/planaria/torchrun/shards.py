@@ -1,7 +1,7 @@
 """What a rank holds of a model and its optimizer, for scripts that keep their own training loop.
 
 A shard is all local tensors of a rank, each with its place in the whole one (DTensor of FSDP2 and
-tensor parallelism; a plain tensor is whole), and what is no tensor (engine/beside.py). From the
+tensor parallelism; a plain tensor is whole), and what is no tensor (loop_state.py). From the
 shards of any number of ranks the state of any other number is put together, slice by slice.
 """
 
@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from planaria.checkpoint.wire import State
-from planaria.engine.beside import Beside, read, written
-from planaria.engine.slices import Slice, is_in, joined, overlap, placed
 from planaria.errors import CheckpointError
+from planaria.torchrun.loop_state import Beside, read, written
+from planaria.torchrun.slices import Slice, is_in, joined, overlap, placed
 
 HEAD: Final = "shard"  # The name of the bytes that tell of all others.
 

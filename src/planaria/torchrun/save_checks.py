@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from planaria.engine.beside import check
-from planaria.engine.gathering import gathered_as
-from planaria.engine.shards import Held
 from planaria.errors import ConfigError
+from planaria.torchrun.gathering import gathered_as
+from planaria.torchrun.loop_state import check
+from planaria.torchrun.shards import Held
 
 _SHARD: Final = "shard it with its model, by FSDP2"
 _HOLD: Final = "make it a parameter of the model, or give a module that holds both as the model"

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from planaria.checkpoint.room import available_bytes
 from planaria.core.copies import LayerCopy
-from planaria.engine.gathering import gathered_as
 from planaria.errors import ConfigError
+from planaria.torchrun.gathering import gathered_as
 
 
 def check_room_on_all(

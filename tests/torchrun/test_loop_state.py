@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.engine.beside import Beside, check, read, written
 from planaria.errors import CheckpointError, ConfigError
+from planaria.torchrun.loop_state import Beside, check, read, written
 
 KEYS = st.one_of(st.integers(), st.text(max_size=3))
 VALUES = st.recursive(
