@@ -49,10 +49,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from planaria.checkpoint.arena import Arena, arena_fd
-from planaria.checkpoint.retrieval import give, take
-from planaria.checkpoint.stream import Copier
-from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.retrieval import give, take
+from planaria.checkpoint.memory.stream import Copier
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.core.copies import Label, LayerCopy
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.transport.links import Channel, Links, Tag

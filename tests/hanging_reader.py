@@ -2,7 +2,7 @@
 
 import threading
 
-from planaria.checkpoint.storage import Directory
+from planaria.checkpoint.disk.storage import Directory
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
 from planaria.transport.pulse import Pulse

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from planaria.checkpoint import storage
+from planaria.checkpoint.disk import storage
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
 from planaria.transport.pulse import Pulse

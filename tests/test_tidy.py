@@ -306,7 +306,7 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (layers, "planaria.novel.thing", "x = 1\n", 1),
     (torch_is_apart, "planaria.nodes.agent", "x = 1\nimport torch\n", 2),
     (torch_is_apart, "planaria.cli.main", "def f():\n    from torch import nn\n", 2),
-    (torch_is_apart, "planaria.checkpoint.tiers", "import safetensors.torch\n", 1),
+    (torch_is_apart, "planaria.checkpoint.disk.tiers", "import safetensors.torch\n", 1),
     (purity, "planaria.planner.plans", "import time\n", 1),
     (purity, "planaria.planner.plans", "import os.path\n", 1),
     (purity, "planaria.coordinator.coordinator", "from threading import Lock\n", 1),

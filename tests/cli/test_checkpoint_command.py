@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from planaria.checkpoint.tiers import Manifest, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.cli.main import app
 
 LAYERS = 3

@@ -18,7 +18,7 @@ from typer.testing import Result
 
 import planaria
 from command import PACED, assert_mistake, command, train
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.cli import main as cli
 from planaria.cli.command_line import exit_codes, unfailing, write
 from planaria.core.messages import WorkerFailed

@@ -15,8 +15,8 @@ import pytest
 from chaos import long_but_the_first
 from jobs import NUM_LAYERS, shapes, template, tiny_job
 from linked import TIMEOUT_S, TOKEN, begin_all, linked, on_all, wait_until
-from planaria.checkpoint.arena import arena_fd
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
+from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.cluster import ClusterState, Node
 from planaria.core.copies import Label
 from planaria.core.job import CheckpointConfig

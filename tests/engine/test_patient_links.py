@@ -13,7 +13,7 @@ import pytest
 
 from jobs import NUM_LAYERS, shaped_plan, tiny_job
 from linked import TIMEOUT_S, in_threads, linked, tag
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.commit import Votes, vector_layout
 from planaria.core.job import JobConfig
 from planaria.core.messages import AT_COMMIT, StartEpoch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.job import TrainingConfig
 from planaria.core.messages import LayerFile, LayersSaved, Message, SaveFailed
 from planaria.engine.saver import Saver

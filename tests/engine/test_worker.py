@@ -15,7 +15,7 @@ from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
 from jobs import NUM_LAYERS, shaped_plan, tiny_job
-from planaria.checkpoint.tiers import Tier
+from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
     AT_COMMIT,

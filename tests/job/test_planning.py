@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command import PACED
-from planaria.checkpoint.tiers import Manifest, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planaria.checkpoint.patience import patient
-from planaria.checkpoint.storage import Directory
-from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.disk.patience import patient
+from planaria.checkpoint.disk.storage import Directory
+from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.records import Ended, ToLauncher, Warned
 from planaria.job.report import final_record
 from planaria.observe.metrics import FinalRecord

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import tiny_job
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.desk import desk_directories

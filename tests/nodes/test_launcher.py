@@ -16,7 +16,7 @@ import pytest
 from command import keep_desks_in
 from fake_fork_server import LOSS, FakeForkServer, Lead, Line
 from jobs import leader_spec
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.messages import StopRequested
 from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
 from planaria.core.specs import NodeSpec

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from command import wait_for
-from planaria.checkpoint.tiers import Manifest, Tier, Version, tier_of
+from planaria.checkpoint.disk.tiers import Manifest, Tier, Version, tier_of
 from planaria.coordinator.saves import Kept
 from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import SaveFailed

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from forked_ranks import order, tell, told_by_ranks
-from planaria.checkpoint.version import Bytes
+from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun import node_room

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from command import PACED, Command, listening_ports, running, train_arguments, wait_for
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer

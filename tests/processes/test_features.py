@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from jobs import digests, tiny_job, train_shape
-from planaria.checkpoint.outgoing import exported
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.outgoing import exported
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import DataConfig, JobConfig, ModelConfig
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer

@@ -12,7 +12,7 @@ import pytest
 
 from chaos import FAMILY, chaos_job, struck
 from command import wait_for
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import CheckpointError
 from planaria.job.job import Silent
 from planaria.job.planning import fork_server

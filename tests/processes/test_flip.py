@@ -17,7 +17,7 @@ from chaos import (
     struck,
 )
 from jobs import digests, shaped_plan, tiny_job, train_shape
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.errors import InsufficientError
 from planaria.job.job import Job, TrainingResult

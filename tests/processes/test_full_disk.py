@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from jobs import tiny_job
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, ConfigError
 from planaria.job.job import Job, Silent

@@ -13,7 +13,7 @@ import pytest
 
 from command import PACED, assert_mistake, command, wait_for
 from jobs import tiny_job
-from planaria.checkpoint import claim, patience
+from planaria.checkpoint.disk import claim, patience
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job import job as library
 from planaria.job.job import Job, Silent

@@ -16,7 +16,7 @@ from torch import nn
 
 from keepers import keepers
 from linked import wait_until
-from planaria.checkpoint.arena import Arena
+from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.torchrun import keeper
 from planaria.torchrun.keeper import attach

@@ -15,7 +15,7 @@ import pytest
 from forked_ranks import told_by_ranks
 from keepers import keepers
 from linked import wait_until
-from planaria.checkpoint.arena import Arena
+from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun.keeper import attach

@@ -10,7 +10,7 @@ import pytest
 
 from jobs import digests, shaped_plan, tiny_job
 from object_store import object_store
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.errors import CheckpointError, InsufficientError

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from jobs import CONFIGS, shaped_plan, tiny_job
 from oracle import Microbatch, train
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, microbatch_samples
 from planaria.data.datasets import Dataset, microbatch

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs import digests, tiny_job, train_shape
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job.job import Job, Silent, TrainingResult

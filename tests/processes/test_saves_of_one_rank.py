@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from keepers import keepers
 from linked import wait_until
-from planaria.checkpoint.filling import Filler
-from planaria.checkpoint.version import Bytes
+from planaria.checkpoint.memory.filling import Filler
+from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import ConfigError
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 from planaria.torchrun.shards import Stateful

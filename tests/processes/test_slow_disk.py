@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs import tiny_job
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.job import Job
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import PACED, Command, running, train_arguments
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 
 ENDLESS = (
     "model.time_scale=0.1",

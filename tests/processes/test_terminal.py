@@ -16,7 +16,7 @@ import pytest
 
 from command import PACED, TIMEOUT_S, Command, running, train_arguments, wait_for
 from jobs import digests
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 

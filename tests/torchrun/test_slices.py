@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.checkpoint.wire import State
+from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
 from planaria.torchrun.slices import Slice, joined
 

@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from planaria.checkpoint.outgoing import exported, newest_of, save_as
-from planaria.checkpoint.tiers import SET_ASIDE, UNPUBLISHED, Manifest, Tier, Version, tier_of
+from planaria.checkpoint.disk.outgoing import exported, newest_of, save_as
+from planaria.checkpoint.disk.tiers import SET_ASIDE, UNPUBLISHED, Manifest, Tier, Version, tier_of
 from planaria.cli.command_line import exit_codes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.show.words import bytes_text, counted

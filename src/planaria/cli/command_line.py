@@ -13,7 +13,7 @@ from typing import Annotated, Any, BinaryIO, Final, TextIO, cast
 import typer
 from rich.console import Console
 
-from planaria.checkpoint.storage import absolute_path
+from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import CheckpointError, ConfigError, InsufficientError, TrainingError
 from planaria.nodes.output import Outlet, descriptor_of, write_all
 

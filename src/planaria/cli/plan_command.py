@@ -14,7 +14,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from planaria.checkpoint.turns import Buffers
+from planaria.checkpoint.memory.turns import Buffers
 from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.job import CheckpointConfig

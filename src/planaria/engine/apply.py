@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planaria.checkpoint.wire import Tensor, bytes_of, unpacked
+from planaria.checkpoint.memory.wire import Tensor, bytes_of, unpacked
 from planaria.core.commit import CommitVector, encode_vector
 from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer

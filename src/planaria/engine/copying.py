@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.interleaving import Interleaving
-from planaria.checkpoint.stream import Copier
-from planaria.checkpoint.turns import AtOnce, Buffers
-from planaria.checkpoint.wire import State, sent_by, sent_to, state_of
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.interleaving import Interleaving
+from planaria.checkpoint.memory.stream import Copier
+from planaria.checkpoint.memory.turns import AtOnce, Buffers
+from planaria.checkpoint.memory.wire import State, sent_by, sent_to, state_of
 from planaria.core.commit import CommitVector
 from planaria.core.copies import CopiesDone, Label
 from planaria.core.messages import CopiesFailed, Message, StartEpoch

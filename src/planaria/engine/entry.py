@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from planaria.checkpoint.tiers import Tier
+from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import Link
 from planaria.engine.apply import (

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from planaria.checkpoint.tiers import Tier
+from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.messages import LayersSaved, Message, SaveFailed
 from planaria.engine.blame import is_of_memory
 from planaria.engine.stage import HeldLayer, State

@@ -20,10 +20,10 @@ import msgspec
 import psutil
 from torch import Tensor
 
-from planaria.checkpoint.gate import Gate, gated
-from planaria.checkpoint.patience import patient
-from planaria.checkpoint.tiers import tier_of
-from planaria.checkpoint.wire import copy_peers
+from planaria.checkpoint.disk.gate import Gate, gated
+from planaria.checkpoint.disk.patience import patient
+from planaria.checkpoint.disk.tiers import tier_of
+from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import (
     AT_COMMIT,

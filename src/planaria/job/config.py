@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from pydantic import TypeAdapter, ValidationError
 
-from planaria.checkpoint.storage import absolute, absolute_path
+from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.job.checks import check_job

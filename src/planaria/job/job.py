@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from planaria.checkpoint.claim import claimed
-from planaria.checkpoint.outgoing import save_as
-from planaria.checkpoint.patience import LOOK_TIMEOUT_S, held_patiently, looked_at, patient
-from planaria.checkpoint.storage import absolute, absolute_path
-from planaria.checkpoint.tiers import Manifest, Tier, standing, tier_of
+from planaria.checkpoint.disk.claim import claimed
+from planaria.checkpoint.disk.outgoing import save_as
+from planaria.checkpoint.disk.patience import LOOK_TIMEOUT_S, held_patiently, looked_at, patient
+from planaria.checkpoint.disk.storage import absolute, absolute_path
+from planaria.checkpoint.disk.tiers import Manifest, Tier, standing, tier_of
 from planaria.coordinator.state import Ending
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection

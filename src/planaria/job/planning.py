@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from planaria.checkpoint.tiers import Manifest, Tier, newest_complete
+from planaria.checkpoint.disk.tiers import Manifest, Tier, newest_complete
 from planaria.core.job import JobConfig
 from planaria.core.plan import ModelProfile, PipelineTemplate, Plan, on_one_device, scaled
 from planaria.core.profile_json import decode_profile

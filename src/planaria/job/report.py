@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.digest import digests
-from planaria.checkpoint.tiers import Tier
+from planaria.checkpoint.disk.digest import digests
+from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended, Warned
 from planaria.errors import CheckpointError

@@ -4,9 +4,9 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from planaria.checkpoint.patience import answered
-from planaria.checkpoint.room import available_bytes
-from planaria.checkpoint.storage import is_url
+from planaria.checkpoint.disk.patience import answered
+from planaria.checkpoint.disk.storage import is_url
+from planaria.checkpoint.memory.room import available_bytes
 from planaria.errors import ConfigError, LateError
 from planaria.job.planning import Planned
 

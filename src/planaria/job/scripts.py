@@ -5,7 +5,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from planaria.checkpoint.storage import absolute_path
+from planaria.checkpoint.disk.storage import absolute_path
 from planaria.errors import ConfigError, TrainingError
 from planaria.job.config import overridden_job
 from planaria.job.job import Job

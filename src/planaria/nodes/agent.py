@@ -29,7 +29,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.checkpoint.arena import arena_fd
+from planaria.checkpoint.memory.arena import arena_fd
 from planaria.coordinator.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.storage import absolute_path, is_url
+from planaria.checkpoint.disk.storage import absolute_path, is_url
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.user_files import plain_name, state_directory

@@ -35,8 +35,8 @@ from itertools import count
 
 import msgspec
 
-from planaria.checkpoint.patience import discard
-from planaria.checkpoint.tiers import Tier, standing
+from planaria.checkpoint.disk.patience import discard
+from planaria.checkpoint.disk.tiers import Tier, standing
 from planaria.core.inject import Injection
 from planaria.core.messages import Message, StopRequested
 from planaria.core.records import (

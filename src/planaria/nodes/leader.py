@@ -31,8 +31,8 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.checkpoint.gate import Gate, gated
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.gate import Gate, gated
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.embedded import EmbeddedStore

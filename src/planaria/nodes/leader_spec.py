@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from planaria.checkpoint.turns import Buffers
+from planaria.checkpoint.memory.turns import Buffers
 from planaria.coordinator.placing import version_iterations
 from planaria.coordinator.state import Rules
 from planaria.core.commit import vector_layout

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
-from planaria.checkpoint.tiers import UNPUBLISHED, Manifest, Tier
+from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
 from planaria.coordinator.saves import SLOW_S, Kept
 from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import BY_PUBLISHER, SaveFailed

@@ -4,7 +4,7 @@ The memory is the agent's, so it outlives workers. A version that is begun is co
 layer and then sent to those who keep it; what is not whole everywhere is known by the votes that a
 commit sums up.
 
-Source: engine/copying.py and checkpoint/stream.py, whose order of things they keep.
+Source: engine/copying.py and checkpoint/memory/stream.py, whose order of things they keep.
 """
 
 from collections.abc import Collection, Coroutine, Mapping

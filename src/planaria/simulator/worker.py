@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from planaria.checkpoint.wire import copy_peers
+from planaria.checkpoint.memory.wire import copy_peers
 from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector
 from planaria.core.messages import (
     AT_COMMIT,

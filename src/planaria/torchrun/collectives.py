@@ -4,7 +4,7 @@ FSDP takes the network while it gathers parameters and scatters gradients, which
 order in every iteration. So the functions of torch.distributed that do that are watched while there
 are copies: each notes when it began and when it was over. A span is known by how many collectives
 are over when it begins; what spans there are, and what of them can be used, is found out by
-checkpoint/interleaving.py. Until it has seen enough iterations copies go at once.
+checkpoint/memory/interleaving.py. Until it has seen enough iterations copies go at once.
 
 Source: Gemini (SOSP '23), section 5.4.
 Differs: Gemini makes no copies in the iterations that it watches; here there is a checkpoint after
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from planaria.checkpoint.interleaving import Interleaving
-from planaria.checkpoint.wire import sent_by, sent_to
+from planaria.checkpoint.memory.interleaving import Interleaving
+from planaria.checkpoint.memory.wire import sent_by, sent_to
 from planaria.core.copies import IdleSpan, LayerCopy
 from planaria.core.plan import Link
 from planaria.torchrun.gathering import backend_of

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.arena import arena_fd
+from planaria.checkpoint.memory.arena import arena_fd
 from planaria.errors import CheckpointError
 
 START_TIMEOUT_S: Final = 60.0

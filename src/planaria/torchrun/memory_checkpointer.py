@@ -38,11 +38,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.filling import Filler
-from planaria.checkpoint.stream import Copier
-from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
-from planaria.checkpoint.wire import State
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.filling import Filler
+from planaria.checkpoint.memory.stream import Copier
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.memory.wire import State
 from planaria.core.copies import IdleSpan, Label
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.planner.copies import shard_copies

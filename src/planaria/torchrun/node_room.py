@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from planaria.checkpoint.room import available_bytes
+from planaria.checkpoint.memory.room import available_bytes
 from planaria.core.copies import LayerCopy
 from planaria.errors import ConfigError
 from planaria.torchrun.gathering import gathered_as

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import Tensor
 
-from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.retrieval import give, take
-from planaria.checkpoint.version import Version
-from planaria.checkpoint.wire import State, state_of
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.retrieval import give, take
+from planaria.checkpoint.memory.version import Version
+from planaria.checkpoint.memory.wire import State, state_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError, ConfigError
 from planaria.torchrun.gathering import gathered_as

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from planaria.checkpoint.wire import State
+from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
 from planaria.torchrun.loop_state import Beside, read, written
 from planaria.torchrun.slices import Slice, is_in, joined, overlap, placed

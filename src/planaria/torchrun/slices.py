@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from planaria.checkpoint.wire import State
+from planaria.checkpoint.memory.wire import State
 from planaria.errors import CheckpointError
 
 

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from planaria.checkpoint.patience import held_patiently, patient
-from planaria.checkpoint.storage import Directory, Entry
-from planaria.checkpoint.tiers import Tier, standing, tier_of
+from planaria.checkpoint.disk.patience import held_patiently, patient
+from planaria.checkpoint.disk.storage import Directory, Entry
+from planaria.checkpoint.disk.tiers import Tier, standing, tier_of
 from planaria.errors import CheckpointError, UnreadableError
 
 NO_THREAD = Mock(side_effect=RuntimeError("can't start new thread"))
@@ -67,7 +67,7 @@ def test_a_large_content_may_take_longer(tmp_path: Path, monkeypatch: pytest.Mon
     """As long as its bytes do from a slow disk, once it is known how many there are."""
     (tmp_path / "1-0").mkdir()
     (tmp_path / "1-0" / "large").write_bytes(bytes(100))
-    monkeypatch.setattr("planaria.checkpoint.patience._READ_BYTES_PER_S_MIN", 5.0)
+    monkeypatch.setattr("planaria.checkpoint.disk.patience._READ_BYTES_PER_S_MIN", 5.0)
     may_answer, read = threading.Event(), Directory.read
 
     def late(storage: Directory, name: str) -> bytes:

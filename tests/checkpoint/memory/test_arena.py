@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from planaria.checkpoint.arena import Arena, arena_fd
-from planaria.checkpoint.version import Version, hash_of
+from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.version import Version, hash_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 

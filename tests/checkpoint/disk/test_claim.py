@@ -11,13 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from planaria.checkpoint.claim import claimed
-from planaria.checkpoint.tiers import tier_of
+from planaria.checkpoint.disk.claim import claimed
+from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import ConfigError
 
 HOLDER = """
 import sys, time
-from planaria.checkpoint.claim import claimed
+from planaria.checkpoint.disk.claim import claimed
 with claimed(sys.argv[1], "the first", note=print):
     print("there", flush=True)
     time.sleep(600)

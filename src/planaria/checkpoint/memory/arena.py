@@ -26,8 +26,8 @@ from typing import Final
 
 import numpy as np
 
-from planaria.checkpoint.room import available_bytes
-from planaria.checkpoint.version import HASH_BYTES, Entry, Version, num_pieces, padded
+from planaria.checkpoint.memory.room import available_bytes
+from planaria.checkpoint.memory.version import HASH_BYTES, Entry, Version, num_pieces, padded
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 

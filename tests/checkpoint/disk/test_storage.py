@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from object_store import BUCKET, object_store, settings
-from planaria.checkpoint.outgoing import exported, save_as
-from planaria.checkpoint.storage import storage_of
-from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.disk.outgoing import exported, save_as
+from planaria.checkpoint.disk.storage import storage_of
+from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.errors import CheckpointError, ConfigError
 
 LAYERS = 3
@@ -205,7 +205,7 @@ def test_a_manifest_none_of_whose_requests_is_answered_is_published_if_it_is_the
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last request may be carried out like the first: what the store has tells."""
-    monkeypatch.setattr("planaria.checkpoint.storage._RETRY_CONFIG", {"max_retries": 0})
+    monkeypatch.setattr("planaria.checkpoint.disk.storage._RETRY_CONFIG", {"max_retries": 0})
     tier = tier_of(f"{store}/{tmp_path.name}")
     manifest = Manifest(iteration=0, epoch=0, job={}, layers=())
     with monkeypatch.context() as patched:
@@ -414,7 +414,7 @@ def test_an_export_has_the_parameters_by_name(place: str, tmp_path: Path) -> Non
     found = load_file(output / "model.safetensors")
     assert sorted(found) == [f"h.{layer}.weight" for layer in range(LAYERS)]
     assert np.array_equal(found["h.1.weight"], tensors(1, 6)["parameter/h.1.weight"])
-    with patch("planaria.checkpoint.outgoing.SHARD_BYTES", 1):
+    with patch("planaria.checkpoint.disk.outgoing.SHARD_BYTES", 1):
         names = exported(tier, manifest, tmp_path / "sharded")
     assert names[:3] == tuple(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3))
     assert names[3] == "model.safetensors.index.json"

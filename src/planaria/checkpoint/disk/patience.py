@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
-from planaria.checkpoint.storage import Entry, Storage
-from planaria.checkpoint.tiers import Tier
+from planaria.checkpoint.disk.storage import Entry, Storage
+from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import CheckpointConfig
 from planaria.errors import CheckpointError, LateError
 

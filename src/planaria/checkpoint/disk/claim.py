@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from planaria.checkpoint.storage import is_url, make_directory
+from planaria.checkpoint.disk.storage import is_url, make_directory
 from planaria.errors import ConfigError
 
 _FILE: Final = ".job.lock"  # No save has such a name: that would begin with a letter or digit.

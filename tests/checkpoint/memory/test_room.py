@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 
-from planaria.checkpoint.room import available_bytes
+from planaria.checkpoint.memory.room import available_bytes
 
 
 def group(path: Path, limit: str) -> Path:

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planaria.checkpoint.filling import Fill
-from planaria.checkpoint.version import Bytes, Version, hash_of
+from planaria.checkpoint.memory.filling import Fill
+from planaria.checkpoint.memory.version import Bytes, Version, hash_of
 from planaria.core.copies import Label, LayerCopy
 from planaria.transport.links import Channel, Tag
 

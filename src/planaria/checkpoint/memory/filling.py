@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from planaria.checkpoint.version import Bytes
+from planaria.checkpoint.memory.version import Bytes
 
 _PIECE_BYTES: Final = 4 << 20  # That a thread takes at a time.
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from planaria.checkpoint.tiers import BFLOAT16, Manifest, Tier, standing, tier_of
+from planaria.checkpoint.disk.tiers import BFLOAT16, Manifest, Tier, standing, tier_of
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, UnreadableError
 from refused_reads import refused_reads
@@ -397,7 +397,7 @@ def test_discard_removes_what_a_write_that_failed_has_left(tmp_path: Path) -> No
     tier = tier_of(str(tmp_path))
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
-        patch("planaria.checkpoint.storage._write_synced", side_effect=full),
+        patch("planaria.checkpoint.disk.storage._write_synced", side_effect=full),
         pytest.raises(CheckpointError, match="No space left"),
     ):
         tier.write_layer(6, 1, 0, layer_tensors(0))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from linked import TIMEOUT_S, wait_until
-from planaria.checkpoint.interleaving import Interleaving, _Network
+from planaria.checkpoint.memory.interleaving import Interleaving, _Network
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.errors import AbortedError

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from planaria.checkpoint.storage import Entry, Storage
-from planaria.checkpoint.tiers import Tier
+from planaria.checkpoint.disk.storage import Entry, Storage
+from planaria.checkpoint.disk.tiers import Tier
 
 
 class Gate:

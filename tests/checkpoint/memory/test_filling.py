@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.checkpoint import filling
-from planaria.checkpoint.filling import Fill, Filler, fill_alone
-from planaria.checkpoint.version import Bytes
+from planaria.checkpoint.memory import filling
+from planaria.checkpoint.memory.filling import Fill, Filler, fill_alone
+from planaria.checkpoint.memory.version import Bytes
 
 sizes = st.lists(st.integers(0, 100), max_size=8)
 

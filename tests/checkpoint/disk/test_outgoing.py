@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save
 from xxhash import xxh3_128_hexdigest
 
-from planaria.checkpoint.outgoing import save_as
-from planaria.checkpoint.tiers import Manifest, Tier, tier_of
+from planaria.checkpoint.disk.outgoing import save_as
+from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError
 

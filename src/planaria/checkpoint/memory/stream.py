@@ -27,13 +27,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.arrivals import Arrivals
-from planaria.checkpoint.filling import Fill, fill_alone
-from planaria.checkpoint.own import OwnCopies
-from planaria.checkpoint.turns import Buffers, Turns, Unload
-from planaria.checkpoint.version import Version
-from planaria.checkpoint.wire import (
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.arrivals import Arrivals
+from planaria.checkpoint.memory.filling import Fill, fill_alone
+from planaria.checkpoint.memory.own import OwnCopies
+from planaria.checkpoint.memory.turns import Buffers, Turns, Unload
+from planaria.checkpoint.memory.version import Version
+from planaria.checkpoint.memory.wire import (
     GOOD,
     Opening,
     State,

@@ -7,10 +7,10 @@ is not what was sent is asked for again.
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.turns import Unload
-from planaria.checkpoint.version import Bytes, Version
-from planaria.checkpoint.wire import (
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.turns import Unload
+from planaria.checkpoint.memory.version import Bytes, Version
+from planaria.checkpoint.memory.wire import (
     BAD,
     GOOD,
     Opening,

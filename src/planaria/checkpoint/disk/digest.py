@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from planaria.checkpoint.tiers import Manifest, Tier
+from planaria.checkpoint.disk.tiers import Manifest, Tier
 
 
 def digests(

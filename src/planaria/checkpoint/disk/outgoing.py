@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from planaria.checkpoint.storage import Directory
-from planaria.checkpoint.tiers import Manifest, Tier, serialized, tier_of
+from planaria.checkpoint.disk.storage import Directory
+from planaria.checkpoint.disk.tiers import Manifest, Tier, serialized, tier_of
 from planaria.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from planaria.checkpoint.version import Bytes, Version, hash_of
-from planaria.checkpoint.wire import State, Tensor, opening_of, sealed, unpacked, unsealed
+from planaria.checkpoint.memory.version import Bytes, Version, hash_of
+from planaria.checkpoint.memory.wire import State, Tensor, opening_of, sealed, unpacked, unsealed
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 from planaria.transport.links import Channel, Links, Tag

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 from safetensors import SafetensorError, TensorSpec, deserialize, serialize
 
-from planaria.checkpoint.storage import Entry, Storage, check_member, storage_of
+from planaria.checkpoint.disk.storage import Entry, Storage, check_member, storage_of
 from planaria.core.copies import version_name
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, LateError, UnreadableError

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from linked import TIMEOUT_S, linked
-from planaria.checkpoint.arena import Arena, arena_fd
-from planaria.checkpoint.filling import fill_alone
-from planaria.checkpoint.retrieval import give, take
-from planaria.checkpoint.version import Bytes, Version
-from planaria.checkpoint.wire import fill_tensors, head_of
+from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.filling import fill_alone
+from planaria.checkpoint.memory.retrieval import give, take
+from planaria.checkpoint.memory.version import Bytes, Version
+from planaria.checkpoint.memory.wire import fill_tensors, head_of
 from planaria.core.copies import Label
 from planaria.errors import CheckpointError
 from planaria.transport.links import Links, Tag

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from planaria.checkpoint.arena import Arena
-from planaria.checkpoint.filling import Fill
-from planaria.checkpoint.turns import Unload
-from planaria.checkpoint.version import Version
-from planaria.checkpoint.wire import State, fill_tensors, head_of
+from planaria.checkpoint.memory.arena import Arena
+from planaria.checkpoint.memory.filling import Fill
+from planaria.checkpoint.memory.turns import Unload
+from planaria.checkpoint.memory.version import Version
+from planaria.checkpoint.memory.wire import State, fill_tensors, head_of
 from planaria.core.copies import Label
 
 

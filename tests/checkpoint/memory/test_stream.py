@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from linked import TIMEOUT_S, is_blocked, linked, wait_until
-from planaria.checkpoint.arena import Arena, arena_fd
-from planaria.checkpoint.stream import TRIES, Copier
-from planaria.checkpoint.turns import AtOnce, Buffers, nothing_to_unload
-from planaria.checkpoint.version import Bytes, Version
-from planaria.checkpoint.wire import State, copy_peers, state_of
+from planaria.checkpoint.memory.arena import Arena, arena_fd
+from planaria.checkpoint.memory.stream import TRIES, Copier
+from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
+from planaria.checkpoint.memory.version import Bytes, Version
+from planaria.checkpoint.memory.wire import State, copy_peers, state_of
 from planaria.core.copies import Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
 from planaria.transport.links import Channel, Links, Tag
