@@ -25,6 +25,7 @@ LEVELS = (
     {"schedule"},
     {"estimator"},
     {"planner", "restorer"},
+    {"placement"},
     {"policies"},
     {"coordinator"},
     {"user_functions"},
@@ -35,7 +36,7 @@ LEVELS = (
     {"profiles", "show", "simulator.compare"},
     {"__main__", "chaos", "cli", "job", "planaria"},
 )
-WALL = 8  # The levels below it decide, the others act.
+WALL = 9  # The levels below it decide, the others act.
 TOP = len(LEVELS) - 1
 # The worker does what the plan says; it never makes one. And what paces a job's layers and links
 # knows nothing of the estimator that it is held against.

@@ -14,10 +14,10 @@ from planaria.coordinator.state import Rules
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import Link, Plan, on_one_device
 from planaria.job.planning import read_profile
-from planaria.planner.copies import keeping_places
+from planaria.placement.copies import keeping_places
+from planaria.placement.survival import survivals
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.problem import Problem
-from planaria.planner.survival import survivals
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.policy import profile_prices
 

@@ -27,8 +27,8 @@ from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage, State
-from planaria.planner.copies import layer_copies
-from planaria.planner.placement import paper_placement
+from planaria.placement.copies import layer_copies
+from planaria.placement.placement import paper_placement
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 from planaria.transport.links import Links
 

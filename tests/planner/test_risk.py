@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.planner.placement import paper_placement
-from planaria.planner.spread import even_limits, optimised_placement, risk
-from planaria.planner.survival import Failures, loss_under, survival_under
+from planaria.placement.placement import paper_placement
+from planaria.placement.spread import even_limits, optimised_placement, risk
+from planaria.placement.survival import Failures, loss_under, survival_under
 
 NODES = 6
 RARE = st.floats(-12.0, -0.1).map(lambda digits: 10.0**digits)

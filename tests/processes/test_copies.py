@@ -30,8 +30,8 @@ from planaria.job.planning import given_profile, plan_job
 from planaria.job.resources import copies_bytes
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
-from planaria.planner.copies import layer_copies
-from planaria.planner.placement import paper_placement
+from planaria.placement.copies import layer_copies
+from planaria.placement.placement import paper_placement
 
 ITERATIONS = 10
 PAGES_BYTES, TABLE_BYTES = 8192, 1 << 18

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planaria.planner.survival import Estimate
+from planaria.placement.survival import Estimate
 from planaria.show.copies import probability_text
 
 

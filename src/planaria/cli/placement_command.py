@@ -15,15 +15,15 @@ from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.cli.node_kinds import parse_nodes, parse_value
 from planaria.errors import ConfigError
 from planaria.job.checks import NODES_MAX
-from planaria.planner.placement import (
+from planaria.placement.placement import (
     PaperStrategy,
     Placement,
     check_copies,
     paper_placement,
     paper_probability,
 )
-from planaria.planner.spread import Limits, optimised_placement, risk
-from planaria.planner.survival import (
+from planaria.placement.spread import Limits, optimised_placement, risk
+from planaria.placement.survival import (
     DOMAIN_FAILURE,
     NODE_FAILURE,
     Estimate,

@@ -22,12 +22,12 @@ from planaria.core.plan import NodeKind, Plan
 from planaria.errors import ConfigError
 from planaria.job.checks import NODES_MAX
 from planaria.job.planning import check_size, read_profile
-from planaria.planner.copies import layer_copies
-from planaria.planner.idle import Sending, predicted_sending
-from planaria.planner.interleave import PREDICTED_GAMMA
-from planaria.planner.layer_survival import LayerSurvival, layer_survival
+from planaria.placement.copies import layer_copies
+from planaria.placement.idle import Sending, predicted_sending
+from planaria.placement.interleave import PREDICTED_GAMMA
+from planaria.placement.layer_survival import LayerSurvival, layer_survival
+from planaria.placement.placement import check_copies, paper_placement
 from planaria.planner.paper_sets import PAPER_METHOD
-from planaria.planner.placement import check_copies, paper_placement
 from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates

@@ -6,11 +6,11 @@ from typing import Final
 from planaria.coordinator.state import Rules
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner.copies import layer_copies
-from planaria.planner.fewer_sets import optimised_copies
-from planaria.planner.idle import predicted_idle, predicted_sending
-from planaria.planner.interleave import PREDICTED_GAMMA
-from planaria.planner.placement import PaperStrategy, paper_placement
+from planaria.placement.copies import layer_copies
+from planaria.placement.fewer_sets import optimised_copies
+from planaria.placement.idle import predicted_idle, predicted_sending
+from planaria.placement.interleave import PREDICTED_GAMMA
+from planaria.placement.placement import PaperStrategy, paper_placement
 from planaria.planner.problem import Problem
 
 SCHEDULED: Final = ("interleaved", "unpipelined")  # Modes in which copies wait for idle spans.

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planaria.planner.placement import Placement
-from planaria.planner.survival import Estimate
+from planaria.placement.placement import Placement
+from planaria.placement.survival import Estimate
 from planaria.show.figures import draw_heading
 from planaria.show.page import (
     FORWARD_COLOUR,

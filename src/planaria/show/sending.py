@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.text import Text
 
-from planaria.planner.idle import Sending
+from planaria.placement.idle import Sending
 from planaria.show.words import bytes_text, counted, seconds_text
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from planaria.planner.layer_survival import LOST_MAX, LayerSurvival
+from planaria.placement.layer_survival import LOST_MAX, LayerSurvival
 from planaria.show.copies import probability_text
 
 

@@ -45,7 +45,7 @@ from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.memory.wire import State
 from planaria.core.copies import IdleSpan, Label
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
-from planaria.planner.copies import shard_copies
+from planaria.placement.copies import shard_copies
 from planaria.torchrun.collectives import BetweenCollectives, between_collectives
 from planaria.torchrun.gathering import gathered, gathered_as, on_all
 from planaria.torchrun.keeper import Kept, attach

@@ -29,7 +29,7 @@ import numpy as np
 from planaria.core.copies import IdleSpan
 from planaria.core.plan import Link
 from planaria.errors import AbortedError
-from planaria.planner.interleave import (
+from planaria.placement.interleave import (
     PREDICTED_GAMMA,
     Interval,
     anchored,

@@ -18,8 +18,8 @@ from random import Random
 from typing import Final
 
 from planaria.errors import ConfigError
-from planaria.planner.placement import Placement, check_copies, paper_placement
-from planaria.planner.survival import Failures, TooManyStatesError, loss_under, minimal
+from planaria.placement.placement import Placement, check_copies, paper_placement
+from planaria.placement.survival import Failures, TooManyStatesError, loss_under, minimal
 
 _STEPS: Final = 20_000
 _WARM: Final = 0.3  # At first a step for the worse by this share of the risk is taken once in e.

@@ -3,7 +3,7 @@
     group     nodes 0 .. k-1 keep each other's, nodes k .. 2k-1 theirs, ..; k has to divide N
     ring      node i's state is kept by nodes i, i+1, .. i+k-1
     mixed     groups; the last one has the N mod k nodes that remain, too, and is a ring
-    optimised what planner/spread.py finds for nodes that differ, or that fail together
+    optimised what placement/spread.py finds for nodes that differ, or that fail together
 
 Each node keeps its own state, which costs no network, and k - 1 others keep a copy of it.
 
@@ -20,7 +20,7 @@ from math import comb
 from typing import Literal
 
 from planaria.errors import ConfigError
-from planaria.planner.survival import group_survivals, mixed_survivals, ring_survivals
+from planaria.placement.survival import group_survivals, mixed_survivals, ring_survivals
 
 PaperStrategy = Literal["mixed", "group", "ring"]
 Strategy = Literal["mixed", "group", "ring", "optimised"]

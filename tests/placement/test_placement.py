@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.planner.placement import Placement, paper_placement
-from planaria.planner.spread import Limits, even_limits, optimised_placement, risk
-from planaria.planner.survival import Failures, minimal
+from planaria.placement.placement import Placement, paper_placement
+from planaria.placement.spread import Limits, even_limits, optimised_placement, risk
+from planaria.placement.survival import Failures, minimal
 
 # PAPERS 5a: N, k; different sets of copy holders of `mixed`, fewest under even load, fewest of all.
 TABLE = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.planner import survival
-from planaria.planner.placement import paper_placement, paper_probability
-from planaria.planner.survival import (
+from planaria.placement import survival
+from planaria.placement.placement import paper_placement, paper_probability
+from planaria.placement.survival import (
     Estimate,
     Failures,
     minimal,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner import survival
-from planaria.planner.copies import layer_copies
-from planaria.planner.layer_survival import LOST_MAX, layer_survival
-from planaria.planner.placement import paper_placement
+from planaria.placement import survival
+from planaria.placement.copies import layer_copies
+from planaria.placement.layer_survival import LOST_MAX, layer_survival
+from planaria.placement.placement import paper_placement
 
 COUNTED_S_MAX = 10.0  # By the process's own clock; of most plans it is less than a tenth of that.
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner.copies import layer_copies, shard_copies
-from planaria.planner.placement import paper_placement
+from planaria.placement.copies import layer_copies, shard_copies
+from planaria.placement.placement import paper_placement
 
 BYTES = (300, 100, 100, 100, 100, 100, 100, 100, 100, 500)
 

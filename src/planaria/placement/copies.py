@@ -3,7 +3,7 @@
 Every rank keeps a copy of the layers that it holds in its own node's memory. Of each layer there
 are k - 1 further copies, which one of its holders sends, to nodes that do not compute it where
 there are any: a pipeline's nodes have replicas in other pipelines, and a copy there would be lost
-with them. Which nodes those are follows the placement of copies of nodes (planner/placement.py), as
+with them. Which nodes those are follows the placement of copies of nodes (placement/placement.py), as
 far as it allows that; so what a node sends goes to as few others as possible. Nodes that may fail
 together with holders come last.
 
@@ -19,7 +19,7 @@ from itertools import chain
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner.placement import Placement
+from planaria.placement.placement import Placement
 
 
 def layer_copies(

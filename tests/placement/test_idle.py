@@ -11,9 +11,9 @@ from jobs import NUM_LAYERS, shaped_plan
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.planner.copies import layer_copies
-from planaria.planner.idle import Sending, predicted_idle, predicted_sending
-from planaria.planner.placement import paper_placement
+from planaria.placement.copies import layer_copies
+from planaria.placement.idle import Sending, predicted_idle, predicted_sending
+from planaria.placement.placement import paper_placement
 from planaria.planner.problem import Problem
 from planaria.planner.shadows import shadowed
 from planaria.schedule.action import SEND_FORWARD, Schedule

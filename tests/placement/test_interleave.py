@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planaria.core.plan import Link
-from planaria.planner.interleave import Chunk, idle_spans, partitioned
+from planaria.placement.interleave import Chunk, idle_spans, partitioned
 
 LINK = Link(0.5, 10.0)  # Half a second a chunk, and ten bytes a second.
 

@@ -8,7 +8,7 @@ their own, and what holders of other layers keep could complete the same set.
 So, from where `mixed` has copies, sets are given up one after the other, each where all its layers
 can move to others: whatever fails, what is lost then was lost before, too. The same is done from
 copies that are packed into few sets at once, and, where nodes hold what no other one does, from the
-groups that planner/spread.py begins with. Of these the one of least risk is taken that is worse
+groups that placement/spread.py begins with. Of these the one of least risk is taken that is worse
 than `mixed` for no number of lost nodes. No node keeps more than some node does in `mixed`, and no
 layer is in fewer failure domains.
 
@@ -22,10 +22,10 @@ from typing import Final
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner.copies import keeping_places, layer_copies
-from planaria.planner.placement import paper_placement
-from planaria.planner.spread import all_lost, as_placement, starts
-from planaria.planner.survival import (
+from planaria.placement.copies import keeping_places, layer_copies
+from planaria.placement.placement import paper_placement
+from planaria.placement.spread import all_lost, as_placement, starts
+from planaria.placement.survival import (
     DOMAIN_FAILURE,
     NODE_FAILURE,
     Failures,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan, plain_plan
-from planaria.planner.copies import keeping_places, layer_copies
-from planaria.planner.fewer_sets import optimised_copies
-from planaria.planner.placement import paper_placement
-from planaria.planner.survival import Failures, minimal, survival_under, survivals
+from planaria.placement.copies import keeping_places, layer_copies
+from planaria.placement.fewer_sets import optimised_copies
+from planaria.placement.placement import paper_placement
+from planaria.placement.survival import Failures, minimal, survival_under, survivals
 
 EQUAL = (100,) * NUM_LAYERS
 UNEQUAL = (300, *(100,) * (NUM_LAYERS - 2), 500)

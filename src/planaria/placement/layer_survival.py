@@ -8,8 +8,8 @@ import numpy as np
 
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
-from planaria.planner.copies import keeping_places
-from planaria.planner.survival import Estimate, survival_by_lost
+from planaria.placement.copies import keeping_places
+from planaria.placement.survival import Estimate, survival_by_lost
 
 LOST_MAX: Final = 16  # The states to count become many with the lost nodes.
 

@@ -9,7 +9,7 @@ from functools import partial
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Link, Plan
 from planaria.estimator.time import Timeline, predicted_timeline
-from planaria.planner.interleave import Chunk, Interval, anchored, idle_spans, partitioned
+from planaria.placement.interleave import Chunk, Interval, anchored, idle_spans, partitioned
 from planaria.planner.problem import Problem
 from planaria.schedule.action import SEND_BACKWARD, SEND_FORWARD, SHADOW, Schedule
 from planaria.schedule.lower import lowered
