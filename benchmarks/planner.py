@@ -51,7 +51,8 @@ from planaria.core.plan import (
 from planaria.core.profile_json import encode_profile
 from planaria.estimator.makespan import makespan_s, stage_seconds
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.paper import paper_partition
+from planaria.planner.layout.unequal import UnequalPlanner
+from planaria.planner.partition.paper import paper_partition
 from planaria.planner.plans import (
     EveryPlan,
     best_plan,
@@ -61,7 +62,6 @@ from planaria.planner.plans import (
 )
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.templates import pipeline_template, pipeline_templates, ranked_template
-from planaria.planner.unequal import UnequalPlanner
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.schedule.lower import lowered

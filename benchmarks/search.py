@@ -29,14 +29,14 @@ from planaria.core.plan import LayerProfile, ModelProfile, PipelineTemplate
 from planaria.estimator.makespan import ends_of_each
 from planaria.estimator.reductions import equal_reduce_s
 from planaria.job.planning import read_profile
-from planaria.planner.depths import Ranges
-from planaria.planner.fitting import Rows, fitting
+from planaria.planner.layout.depths import Ranges
+from planaria.planner.layout.search import Layout, layouts
+from planaria.planner.partition.fitting import Rows, fitting
+from planaria.planner.partition.refine import table_of
+from planaria.planner.partition.split_times import SplitTimes, least_split_s
 from planaria.planner.plans import bind
 from planaria.planner.problem import Problem, Seconds, Shape, stage_costs
-from planaria.planner.refine import table_of
-from planaria.planner.reroutes import simulated_s, with_split_backwards
-from planaria.planner.search import Layout, layouts
-from planaria.planner.split_times import SplitTimes, least_split_s
+from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.templates import RankedTemplate, fastest_templates, template_of
 from planaria.planner.times import iteration_after
 

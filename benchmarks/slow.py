@@ -15,8 +15,8 @@ from pathlib import Path
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
 from planaria.job.job import Job, TrainingResult
+from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.plans import plan_iteration_s
-from planaria.planner.unequal import UnequalPlanner
 
 GOAL = 0.05
 EXAMPLE = Path(__file__).parents[1] / "examples" / "paced.toml"

@@ -11,7 +11,7 @@ from typing import Final
 from planaria.core.plan import LayerProfile, Link, NodeKind, Plan
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Priced
+from planaria.planner.reroute.reroutes import Priced
 from planaria.schedule.lower import lowered
 from schedule.plan_examples import pipeline
 from strategies import MEBIBYTE, model_profile

@@ -33,8 +33,8 @@ from planaria.core.cluster import (
 from planaria.core.findings import FailureHistory
 from planaria.core.plan import Hop, Plan, Transition
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import Priced, priced
-from planaria.planner.shadows import shadowed
+from planaria.planner.reroute.reroutes import Priced, priced
+from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.absorb import Absorb
 from planaria.policies.policy import (
     Outlook,

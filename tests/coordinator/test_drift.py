@@ -25,7 +25,7 @@ from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
 from planaria.estimator.time import RANK_S
 from planaria.planner.plans import EveryPlan, bind, every_plan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import expected, simulated_s
+from planaria.planner.reroute.reroutes import expected, simulated_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal

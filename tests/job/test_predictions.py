@@ -10,7 +10,7 @@ from planaria.estimator.memory import peak_bytes
 from planaria.job.predictions import predicted_peak_bytes, prediction
 from planaria.planner.plans import bind
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import rerouted
+from planaria.planner.reroute.reroutes import rerouted
 from strategies import layer_profile, model_profile
 
 NUM_MICROBATCHES = 9

@@ -15,7 +15,7 @@ from planaria.placement.copies import layer_copies
 from planaria.placement.idle import Sending, predicted_idle, predicted_sending
 from planaria.placement.placement import paper_placement
 from planaria.planner.problem import Problem
-from planaria.planner.shadows import shadowed
+from planaria.planner.reroute.shadows import shadowed
 from planaria.schedule.action import SEND_FORWARD, Schedule
 from planaria.schedule.lower import lowered
 from strategies import layer_profile, model_profile

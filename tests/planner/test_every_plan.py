@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
+from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
     every_plan,
@@ -15,7 +16,6 @@ from planaria.planner.plans import (
     pipeline_microbatches,
     plan_iteration_s,
 )
-from planaria.planner.sets import distribute_microbatches
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from strategies import MEBIBYTE, equal_problem
 

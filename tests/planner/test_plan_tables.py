@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from rich.console import Console
 
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan
+from planaria.planner.layout.unequal import unequal_plans
 from planaria.planner.plans import (
     best_plan,
     bind,
@@ -20,7 +21,6 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.times import PlainTimes
-from planaria.planner.unequal import unequal_plans
 from planaria.show.tables import plan_json, plan_table
 from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, planned
 

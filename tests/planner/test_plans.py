@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.errors import ConfigError
-from planaria.planner.instantiate import instantiations
+from planaria.planner.layout.instantiate import instantiations
+from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
     bind,
@@ -16,7 +17,6 @@ from planaria.planner.plans import (
     plan_iteration_s,
 )
 from planaria.planner.problem import Problem
-from planaria.planner.sets import distribute_microbatches
 from planaria.planner.templates import pipeline_template, pipeline_templates
 from planaria.planner.times import PlainTimes
 from strategies import equal_problem, planned, problems

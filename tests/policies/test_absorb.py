@@ -9,8 +9,8 @@ from planaria.core.plan import Plan, Transition
 from planaria.errors import ConfigError
 from planaria.estimator.memory import bytes_by_rank
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import simulated_s
-from planaria.planner.shadows import shadowed, shadowed_start
+from planaria.planner.reroute.reroutes import simulated_s
+from planaria.planner.reroute.shadows import shadowed, shadowed_start
 from planaria.policies.absorb import ABSORB, Absorb
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal

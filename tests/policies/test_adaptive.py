@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import num_without_work
+from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Outlook, Policy, Prices, best_transition
 from planaria.policies.reinstantiate import Reinstantiate

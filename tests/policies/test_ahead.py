@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan
-from planaria.planner.depths import Ranges
+from planaria.planner.layout.depths import Ranges
+from planaria.planner.layout.search import Searched
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import simulated_s
-from planaria.planner.search import Searched
+from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.ahead import Ahead, Known, look_ahead, losses
 from planaria.policies.policy import Policy

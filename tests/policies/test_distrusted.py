@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan, Transition
-from planaria.planner.instantiate import instantiations
+from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import num_exposed

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
-from planaria.planner.instantiate import instantiations
+from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.reinstantiate import GLOBAL, Reinstantiate
 from policies.losses import NUM_LAYERS, every, plan_of, prices

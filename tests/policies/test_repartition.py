@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, Transition
-from planaria.planner.depths import Ranges
+from planaria.planner.layout.depths import Ranges
+from planaria.planner.layout.search import Layout, Searched
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import simulated_s
-from planaria.planner.search import Layout, Searched
+from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition, answers
 from planaria.policies.unequal import STAY, Unequal

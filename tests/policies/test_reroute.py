@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, Transition
-from planaria.planner import reroutes
 from planaria.planner.plans import EveryPlan, bind
-from planaria.planner.reroutes import num_without_work
+from planaria.planner.reroute import reroutes
+from planaria.planner.reroute.reroutes import num_without_work
 from planaria.policies import reroute
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Outlook, best_transition, profile_prices

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.cluster import survivors as alike_survivors
 from planaria.core.plan import NodeKind, Plan, Transition
-from planaria.planner.instantiate import instantiations
+from planaria.planner.layout.instantiate import instantiations
+from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.plans import EveryPlan, plan_iteration_s
-from planaria.planner.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.policies import unequal
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import RECUT, STAY, UNEQUAL, WITHOUT, Unequal

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from planaria.planner.instantiate import instantiations
+from planaria.planner.layout.instantiate import instantiations
 from planaria.policies.reinstantiate import Part, Reformed, Step, reformed_parts
 
 

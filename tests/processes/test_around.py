@@ -24,7 +24,7 @@ from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.plan import Ticks
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.planner.orders import best_order
+from planaria.planner.reroute.orders import best_order
 from planaria.schedule.action import Kind
 
 ITERATIONS = 48

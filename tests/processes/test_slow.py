@@ -11,8 +11,8 @@ from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.plans import plan_iteration_s
-from planaria.planner.unequal import UnequalPlanner
 
 pytestmark = pytest.mark.timed
 

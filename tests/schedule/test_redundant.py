@@ -7,7 +7,7 @@ import pytest
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.errors import ScheduleError
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.shadows import shadowed
+from planaria.planner.reroute.shadows import shadowed
 from planaria.schedule.action import Kind, Schedule, format_schedule, parse_schedule
 from planaria.schedule.lower import lowered, lowered_for, place_transfers, validate
 from planaria.schedule.redundant import place_shadows

@@ -37,7 +37,7 @@ from planaria.core.messages import (
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, encode_record
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Priced
+from planaria.planner.reroute.reroutes import Priced
 from planaria.policies import reroute
 from planaria.policies.policy import best_transition
 from planaria.schedule import buckets

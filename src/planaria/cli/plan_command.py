@@ -27,11 +27,11 @@ from planaria.placement.idle import Sending, predicted_sending
 from planaria.placement.interleave import PREDICTED_GAMMA
 from planaria.placement.layer_survival import LayerSurvival, layer_survival
 from planaria.placement.placement import check_copies, paper_placement
-from planaria.planner.paper_sets import PAPER_METHOD
+from planaria.planner.layout.paper_sets import PAPER_METHOD
+from planaria.planner.layout.unequal import unequal_plans
 from planaria.planner.plans import METHOD, EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
-from planaria.planner.unequal import unequal_plans
 from planaria.policies.policy import profile_prices
 from planaria.profiles.shipped import NAMES
 from planaria.show.figures import plan_figure

@@ -38,7 +38,7 @@ from planaria.core.records import ProfileCorrected
 from planaria.estimator.drift import corrected_profile, layer_ratios
 from planaria.planner.plans import EveryPlan, every_plan_of
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Expected, expected
+from planaria.planner.reroute.reroutes import Expected, expected
 from planaria.policies.policy import Policy, Prices
 from planaria.policies.unequal import of_kinds
 

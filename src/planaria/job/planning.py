@@ -33,7 +33,7 @@ from planaria.job.predictions import prediction
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.plans import EveryPlan, best_plan, every_plan
 from planaria.planner.problem import Problem, batch_error
-from planaria.planner.shadows import shadowed_start
+from planaria.planner.reroute.shadows import shadowed_start
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.buckets import ReductionOrder

@@ -3,9 +3,9 @@
 Every rank keeps a copy of the layers that it holds in its own node's memory. Of each layer there
 are k - 1 further copies, which one of its holders sends, to nodes that do not compute it where
 there are any: a pipeline's nodes have replicas in other pipelines, and a copy there would be lost
-with them. Which nodes those are follows the placement of copies of nodes (placement/placement.py), as
-far as it allows that; so what a node sends goes to as few others as possible. Nodes that may fail
-together with holders come last.
+with them. Which nodes those are follows the placement of copies of nodes (placement/placement.py),
+as far as it allows that; so what a node sends goes to as few others as possible. Nodes that may
+fail together with holders come last.
 
 Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 4.
 Differs: Gemini has no replicas, so each of its machines sends all that it has; here one of several

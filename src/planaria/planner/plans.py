@@ -20,10 +20,10 @@ from typing import Final, Protocol
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
-from planaria.planner.batches import check_microbatches
-from planaria.planner.instantiate import numbers_of_pipelines
+from planaria.planner.layout.batches import check_microbatches
+from planaria.planner.layout.instantiate import numbers_of_pipelines
+from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
 from planaria.planner.problem import Counts, Problem, batch_error
-from planaria.planner.sets import Instantiated, SetSearch, distribute_microbatches
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
 

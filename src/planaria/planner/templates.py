@@ -23,13 +23,13 @@ import numpy as np
 from planaria.core.plan import NodeKind, PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each
-from planaria.planner.bound import BoundSearch
-from planaria.planner.fitting import Fitting, rows_of
-from planaria.planner.paper import paper_partition
-from planaria.planner.positions import Positions
+from planaria.planner.partition.bound import BoundSearch
+from planaria.planner.partition.fitting import Fitting, rows_of
+from planaria.planner.partition.paper import paper_partition
+from planaria.planner.partition.positions import Positions
+from planaria.planner.partition.refine import nearby, table_of
+from planaria.planner.partition.windows import windows
 from planaria.planner.problem import Counts, Problem, Shape, StageCosts, stage_costs
-from planaria.planner.refine import nearby, table_of
-from planaria.planner.windows import windows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Bamboo's answer to a loss: the neighbour computes the lost node's layers, which it kept in step.
 
-Every node keeps its successor's layers besides its own (planner/shadows.py): it takes part in their
-reductions, takes their optimizer steps, and computes their forwards ahead, in bubbles
+Every node keeps its successor's layers besides its own (planner/reroute/shadows.py): it takes part
+in their reductions, takes their optimizer steps, and computes their forwards ahead, in bubbles
 (schedule/redundant.py). When a node is lost, the neighbour that keeps its layers computes both: the
 pipeline goes on with a stage less, and nothing is sent.
 
@@ -22,8 +22,8 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import Priced, priced, simulated_s
-from planaria.planner.shadows import shadowed
+from planaria.planner.reroute.reroutes import Priced, priced, simulated_s
+from planaria.planner.reroute.shadows import shadowed
 from planaria.policies.policy import Policy, Prices, downtime_s, least_exposed, num_exposed
 from planaria.policies.unequal import STAY
 from planaria.restorer.sources import transfer_rounds

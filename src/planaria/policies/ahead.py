@@ -25,7 +25,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.garbage import no_collection
 from planaria.core.plan import Hop, Pipeline, PipelineTemplate, Plan, Route, Transition
-from planaria.planner.search import Searched
+from planaria.planner.layout.search import Searched
 from planaria.policies.policy import Policy, Prices, downtime_s
 from planaria.policies.repartition import is_usual, templates_of
 from planaria.policies.unequal import STAY

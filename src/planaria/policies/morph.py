@@ -25,7 +25,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesLost
 from planaria.core.plan import PipelineTemplate, Plan, Transition, plain_plan
 from planaria.planner.plans import EveryPlan
-from planaria.planner.reroutes import Priced
+from planaria.planner.reroute.reroutes import Priced
 from planaria.policies.policy import Prices, moving
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import of_kinds, staying

@@ -3,11 +3,11 @@
 from typing import Final
 
 from planaria.core.job import JobConfig
-from planaria.planner.depths import Ranges
+from planaria.planner.layout.depths import Ranges
+from planaria.planner.layout.search import Searched
 from planaria.planner.plans import EveryPlan
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import HOPS_MAX, TRIES_HOPS_MAX
-from planaria.planner.search import Searched
+from planaria.planner.reroute.reroutes import HOPS_MAX, TRIES_HOPS_MAX
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.ahead import Ahead, Known

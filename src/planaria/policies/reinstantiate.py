@@ -33,7 +33,7 @@ from operator import itemgetter
 
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Transition, plain_plan
-from planaria.planner.instantiate import instantiations
+from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Prices, least_exposed, moving, num_exposed
 from planaria.restorer.assignment import Opening

@@ -1,10 +1,10 @@
 """Odyssey's answer to a loss: whatever pipelines suit the nodes that are left, made of no templates
 that were there before.
 
-The layouts that a search finds (planner/search.py) are bound to nodes such that the fewest bytes
-move. Several are proposed: the fastest, and slower ones that keep more of the pipelines that there
-are, for which less has to move. Searched are as many steps as are worth a pause; what was found
-before, while training went on, is there at once, and the search goes on from there.
+The layouts that a search finds (planner/layout/search.py) are bound to nodes such that the fewest
+bytes move. Several are proposed: the fastest, and slower ones that keep more of the pipelines that
+there are, for which less has to move. Searched are as many steps as are worth a pause; what was
+found before, while training went on, is there at once, and the search goes on from there.
 
 Nodes that differ in speed or memory are left to another policy, and so is what has no layout within
 the ranges. So is the question whether there is a better plan for the nodes that there are, as far
@@ -22,9 +22,9 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition, plain_plan
+from planaria.planner.layout.search import Layout, Searched
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import with_split_backwards
-from planaria.planner.search import Layout, Searched
+from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.policies.policy import Policy, Prices, least_exposed, moving, num_exposed
 from planaria.policies.reinstantiate import openings_of
 from planaria.policies.unequal import STAY

@@ -13,8 +13,8 @@ place, nodes that are slow.
 
 Source: ReCycle (SOSP '24), adaptive pipelining and failure normalization.
 Differs: ReCycle needs pipelines that are cut alike, and solves an integer program for each number
-of failures beforehand; here a greedy search finds routes after the loss (planner/reroutes.py), and
-each move is the one that helps most.
+of failures beforehand; here a greedy search finds routes after the loss
+(planner/reroute/reroutes.py), and each move is the one that helps most.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +24,7 @@ from typing import Final
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import (
+from planaria.planner.reroute.reroutes import (
     TRIES_HOPS_MAX,
     Priced,
     even_s,

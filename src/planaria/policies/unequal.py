@@ -23,11 +23,11 @@ from typing import Final
 
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Transition
+from planaria.planner.layout.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.planner.plans import EveryPlan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import stage_costs
-from planaria.planner.reroutes import simulated_s
+from planaria.planner.reroute.reroutes import simulated_s
 from planaria.planner.templates import fastest_templates
-from planaria.planner.unequal import EFFORT_MAX, UnequalPlanner, planning_effort
 from planaria.policies.policy import Prices, least_exposed
 from planaria.policies.reinstantiate import POLICY, Reinstantiate, openings_of
 from planaria.restorer.assignment import Opening, assigned

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from planaria.core.profile_json import encode_profile
-from planaria.planner.analytic import (
+from planaria.profiles.analytic import (
     OPTIMIZER_BYTES,
     VALUE_BYTES,
     num_parameters,

@@ -1,4 +1,4 @@
-"""The profiles that come with planaria: made by planner/analytic.py, not measured.
+"""The profiles that come with planaria: made by profiles/analytic.py, not measured.
 
 The shapes are those that their papers give, GPT-3 with dense attention in every block. The machine
 is nodes of NVIDIA A100 SXM 80 GB:
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from planaria.core.plan import Link, ModelProfile
-from planaria.planner.analytic import Machine, TransformerShape, analytic_profile
+from planaria.profiles.analytic import Machine, TransformerShape, analytic_profile
 
 A100: Final = Machine(
     name="A100 SXM 80 GB",

@@ -22,7 +22,7 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile, Plan, Transitio
 from planaria.core.samples import sample_numbers
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
-from planaria.planner.shadows import shadowed
+from planaria.planner.reroute.shadows import shadowed
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import Known
 from planaria.policies.named import aware_policy_of

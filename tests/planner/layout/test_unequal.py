@@ -14,12 +14,12 @@ from planaria.core.plan import Link, NodeKind, PipelineTemplate, Plan
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.bound import BoundSearch
+from planaria.planner.layout.unequal import UnequalPlanner
+from planaria.planner.partition.bound import BoundSearch
 from planaria.planner.plans import best_plan, pipeline_microbatches, plan_iteration_s
 from planaria.planner.problem import Counts, Problem, stage_costs
 from planaria.planner.templates import pipeline_templates
 from planaria.planner.times import PlainTimes
-from planaria.planner.unequal import UnequalPlanner
 from planaria.schedule.lower import lowered
 from strategies import MEBIBYTE, equal_problem
 

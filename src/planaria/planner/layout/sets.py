@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate
-from planaria.planner.batches import check_microbatches, fastest_distribution
-from planaria.planner.instantiate import Range, SizeSearch, sets_of
+from planaria.planner.layout.batches import check_microbatches, fastest_distribution
+from planaria.planner.layout.instantiate import Range, SizeSearch, sets_of
 from planaria.planner.problem import Counts, Problem
 from planaria.planner.times import PlainTimes
 

@@ -11,7 +11,7 @@ a peer's stage has the same boundaries, several where they differ. No parameter 
    in the one direction or the other. What results is run in virtual time, and the fastest is taken:
    a schedule has gaps that loads do not show.
 3. From the fastest of these on, where they are small, other orders of actions are looked for
-   (planner/orders.py).
+   (planner/reroute/orders.py).
 
 Source: ReCycle (SOSP '24), adaptive pipelining.
 Differs: there a microbatch stays in its pipeline, peers of the lost stage take equal parts, and
@@ -28,10 +28,10 @@ from typing import Final, NamedTuple
 from planaria.core.plan import Plan, Route
 from planaria.estimator.memory import bytes_by_rank, kept_bytes
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.detours import Detours
-from planaria.planner.orders import PATIENCE, best_order
 from planaria.planner.problem import Problem
-from planaria.planner.ticks import stage_ticks
+from planaria.planner.reroute.detours import Detours
+from planaria.planner.reroute.orders import PATIENCE, best_order
+from planaria.planner.reroute.ticks import stage_ticks
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import unchecked
 

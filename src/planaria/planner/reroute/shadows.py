@@ -14,7 +14,7 @@ from planaria.core.plan import Pipeline, Plan
 from planaria.errors import ConfigError
 from planaria.estimator.memory import bytes_by_rank
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import Priced, priced
+from planaria.planner.reroute.reroutes import Priced, priced
 
 
 def shadowed(plan: Plan) -> Plan:

@@ -29,10 +29,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from planaria.core.plan import PipelineTemplate
-from planaria.planner.depths import Ranges, by_share, numbers_of_pipelines, spreads
-from planaria.planner.partitions import Partitions, Size
+from planaria.planner.layout.depths import Ranges, by_share, numbers_of_pipelines, spreads
+from planaria.planner.layout.sets import distribute_microbatches
+from planaria.planner.partition.partitions import Partitions, Size
 from planaria.planner.problem import Problem, stage_costs
-from planaria.planner.sets import distribute_microbatches
 from planaria.planner.times import PlainTimes, iteration_after
 
 FRONT_MAX: Final = 4

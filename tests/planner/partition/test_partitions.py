@@ -15,13 +15,13 @@ from exhaustive import (
     small_problem,
     template_of,
 )
-from planaria.planner.bound import BoundSearch
-from planaria.planner.fitting import rows_of
-from planaria.planner.paper import paper_partition
-from planaria.planner.positions import Positions
+from planaria.planner.partition.bound import BoundSearch
+from planaria.planner.partition.fitting import rows_of
+from planaria.planner.partition.paper import paper_partition
+from planaria.planner.partition.positions import Positions
+from planaria.planner.partition.rates import Rates
+from planaria.planner.partition.refine import slowest_cycle_s, table_of
 from planaria.planner.problem import Problem, stage_costs
-from planaria.planner.rates import Rates
-from planaria.planner.refine import slowest_cycle_s, table_of
 from planaria.planner.templates import pipeline_template
 
 SEED = 20_261_121

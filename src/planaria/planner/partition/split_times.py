@@ -17,10 +17,10 @@ import numpy as np
 
 from planaria.core.plan import PipelineTemplate, plain_plan
 from planaria.estimator.time import predicted_timeline
-from planaria.planner.fitting import Rows
+from planaria.planner.partition.fitting import Rows
+from planaria.planner.partition.refine import table_of
 from planaria.planner.problem import Problem, Seconds, StageCosts
-from planaria.planner.refine import table_of
-from planaria.planner.reroutes import with_split_backwards
+from planaria.planner.reroute.reroutes import with_split_backwards
 from planaria.planner.times import pipelines_of
 from planaria.schedule.lower import unchecked
 

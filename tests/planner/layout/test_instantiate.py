@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.planner.instantiate import (
+from planaria.planner.layout.instantiate import (
     Range,
     SizeSearch,
     first_gap,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import PipelineTemplate, Stage, on_one_device, plain_plan
 from planaria.estimator.memory import bytes_by_rank, peak_bytes
-from planaria.planner.depths import Ranges, by_share
+from planaria.planner.layout.depths import Ranges, by_share
+from planaria.planner.layout.search import Layout, Searched, layouts
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import simulated_s, with_split_backwards
-from planaria.planner.search import Layout, Searched, layouts
+from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.times import pipelines_of
 from planaria.profiles.shipped import shipped_profiles
 from strategies import MEBIBYTE, layer_profile, model_profile

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planaria.estimator.makespan import StageSeconds, makespan_s, stage_table
-from planaria.planner.refine import least_s, steady_s
+from planaria.planner.partition.refine import least_s, steady_s
 
 SECONDS = st.integers(0, 9).map(float)
 

@@ -15,9 +15,9 @@ from exhaustive import paper_objective_s, small_problem
 from planaria.core.plan import PipelineTemplate
 from planaria.errors import ConfigError
 from planaria.job.planning import read_profile
-from planaria.planner import paper_sets
-from planaria.planner.instantiate import instantiations
-from planaria.planner.paper_sets import PAPER_METHOD, PaperSets
+from planaria.planner.layout import paper_sets
+from planaria.planner.layout.instantiate import instantiations
+from planaria.planner.layout.paper_sets import PAPER_METHOD, PaperSets
 from planaria.planner.plans import (
     METHOD,
     foreseen_plans,

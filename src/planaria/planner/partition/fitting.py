@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.positions import Option, Positions
+from planaria.planner.partition.positions import Option, Positions
+from planaria.planner.partition.windows import Windows, behind, widest
 from planaria.planner.problem import Counts, Shape, StageCosts
-from planaria.planner.windows import Windows, behind, widest
 
 NEVER: Final = 1 << 30  # Stages of a tail that does not fit.
 

@@ -12,7 +12,7 @@ as b where it limits, it finds a lower bound for all t* in there. Intervals whos
 than the best partition so far are dropped, the others are cut, down to single values, where the
 bound is exact. One run of the program treats many intervals.
 
-Exact: the minimum over all partitions (tests/planner/test_partitions.py).
+Exact: the minimum over all partitions (tests/planner/partition/test_partitions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, equations 1 - 4.
 Differs: equations 1 and 3 start the second half at layer k + 1, which skips layer k; T2 is computed
@@ -29,8 +29,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from planaria.planner.bound import MANY_MICROBATCHES, BoundSearch
-from planaria.planner.positions import Positions
+from planaria.planner.partition.bound import MANY_MICROBATCHES, BoundSearch
+from planaria.planner.partition.positions import Positions
 from planaria.planner.problem import Seconds, Shape, StageCosts
 
 _INTERVALS: Final = 32  # That one run of the program treats.

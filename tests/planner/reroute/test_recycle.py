@@ -9,7 +9,7 @@ import pytest
 from cases import every_nth
 from lost_places import GREEDY, Lost, grid, unit_problem
 from planaria.core.plan import NodeKind, Plan
-from planaria.planner.reroutes import rerouted
+from planaria.planner.reroute.reroutes import rerouted
 from strategies import MEBIBYTE
 
 # Of rows of it what ours takes at most with less memory: what is enough without losses, that by the

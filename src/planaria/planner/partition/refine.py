@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
-from planaria.planner.fitting import Rows, fitting, rows_of
+from planaria.planner.partition.fitting import Rows, fitting, rows_of
 from planaria.planner.problem import Counts, Shape, StageCosts
 
 NUM_KEPT: Final = 5  # The best ones, near which to look.

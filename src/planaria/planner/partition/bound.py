@@ -15,9 +15,9 @@ position) finds the lowest one without knowing the number of stages, nor in whic
 different kinds are to stand. One table serves pipelines of all sizes (positions.py).
 
 Memory is relaxed first: the stages left are at least as many as nodes. Only where the partition
-found so does not fit is the program run that knows the stages left (held.py).
+found so does not fit is the program run that knows the stages left (memory_bound.py).
 
-Exact: `lowest` is the minimum over all partitions that fit (tests/planner/test_partitions.py).
+Exact: `lowest` is the minimum over all partitions that fit (test_partitions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, for the problem.
 Differs: its T1 + T2 + T3 at N_b = 4S (paper.py) leaves out transfers and memory, and can exceed the
@@ -31,13 +31,13 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from planaria.planner.fitting import Fitting, fitting, rows_of
-from planaria.planner.held import Held
-from planaria.planner.positions import Option, Positions
+from planaria.planner.partition.fitting import Fitting, fitting, rows_of
+from planaria.planner.partition.memory_bound import Held
+from planaria.planner.partition.positions import Option, Positions
+from planaria.planner.partition.rates import Rates
+from planaria.planner.partition.refine import steady_s, table_of
+from planaria.planner.partition.windows import Windows, behind, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
-from planaria.planner.rates import Rates
-from planaria.planner.refine import steady_s, table_of
-from planaria.planner.windows import Windows, behind, widest, windows
 
 # A limit begins as so many times what no partition can do without, and grows until there is one.
 _LIMIT_FACTOR: Final = 1.5

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from planaria.core.plan import LayerProfile, ModelProfile
 from planaria.core.profile_json import decode_profile, encode_profile
-from planaria.planner.analytic import (
+from planaria.planner.problem import Problem
+from planaria.planner.templates import smallest_num_nodes
+from planaria.profiles.analytic import (
     TransformerShape,
     analytic_profile,
     num_parameters,
     sample_flops,
 )
-from planaria.planner.problem import Problem
-from planaria.planner.templates import smallest_num_nodes
 from planaria.profiles.shipped import A100, LLAMA2_7B, SHIPPED, shipped_profiles
 
 SHAPES = {shape.name: shape for shape, _ in SHIPPED}

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from planaria.planner.fitting import Fitting
-from planaria.planner.positions import Option, Positions
+from planaria.planner.partition.fitting import Fitting
+from planaria.planner.partition.positions import Option, Positions
+from planaria.planner.partition.windows import Window, Windows, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
-from planaria.planner.windows import Window, Windows, widest, windows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

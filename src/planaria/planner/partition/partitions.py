@@ -19,10 +19,10 @@ from typing import Final
 
 from planaria.core.plan import PipelineTemplate
 from planaria.estimator.makespan import makespans_of_each
-from planaria.planner.fitting import fitting, rows_of
+from planaria.planner.partition.fitting import fitting, rows_of
+from planaria.planner.partition.refine import changed, table_of
+from planaria.planner.partition.split_times import SplitTimes, least_split_s
 from planaria.planner.problem import Problem, Shape, stage_costs
-from planaria.planner.refine import changed, table_of
-from planaria.planner.split_times import SplitTimes, least_split_s
 from planaria.planner.templates import fastest_templates, template_of
 
 EVEN_MAX: Final = 2000  # Ways to share out layers; of 34 over 16 stages there are 120.

@@ -6,7 +6,7 @@ Templates are made for the microbatches that a pipeline of their speed would get
 that is chosen are made anew for what they get there, as long as that is faster.
 
 Ranked, not proved: against all sets, orders, partitions and batches of small clusters see
-tests/planner/test_unequal.py.
+tests/planner/layout/test_unequal.py.
 
 Source: none of the papers; they assume equal nodes.
 """
@@ -21,16 +21,16 @@ import numpy as np
 
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, plain_plan
 from planaria.errors import ConfigError
-from planaria.planner.batches import check_microbatches
-from planaria.planner.fitting import Fitting
-from planaria.planner.instantiate import sets_of
+from planaria.planner.layout.batches import check_microbatches
+from planaria.planner.layout.instantiate import sets_of
+from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
+from planaria.planner.partition.fitting import Fitting
+from planaria.planner.partition.positions import Positions
+from planaria.planner.partition.windows import windows
 from planaria.planner.plans import EveryPlan
-from planaria.planner.positions import Positions
 from planaria.planner.problem import Counts, Problem, stage_costs
-from planaria.planner.sets import Instantiated, SetSearch, distribute_microbatches
 from planaria.planner.templates import RankedTemplate, fastest_templates
 from planaria.planner.times import PlainTimes
-from planaria.planner.windows import windows
 
 PARTS_MAX: Final = 1500
 EFFORT_MAX: Final = 16_000  # Half a second; 24 nodes and 34 layers are 39,000 and take 1.1 s.

@@ -24,12 +24,12 @@ import numpy as np
 
 from planaria.core.plan import PipelineTemplate
 from planaria.estimator.makespan import stage_seconds
-from planaria.planner.batches import levelled_distribution
-from planaria.planner.instantiate import Range, SizeSearch, sets_of
-from planaria.planner.paper import paper_iteration_s
+from planaria.planner.layout.batches import levelled_distribution
+from planaria.planner.layout.instantiate import Range, SizeSearch, sets_of
+from planaria.planner.layout.sets import Instantiated
+from planaria.planner.partition.paper import paper_iteration_s
 from planaria.planner.plans import Method
 from planaria.planner.problem import Counts, Problem, Seconds
-from planaria.planner.sets import Instantiated
 from planaria.planner.templates import paper_template
 from planaria.planner.times import PlainTimes
 

@@ -17,9 +17,9 @@ it finds is where a search begins (refine.py), no bound.
 
 import numpy as np
 
-from planaria.planner.positions import Option, Positions
+from planaria.planner.partition.positions import Option, Positions
+from planaria.planner.partition.windows import behind, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
-from planaria.planner.windows import behind, widest, windows
 
 
 class Rates:

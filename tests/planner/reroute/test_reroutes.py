@@ -24,7 +24,7 @@ from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
-from planaria.planner.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulated_s
+from planaria.planner.reroute.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulated_s
 from planaria.schedule.lower import lowered, lowered_for
 from schedule.plan_examples import pipeline, plain_plans, random_plan
 from strategies import MEBIBYTE, layer_profile, model_profile
