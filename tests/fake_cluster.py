@@ -21,13 +21,6 @@ from coordinated import (
     unsaved,
     worker,
 )
-from planaria.coordinator.agent_state import (
-    AgentState,
-    heard,
-    said,
-    said_again,
-    successor_order,
-)
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
@@ -57,6 +50,13 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.records import Decision, Members, Outcome, Progress
+from planaria.protocol.agent_state import (
+    AgentState,
+    heard,
+    said,
+    said_again,
+    successor_order,
+)
 
 
 @dataclass

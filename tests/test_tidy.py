@@ -27,6 +27,7 @@ LEVELS = (
     {"planner", "restorer"},
     {"placement"},
     {"policies"},
+    {"protocol"},
     {"coordinator"},
     {"user_functions"},
     {"transport"},
@@ -36,7 +37,7 @@ LEVELS = (
     {"profiles", "show", "simulator.compare"},
     {"__main__", "chaos", "cli", "job", "planaria"},
 )
-WALL = 9  # The levels below it decide, the others act.
+WALL = 10  # The levels below it decide, the others act.
 TOP = len(LEVELS) - 1
 # The worker does what the plan says; it never makes one. And what paces a job's layers and links
 # knows nothing of the estimator that it is held against.

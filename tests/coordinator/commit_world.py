@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planaria.coordinator.agent_state import AgentState, heard, said
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
@@ -40,6 +39,7 @@ from planaria.core.messages import (
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, Transition, plain_plan
 from planaria.core.records import Decision, Members, Outcome
 from planaria.policies.policy import Prices
+from planaria.protocol.agent_state import AgentState, heard, said
 
 ITERATION = 5
 ONE = PipelineTemplate((Stage(0, 1, 1),), 1)

@@ -5,10 +5,10 @@ import pytest
 from coordinated import FIRST, LEASE_S, NOW_S, gone, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.arrivals import ARRIVAL_LEASES_MIN, ARRIVAL_S_MIN, arrival_s
 from planaria.coordinator.state import End, Ending, Evict, Phase, Tick
 from planaria.core.records import Recovering
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 PLAN = shaped_plan((2, 2), 6)
 NUM_TICKS = round(ARRIVAL_S_MIN / LEASE_S * TICKS_PER_LEASE)

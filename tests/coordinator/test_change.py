@@ -16,7 +16,6 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.agent_state import AgentState, said, said_again
 from planaria.coordinator.candidates import rejoin_delay_s
 from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell, Tick
 from planaria.core.cluster import ClusterEvent, ClusterState
@@ -33,6 +32,7 @@ from planaria.core.messages import (
 from planaria.core.plan import Link, Plan, Transition
 from planaria.core.records import Changed, Committed, Decision, Recovering, Warned
 from planaria.policies.policy import Prices
+from planaria.protocol.agent_state import AgentState, said, said_again
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 
 PLAN = shaped_plan((1, 1), 6)  # Two nodes, each of which holds all ten layers.

@@ -25,10 +25,10 @@ from coordinator.commit_world import (
     first_world,
     moves,
 )
-from planaria.coordinator.agent_state import AgentState
 from planaria.coordinator.state import JobState
 from planaria.core.messages import StartEpoch, Stopped
 from planaria.core.records import Decision, Members, Outcome
+from planaria.protocol.agent_state import AgentState
 
 NUM_KEYS_MAX = 100_000
 

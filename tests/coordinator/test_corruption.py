@@ -19,7 +19,6 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
-from planaria.coordinator.agent_state import AgentState, said
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.start import first_step
@@ -37,6 +36,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.messages import Abort, Corrupted, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Recovering
+from planaria.protocol.agent_state import AgentState, said
 
 PLAN = shaped_plan((2, 2, 2), 6)  # Ranks 0, 2 and 4 hold layers 0 to 4, the others the rest.
 LOWER, UPPER = range(5), range(5, 10)

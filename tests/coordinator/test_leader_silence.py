@@ -4,9 +4,9 @@ lease runs out."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE, first_lease
 from planaria.coordinator.arrivals import arrival_s
 from planaria.coordinator.standstill import stands_still
+from planaria.protocol.agent_lease import TICKS_PER_LEASE, first_lease
 
 
 @given(

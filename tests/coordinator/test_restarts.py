@@ -17,11 +17,11 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster, FakeNode
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.agent_state import said
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import End, Ending, Phase, Tell, Tick
 from planaria.core.messages import Abort, PeerUnreachable
 from planaria.core.records import Committed, Members, Progress
+from planaria.protocol.agent_state import said
 
 PLAN = shaped_plan((2, 2), 6)
 

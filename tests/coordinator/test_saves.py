@@ -23,7 +23,6 @@ from coordinated import (
     stopped,
     training_halves,
 )
-from planaria.coordinator.agent_state import AgentState, said
 from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.saves import SLOW_S
 from planaria.coordinator.state import (
@@ -43,6 +42,7 @@ from planaria.coordinator.state import (
 )
 from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
+from planaria.protocol.agent_state import AgentState, said
 
 RULES = small_rules()
 TIMEOUT_S = RULES.job.checkpoint.timeout_s

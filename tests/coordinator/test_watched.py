@@ -3,8 +3,8 @@
 from math import inf
 from unittest.mock import patch
 
-from planaria.coordinator.agent_lease import Watched, is_late, watched
 from planaria.nodes.stolen import Stolen
+from planaria.protocol.agent_lease import Watched, is_late, watched
 
 
 def test_an_action_is_late_after_its_limit() -> None:

@@ -18,7 +18,6 @@ from planaria.coordinator import (
     start,
     trust,
 )
-from planaria.coordinator.agent_state import AgentState
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.logbook import Logbook
@@ -40,6 +39,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced
 from planaria.policies import reroute
 from planaria.policies.policy import best_transition
+from planaria.protocol.agent_state import AgentState
 from planaria.schedule import buckets
 from planaria.schedule.action import Bucket
 from planaria.simulator import layout

@@ -8,9 +8,9 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import JobState, Rules, Step
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 # A node is there within a second, on a machine that many share within ten; it costs nothing to be
 # patient, because nothing has been trained yet.

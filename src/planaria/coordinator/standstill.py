@@ -9,8 +9,8 @@ connections are closed nodes keep their leases and wait for the next one.
 from math import ceil
 from typing import Final
 
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.arrivals import arrival_s
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 # Two thirds of a lease: the last heartbeat that it answered may be a tick older than its last beat.
 SILENT_TICKS_MAX: Final = 4

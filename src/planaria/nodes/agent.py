@@ -11,7 +11,7 @@ it has run out nothing is written to disk. The agent ends, and its workers with 
 launcher's end of the lifeline pipe closes, when the node is no member any more, or when the
 coordinator says `Shutdown`.
 
-What it decides is in coordinator/agent_state.py and agent_lease.py.
+What it decides is in protocol/agent_state.py and agent_lease.py.
 """
 
 import asyncio
@@ -30,20 +30,6 @@ from typing import Final
 import msgspec
 
 from planaria.checkpoint.memory.arena import arena_fd
-from planaria.coordinator.agent_lease import (
-    TICKS_PER_LEASE,
-    AgentLease,
-    Watched,
-    first_lease,
-    is_given_up,
-    is_late,
-    renewed,
-    ticked,
-    unconnected,
-    watched,
-    watches_workers,
-)
-from planaria.coordinator.agent_state import AgentState, heard, said, said_again, successor_order
 from planaria.core.messages import (
     Fact,
     Heartbeat,
@@ -60,6 +46,20 @@ from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.output import flush_own
 from planaria.nodes.stolen import Stolen
+from planaria.protocol.agent_lease import (
+    TICKS_PER_LEASE,
+    AgentLease,
+    Watched,
+    first_lease,
+    is_given_up,
+    is_late,
+    renewed,
+    ticked,
+    unconnected,
+    watched,
+    watches_workers,
+)
+from planaria.protocol.agent_state import AgentState, heard, said, said_again, successor_order
 from planaria.transport.frames import (
     FrameDecoder,
     Role,

@@ -33,7 +33,6 @@ import msgspec
 
 from planaria.checkpoint.disk.gate import Gate, gated
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire, was_lost
@@ -67,6 +66,7 @@ from planaria.nodes.leader_spec import LeaderSpec, rules_of, saving_rules_of
 from planaria.nodes.publisher import Left, Publisher, PublisherThread
 from planaria.nodes.searcher import Searcher
 from planaria.policies.ahead import Known
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
 

@@ -12,10 +12,10 @@ from typing import Final
 import msgspec
 import psutil
 
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.standstill import stands_still
 from planaria.core.records import Ended
 from planaria.nodes.forkserver import told
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 _READ_BYTES: Final = 1 << 20
 # What tells a process to leave, beside Ctrl-C. The later ones come from schedulers (Slurm's

@@ -7,23 +7,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Literal, Protocol
 
-from planaria.coordinator.agent_lease import (
-    TICKS_PER_LEASE,
-    AgentLease,
-    first_lease,
-    is_given_up,
-    renewed,
-    ticked,
-    unconnected,
-    watches_workers,
-)
-from planaria.coordinator.agent_state import (
-    AgentState,
-    heard,
-    said,
-    said_again,
-    successor_order,
-)
 from planaria.core.messages import (
     Blame,
     Fact,
@@ -35,6 +18,23 @@ from planaria.core.messages import (
     Shutdown,
     ToNode,
     WorkerExited,
+)
+from planaria.protocol.agent_lease import (
+    TICKS_PER_LEASE,
+    AgentLease,
+    first_lease,
+    is_given_up,
+    renewed,
+    ticked,
+    unconnected,
+    watches_workers,
+)
+from planaria.protocol.agent_state import (
+    AgentState,
+    heard,
+    said,
+    said_again,
+    successor_order,
 )
 from planaria.simulator.copying import CopyMemory
 from planaria.simulator.links import SimulatedLinks

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.standby import nodes_to_replace
 from planaria.coordinator.standstill import stands_still
 from planaria.coordinator.state import Discard, Publish, Published
@@ -16,6 +15,7 @@ from planaria.coordinator.store import Event
 from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
 from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
 from planaria.errors import SpoiltError
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.simulator.agent import SimulatedAgent
 from planaria.simulator.crash_log import CrashFact
 from planaria.simulator.leader import SimulatedLeader

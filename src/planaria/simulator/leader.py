@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from planaria.coordinator.agent_lease import TICKS_PER_LEASE
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.logbook import Logbook, opened_logbook
@@ -35,6 +34,7 @@ from planaria.core.records import (
     Unsaved,
 )
 from planaria.errors import CheckpointError, ConflictError, StoreError
+from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.simulator.network import End
 from planaria.simulator.saver import SimulatedSaves

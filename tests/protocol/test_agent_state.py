@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from coordinated import NOW_S, done, exited, ready, saved, stopped, unsaved, worker
 from jobs import shaped_plan
-from planaria.coordinator.agent_state import AgentState, heard, said, said_again
 from planaria.core.messages import (
     Abort,
     Acknowledged,
@@ -22,6 +21,7 @@ from planaria.core.messages import (
     Welcome,
     WorkerFailed,
 )
+from planaria.protocol.agent_state import AgentState, heard, said, said_again
 
 NODE = 1
 RAISED = WorkerFailed(node=NODE, rank=1, traceback="of the user's code")
