@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from planaria.coordinator.store import Event, Store
+from planaria.store.store import Event, Store
 
 TIMEOUT_S = 20.0
 

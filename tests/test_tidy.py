@@ -27,7 +27,7 @@ LEVELS = (
     {"planner", "restorer"},
     {"placement"},
     {"policies"},
-    {"protocol"},
+    {"protocol", "store"},
     {"coordinator"},
     {"user_functions"},
     {"transport"},

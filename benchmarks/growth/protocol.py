@@ -30,7 +30,6 @@ import msgspec
 from growth.costs import Costs
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Discard, Publish, Rules, SetAside
 from planaria.core.messages import (
     Abort,
@@ -49,6 +48,7 @@ from planaria.core.records import ToLauncher
 from planaria.engine.groups import iteration_peers
 from planaria.nodes.journal import open_store
 from planaria.schedule.lower import lowered_for
+from planaria.store.logbook import opened_logbook
 from planaria.transport.frames import FrameDecoder, frame, order_of
 
 _Result = TypeVar("_Result")

@@ -20,15 +20,15 @@ from coordinated import (
 )
 from jobs import shaped_plan
 from planaria.coordinator.coordinator import Event
-from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import MembersRecorded, Saving
-from planaria.coordinator.store import Change, StoreState
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher
 from planaria.errors import ConflictError
 from planaria.nodes.journal import Flusher
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.logbook import opened_logbook
+from planaria.store.store import Change, StoreState
 from tasks import TIMEOUT_S, settle
 
 NODE = 3

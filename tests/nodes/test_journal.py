@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import Guard, Range
 from planaria.errors import StoreError
 from planaria.nodes.journal import open_store, superseded_entries
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.store import Guard, Range
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from jobs import leader_spec
-from planaria.coordinator.logbook import opened_logbook
 from planaria.coordinator.state import Phase
 from planaria.core.messages import Message, Shutdown, WorkerFailed
 from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLauncher, Unrecorded
@@ -22,6 +21,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.leader import _Leader
 from planaria.nodes.leader_spec import LeaderSpec
 from planaria.nodes.publisher import Left
+from planaria.store.logbook import opened_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
 from tasks import wait_until
 

@@ -28,9 +28,7 @@ from coordinated import (
 from jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.logbook import PIECE_BYTES, Logbook, opened_logbook
 from planaria.coordinator.state import MembersRecorded, Phase, Rules, Saving
-from planaria.coordinator.store import VALUE_BYTES_MAX
 from planaria.core.commit import Votes, commit_vector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import StartEpoch, ToNode
 from planaria.core.plan import Plan, Transfer
@@ -44,6 +42,8 @@ from planaria.core.records import (
     encode_record,
 )
 from planaria.nodes.journal import open_store, superseded_entries
+from planaria.store.logbook import PIECE_BYTES, Logbook, opened_logbook
+from planaria.store.store import VALUE_BYTES_MAX
 
 RESTART_S = 2.0
 BUSY = 3  # Times that: other tests run at the same time.
@@ -198,7 +198,7 @@ def test_a_restart_takes_as_long_on_the_last_day_of_a_job_as_on_the_first(
             await record(logbook, last, nodes)
 
     rules = small_rules(max_nodes=len(nodes))
-    monkeypatch.setattr("planaria.coordinator.logbook.encode_record", encode)
+    monkeypatch.setattr("planaria.store.logbook.encode_record", encode)
     asyncio.run(recorded())
     monkeypatch.undo()
     begin_s = time.perf_counter()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from planaria.coordinator.store import Range
 from planaria.errors import StoreError
 from planaria.nodes.journal import open_store
+from planaria.store.store import Range
 
 TIMEOUT_S = 20.0
 

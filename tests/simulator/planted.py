@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from planaria.coordinator import (
-    agent_state,
     change,
     choice,
     coordinator,
@@ -18,11 +17,8 @@ from planaria.coordinator import (
     start,
     trust,
 )
-from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
-from planaria.coordinator.store import ABSENT, Entry, Guard, Keys
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     Abort,
@@ -39,6 +35,7 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced
 from planaria.policies import reroute
 from planaria.policies.policy import best_transition
+from planaria.protocol import agent_state
 from planaria.protocol.agent_state import AgentState
 from planaria.schedule import buckets
 from planaria.schedule.action import Bucket
@@ -48,6 +45,9 @@ from planaria.simulator.layout import Samples
 from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.scenario import content_after
 from planaria.simulator.worker import SimulatedWorker
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.logbook import Logbook
+from planaria.store.store import ABSENT, Entry, Guard, Keys
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -2,10 +2,10 @@
 
 from random import Random
 
-from planaria.coordinator.store import Event
 from planaria.errors import StoreError
 from planaria.simulator.loop import Loop, Process
 from planaria.simulator.store import SimulatedDisk
+from planaria.store.store import Event
 
 
 class _Owner:

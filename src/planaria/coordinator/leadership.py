@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from planaria.coordinator.coordinator import Event, step
-from planaria.coordinator.logbook import Logbook
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
@@ -52,6 +51,7 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.core.records import Committed, Ended, Progress, Recorded, ToLauncher
+from planaria.store.logbook import Logbook
 
 
 class Line(Protocol):

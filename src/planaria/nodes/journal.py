@@ -37,10 +37,10 @@ from typing import Final
 import msgspec
 import xxhash
 
-from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.saves import SLOW_S
-from planaria.coordinator.store import EMPTY, Change, Entry, StoreState, Superseded, applied
 from planaria.errors import StoreError
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.store import EMPTY, Change, Entry, StoreState, Superseded, applied
 
 logger = logging.getLogger(__name__)
 

@@ -34,9 +34,7 @@ import msgspec
 from planaria.checkpoint.disk.gate import Gate, gated
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.coordinator.coordinator import Event
-from planaria.coordinator.embedded import EmbeddedStore
 from planaria.coordinator.leadership import Leadership, may_expire, was_lost
-from planaria.coordinator.logbook import Logbook, opened_logbook
 from planaria.coordinator.overhead import prices_of
 from planaria.coordinator.state import (
     AnswersFound,
@@ -67,6 +65,8 @@ from planaria.nodes.publisher import Left, Publisher, PublisherThread
 from planaria.nodes.searcher import Searcher
 from planaria.policies.ahead import Known
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.logbook import Logbook, opened_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, from_node_decoder, shake_hands
 from planaria.transport.probe import NO_NODE, Probe
 

@@ -25,7 +25,6 @@ import numpy as np
 
 from planaria.coordinator.change import REFORM
 from planaria.coordinator.state import Rules
-from planaria.coordinator.store import Entry, Event
 from planaria.coordinator.trust import DISTRUSTED_MIN
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
@@ -60,6 +59,7 @@ from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind
 from planaria.simulator.plan_checker import is_another, num_exposed, wrong_in
 from planaria.simulator.scenario import LEASE_S
 from planaria.simulator.worker import SimulatedWorker
+from planaria.store.store import Entry, Event
 
 _STILL_S: Final = 60.0  # Between commits without a fault; who waits in vain does so as long.
 PATIENCE_S: Final = 75.0  # As long, from the last fault to the end of the job, and to recover.

@@ -11,7 +11,6 @@ from typing import Protocol
 from planaria.coordinator.standby import nodes_to_replace
 from planaria.coordinator.standstill import stands_still
 from planaria.coordinator.state import Discard, Publish, Published
-from planaria.coordinator.store import Event
 from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
 from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
 from planaria.errors import SpoiltError
@@ -28,6 +27,7 @@ from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, Conduct, PlannedJob, first_content
 from planaria.simulator.store import SimulatedDisk
 from planaria.simulator.worker import SimulatedWorker
+from planaria.store.store import Event
 
 LAUNCHER = -1
 _RESTART_S = 0.03

@@ -10,7 +10,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.logbook import Logbook, opened_logbook
 from planaria.coordinator.state import (
     Discard,
     MustEnd,
@@ -40,6 +39,7 @@ from planaria.simulator.network import End
 from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
 from planaria.simulator.store import SimulatedDisk
+from planaria.store.logbook import Logbook, opened_logbook
 
 Item = TypeVar("Item")
 

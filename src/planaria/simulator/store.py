@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import EMPTY, Change, Entry, Event, Gone, StoreState, applied
 from planaria.errors import StoreError
 from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.store import EMPTY, Change, Entry, Event, Gone, StoreState, applied
 
 _FULL: Final = "the disk is full"
 

@@ -16,10 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard, Superseded
 from planaria.errors import ConflictError, LeaseLostError
 from planaria.nodes.journal import open_store
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard, Superseded
 
 Result = TypeVar("Result")
 KEYS = ("node/1", "node/10", "node/2", "leader", "commit")

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import (
+from planaria.errors import CompactedError, ConflictError, LeaseLostError
+from planaria.nodes.journal import Flusher
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.store import (
     ABSENT,
     EMPTY,
     HISTORY_BYTES_MAX,
@@ -32,8 +34,6 @@ from planaria.coordinator.store import (
     reopened,
     step,
 )
-from planaria.errors import CompactedError, ConflictError, LeaseLostError
-from planaria.nodes.journal import Flusher
 
 TIMEOUT_S = 20.0
 KEYS = Keys("demo")

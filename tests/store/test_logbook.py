@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from jobs import template
-from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.logbook import Logbook, opened_logbook
-from planaria.coordinator.store import HISTORY_MAX, Change, Entry, StoreState
 from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.records import Decision, Members, Outcome, Progress
 from planaria.errors import StoreError
 from planaria.nodes.journal import Flusher
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.logbook import Logbook, opened_logbook
+from planaria.store.store import HISTORY_MAX, Change, Entry, StoreState
 from tasks import TIMEOUT_S, settle
 
 LEASE_S = 3.0

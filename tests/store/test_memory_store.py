@@ -6,10 +6,10 @@ from itertools import count
 
 import pytest
 
-from planaria.coordinator.embedded import EmbeddedStore
-from planaria.coordinator.store import ABSENT, Change, Entry, Guard, StoreState
 from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.journal import Flusher
+from planaria.store.embedded import EmbeddedStore
+from planaria.store.store import ABSENT, Change, Entry, Guard, StoreState
 from tasks import TIMEOUT_S, settle, taken, wait_until
 
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from planaria.coordinator.store import ABSENT, NO_LEASE, Entry, Gone, Guard, Keys, Store
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.core.records import (
@@ -31,6 +30,7 @@ from planaria.core.records import (
     encode_record,
 )
 from planaria.errors import CompactedError, ConflictError, LeaseLostError
+from planaria.store.store import ABSENT, NO_LEASE, Entry, Gone, Guard, Keys, Store
 
 PIECE_BYTES: Final = 1 << 19  # A message that carries a whole value has room for more.
 _MEMBERS: Final = "members"
