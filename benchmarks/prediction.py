@@ -16,7 +16,7 @@ loss with the same answer is judged by its median, as iterations are.
 
 Unpaced: two nodes, each a process that computes a small GPT-2 on cores that it shares with the
 other and with the system. Its profile is measured by a process that is alone, and corrected while
-the job trains (coordinator/drift.py); the goal is for iterations after that.
+the job trains (coordinator/learning/drift.py); the goal is for iterations after that.
 
 The error of a paced job is that of the median of the iterations of an epoch but its first, in which
 torch sets up what it keeps; that of the unpaced one is the mean of its iterations' errors. The

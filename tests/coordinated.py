@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from jobs import NUM_LAYERS, shaped_plan, template
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,
@@ -16,6 +15,7 @@ from planaria.coordinator.state import (
     Rules,
     Tell,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
 from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig

@@ -21,7 +21,6 @@ from coordinated import (
     unsaved,
     worker,
 )
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
@@ -36,6 +35,7 @@ from planaria.coordinator.state import (
     Rules,
     Tell,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,

@@ -298,7 +298,7 @@ def test_text_files_name_no_machine_path_and_no_unfinished_work() -> None:
 
 BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (layers, "planaria.core.plan", "from planaria.schedule.action import Action\n", 1),
-    (layers, "planaria.engine.worker", "import planaria.coordinator.coordinator\n", 1),
+    (layers, "planaria.engine.worker", "import planaria.coordinator.step\n", 1),
     (layers, "planaria.engine.worker", "def f():\n    import planaria.nodes.agent\n", 2),
     (layers, "planaria.transport.pacing", "from planaria.estimator.time import Span\n", 1),
     (layers, "planaria.models.paced", "import planaria.estimator.reductions\n", 1),
@@ -311,7 +311,7 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
     (torch_is_apart, "planaria.checkpoint.disk.tiers", "import safetensors.torch\n", 1),
     (purity, "planaria.planner.plans", "import time\n", 1),
     (purity, "planaria.planner.plans", "import os.path\n", 1),
-    (purity, "planaria.coordinator.coordinator", "from threading import Lock\n", 1),
+    (purity, "planaria.coordinator.step", "from threading import Lock\n", 1),
     (purity, "planaria.core.job", "def f():\n    return open('x')\n", 2),
     (purity, "planaria.core.job", "import datetime\nx = datetime.datetime.now()\n", 2),
     (purity, "planaria.core.samples", "import numpy as np\nx = np.random.rand(3)\n", 2),
@@ -336,7 +336,7 @@ BAD: tuple[tuple[Rule, str, str, int], ...] = (
 GOOD: tuple[tuple[Rule, str, str], ...] = (
     (layers, "planaria.cli.main", "from planaria.job.job import Job\nimport planaria.job.config\n"),
     (layers, "planaria.simulator.compare", "from planaria.simulator.loop import run\n"),
-    (layers, "planaria.nodes.agent", "from planaria.coordinator.coordinator import step\n"),
+    (layers, "planaria.nodes.agent", "from planaria.coordinator.step import step\n"),
     (layers, "", "import planaria.cli.main\n"),
     (torch_is_apart, "planaria.engine.stage", "import torch\n"),
     (torch_is_apart, "planaria.nodes.agent", "import torchless\n"),

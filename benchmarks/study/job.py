@@ -16,7 +16,7 @@ from math import floor, inf
 from typing import Final
 
 from planaria.coordinator.choice import gains, weighed_answers
-from planaria.coordinator.history import (
+from planaria.coordinator.learning.history import (
     learned_failures_per_s,
     learned_nodes_per_failure,
     with_failure,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
@@ -23,6 +22,7 @@ from planaria.coordinator.state import (
     Rules,
     Tell,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout
 from planaria.core.job import JobConfig, ResilienceConfig, TrainingConfig

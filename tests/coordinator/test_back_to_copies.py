@@ -28,7 +28,6 @@ from coordinated import (
     worker,
 )
 from jobs import NUM_LAYERS
-from planaria.coordinator.coordinator import Event
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     DecisionRecorded,
@@ -41,6 +40,7 @@ from planaria.coordinator.state import (
     Rules,
     Tell,
 )
+from planaria.coordinator.step import Event
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.copies import Label
 from planaria.core.messages import Abort, CopiesFailed, CopySpoilt, SaveLayers, StartEpoch, Stopped

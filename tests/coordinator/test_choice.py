@@ -10,7 +10,7 @@ from coordinated import FIRST, LEASE_S, NOW_S, NUM_MICROBATCHES, Survivors, of_t
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
 from planaria.coordinator.choice import candidates_of, outlook, time_to_failure_s
-from planaria.coordinator.history import (
+from planaria.coordinator.learning.history import (
     MEMORY_S,
     PRIOR_FAILURES,
     PRIOR_NODES,

@@ -23,7 +23,6 @@ from coordinated import (
     worker,
 )
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,
@@ -41,6 +40,7 @@ from planaria.coordinator.state import (
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     IterationDone,
     LayersSaved,

@@ -19,7 +19,6 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
@@ -34,6 +33,7 @@ from planaria.coordinator.state import (
     RecordDecision,
     RecordMembers,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.messages import Abort, Corrupted, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Recovering
 from planaria.protocol.agent_state import AgentState, said

@@ -7,9 +7,9 @@ import pytest
 
 from coordinated import NOW_S, Survivors, failed, small_rules, unsaved
 from fake_cluster import FakeCluster
-from planaria.coordinator.coordinator import step
 from planaria.coordinator.crashes import FAILING_S_MAX
 from planaria.coordinator.state import Ending, MembersRecorded, Phase, Tick
+from planaria.coordinator.step import step
 from planaria.core.messages import Abort
 from planaria.protocol.agent_state import AgentState
 from raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained

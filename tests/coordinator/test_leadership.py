@@ -19,9 +19,9 @@ from coordinated import (
     training_halves,
 )
 from jobs import shaped_plan
-from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.state import MembersRecorded, Saving
+from planaria.coordinator.step import Event
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher
 from planaria.errors import ConflictError

@@ -24,7 +24,6 @@ from coordinated import (
     worker,
 )
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import Event
 from planaria.coordinator.saves import kept, newest_save, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
@@ -43,6 +42,7 @@ from planaria.coordinator.state import (
     Rules,
     SetAside,
 )
+from planaria.coordinator.step import Event
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.messages import Abort, CopySpoilt, StartEpoch, Stopped
 from planaria.core.plan import Plan, Transition

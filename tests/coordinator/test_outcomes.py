@@ -31,7 +31,6 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.state import (
     DecisionRecorded,
     End,
@@ -43,6 +42,7 @@ from planaria.coordinator.state import (
     Rules,
     Tick,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.growing import Growing
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped
 from planaria.core.plan import Transfer

@@ -19,7 +19,6 @@ from coordinated import (
     worker,
 )
 from jobs import template
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.crashes import _why_needed
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
@@ -33,6 +32,7 @@ from planaria.coordinator.state import (
     RecordMembers,
     Rules,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, plain_plan
 from planaria.core.records import AwaitingMachine, Forked, Recovering

@@ -24,7 +24,6 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,
@@ -41,6 +40,7 @@ from planaria.coordinator.state import (
     Tell,
     Tick,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.findings import FailureHistory
 from planaria.core.messages import (

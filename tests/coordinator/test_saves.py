@@ -23,7 +23,6 @@ from coordinated import (
     stopped,
     training_halves,
 )
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.saves import SLOW_S
 from planaria.coordinator.state import (
     Command,
@@ -40,6 +39,7 @@ from planaria.coordinator.state import (
     SavesListed,
     Tick,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned
 from planaria.protocol.agent_state import AgentState, said

@@ -10,7 +10,7 @@ from coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, of_type, small_rul
 from fake_cluster import FakeCluster
 from jobs import template
 from planaria.coordinator.leadership import progress_of
-from planaria.coordinator.slowness import RETRY_S, WINDOW
+from planaria.coordinator.learning.slowness import RETRY_S, WINDOW
 from planaria.coordinator.state import Phase
 from planaria.core.messages import DrainRequested
 from planaria.core.records import Changed, Committed, Recovering, Warned

@@ -26,9 +26,9 @@ from coordinated import (
     training_halves,
 )
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.state import MembersRecorded, Phase, Rules, Saving
+from planaria.coordinator.step import Event
 from planaria.core.commit import Votes, commit_vector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import StartEpoch, ToNode
 from planaria.core.plan import Plan, Transfer

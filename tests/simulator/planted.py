@@ -10,11 +10,11 @@ import pytest
 from planaria.coordinator import (
     change,
     choice,
-    coordinator,
     leadership,
     outcomes,
     recovery,
     start,
+    step,
     trust,
 )
 from planaria.coordinator.leadership import Leadership
@@ -196,7 +196,7 @@ def epochs_do_not_fence_links(patch: pytest.MonkeyPatch) -> None:
 
 def one_report_commits(patch: pytest.MonkeyPatch) -> None:
     """An iteration counts as soon as one rank has applied it."""
-    real = coordinator._committed
+    real = step._committed
 
     def committed(rules: Rules, state: JobState, now_s: float) -> Step:
         reports = state.reports_of(state.next_iteration)
@@ -206,7 +206,7 @@ def one_report_commits(patch: pytest.MonkeyPatch) -> None:
             state = replace(state, reports={**state.reports, state.next_iteration: everyone})
         return real(rules, state, now_s)
 
-    patch.setattr(coordinator, "_committed", committed)
+    patch.setattr(step, "_committed", committed)
 
 
 def evicted_nodes_are_admitted(patch: pytest.MonkeyPatch) -> None:
@@ -334,9 +334,7 @@ def a_new_coordinator_trusts_a_change(patch: pytest.MonkeyPatch) -> None:
 
 def who_never_comes_is_awaited(patch: pytest.MonkeyPatch) -> None:
     """A node that has no lease yet is waited for without end."""
-    patch.setattr(
-        "planaria.coordinator.coordinator.awaited", lambda _rules, state, _now_s: (state, ())
-    )
+    patch.setattr("planaria.coordinator.step.awaited", lambda _rules, state, _now_s: (state, ()))
 
 
 def saves_are_of_no_use(patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from planaria.coordinator import coordinator, crashes, recovery
+from planaria.coordinator import crashes, recovery
+from planaria.coordinator import step as coordinator
 from planaria.coordinator.crashes import _ended_unsaved
 from planaria.coordinator.state import Ending, JobState, MustEnd, Rules, Step
 from planaria.core.messages import WorkerFailed

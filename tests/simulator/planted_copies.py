@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from planaria.coordinator import coordinator, crashes, recovery
+from planaria.coordinator import crashes, recovery
+from planaria.coordinator import step as coordinator
 from planaria.simulator import saver
 from planaria.simulator.copying import CopyMemory
 

@@ -6,8 +6,8 @@ from functools import partial
 from math import inf
 from typing import Final
 
-from planaria.coordinator.history import learned_failures_per_s, learned_nodes_per_failure
-from planaria.coordinator.overhead import prices_of, switch_s
+from planaria.coordinator.learning.history import learned_failures_per_s, learned_nodes_per_failure
+from planaria.coordinator.learning.overhead import prices_of, switch_s
 from planaria.coordinator.state import JobState, Rules
 from planaria.coordinator.switching import followed_as
 from planaria.core.plan import Plan, Transition

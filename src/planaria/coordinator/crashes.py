@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.memory import with_more_room
+from planaria.coordinator.learning.memory import with_more_room
 from planaria.coordinator.recovery import left_unsaved, lost, replaceable, with_reason
 from planaria.coordinator.saves import newest_save, without_spoilt
 from planaria.coordinator.shortage import shortage_text

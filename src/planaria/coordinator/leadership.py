@@ -1,6 +1,6 @@
 """One coordinator's time: who is admitted, whose lease holds, what is recorded before it is told.
 
-`Leadership` joins the coordinator's function (coordinator.py) with its records (logbook.py) and the
+`Leadership` joins the coordinator's function (step.py) with its records (logbook.py) and the
 agents' connections. It knows no socket, task or clock: it waits for nothing but the store, so
 nodes/leader.py runs it on an event loop, and the simulator under a virtual clock, where it can be
 killed at every place at which it waits.
@@ -14,7 +14,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
-from planaria.coordinator.coordinator import Event, step
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (
     Command,
@@ -35,6 +34,7 @@ from planaria.coordinator.state import (
     SetAside,
     Tell,
 )
+from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     Abort,
     Acknowledged,

@@ -23,9 +23,11 @@ import msgspec
 
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
 from planaria.coordinator.corruption import Verdict, verdict, votes
-from planaria.coordinator.drift import policy_of
-from planaria.coordinator.foresight import expected_recovery, with_likely
-from planaria.coordinator.history import with_failure
+from planaria.coordinator.learning.drift import policy_of
+from planaria.coordinator.learning.foresight import expected_recovery, with_likely
+from planaria.coordinator.learning.history import with_failure
+from planaria.coordinator.learning.overhead import prices_of, regroup_s, with_choice
+from planaria.coordinator.learning.slowness import of_members
 from planaria.coordinator.outcomes import (
     back_point,
     gone_back,
@@ -35,11 +37,9 @@ from planaria.coordinator.outcomes import (
     outcome_of,
     save_point,
 )
-from planaria.coordinator.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.saves import awaiting_saves, has_late_answer
 from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
-from planaria.coordinator.slowness import of_members
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
 from planaria.coordinator.state import (
     Command,

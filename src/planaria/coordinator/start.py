@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from planaria.coordinator.coordinator import advanced
-from planaria.coordinator.drift import restored_learning
-from planaria.coordinator.history import begun_history
-from planaria.coordinator.memory import fitted_rules
+from planaria.coordinator.learning.drift import restored_learning
+from planaria.coordinator.learning.history import begun_history
+from planaria.coordinator.learning.memory import fitted_rules
+from planaria.coordinator.learning.slowness import of_members
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.slowness import of_members
 from planaria.coordinator.state import (
     JobState,
     Loss,
@@ -20,6 +19,7 @@ from planaria.coordinator.state import (
     Step,
     Tell,
 )
+from planaria.coordinator.step import advanced
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.messages import Abort, StartEpoch
 from planaria.core.plan import Plan

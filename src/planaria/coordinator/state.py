@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from planaria.coordinator.learning import Learning
+from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.switching import Change, Switch
 from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.commit import VectorLayout

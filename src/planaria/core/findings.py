@@ -7,7 +7,7 @@ import msgspec
 
 
 class FailureHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a job has failed; see coordinator/history.py.
+    """How often a job has failed; see coordinator/learning/history.py.
 
     Attributes:
         since_s: when it first trained, 0 if it has not yet.
@@ -29,21 +29,21 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         layer_factors: by layer, how many times the profile's seconds; empty: as it says. See
-            coordinator/drift.py.
+            coordinator/learning/drift.py.
         more_bytes: by layer, what a device holds of it beside what the profile says; empty: none.
-            See coordinator/memory.py.
+            See coordinator/learning/memory.py.
         beside_s: that an iteration takes beside the forwards and backwards of layers.
         hop_s: processor seconds that a schedule took, for each hop that it was computed from, in
-            the newest epoch. See coordinator/overhead.py.
+            the newest epoch. See coordinator/learning/overhead.py.
         overheads_s: of the newest recoveries, what they took beside schedules and moving layers,
             the newest last.
         transfers_s: of the newest recoveries in which layers moved, what that was to take by the
             profile's links, and what it took.
         recoveries_s: of the newest recoveries, what they were expected to take from when their loss
-            was noticed, and what they took. See coordinator/foresight.py.
+            was noticed, and what they took. See coordinator/learning/foresight.py.
         pauses_s: of the newest switches, for how long ranks did not train, beside schedules.
         speeds: of nodes that are slow, as they are seen to be; others have 1. See
-            coordinator/slowness.py.
+            coordinator/learning/slowness.py.
         idle: slow nodes that had no work: how often they were tried again, and since when they
             have none, 0 if they have some.
     """

@@ -33,9 +33,8 @@ import msgspec
 
 from planaria.checkpoint.disk.gate import Gate, gated
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership, may_expire, was_lost
-from planaria.coordinator.overhead import prices_of
+from planaria.coordinator.learning.overhead import prices_of
 from planaria.coordinator.state import (
     AnswersFound,
     Discard,
@@ -46,6 +45,7 @@ from planaria.coordinator.state import (
     SetAside,
     Tick,
 )
+from planaria.coordinator.step import Event
 from planaria.core.messages import NodeLost, Shutdown, ToNode
 from planaria.core.records import (
     AgentEnded,

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from planaria.coordinator.drift import corrected_plans
+from planaria.coordinator.learning.drift import corrected_plans
 from planaria.core.plan import Plan, Transition
 from planaria.nodes.forkserver import close_others, die_with_parent
 from planaria.nodes.leader_spec import LeaderSpec, every_of
@@ -41,7 +41,7 @@ class _Wanted:
 
     Attributes:
         number: of this request; answers to older ones are of no use any more.
-        layer_factors: by which the profile is corrected, see coordinator/drift.py.
+        layer_factors: by which the profile is corrected, see coordinator/learning/drift.py.
     """
 
     number: int

@@ -1,8 +1,9 @@
 """A policy without the answers that a device has no memory for, as the job has found out.
 
 A stage that ran out of memory needs more than was estimated. Once its estimate is raised
-(coordinator/memory.py) the templates are cut anew, but policies keep pipelines that are whole. What
-does not fit any more is refused here, and where nothing else is left all is formed anew.
+(coordinator/learning/memory.py) the templates are cut anew, but policies keep pipelines that are
+whole. What does not fit any more is refused here, and where nothing else is left all is formed
+anew.
 """
 
 from dataclasses import dataclass

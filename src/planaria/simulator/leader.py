@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from planaria.coordinator.coordinator import Event
 from planaria.coordinator.leadership import Leadership, may_expire
 from planaria.coordinator.state import (
     Discard,
@@ -21,6 +20,7 @@ from planaria.coordinator.state import (
     SetAside,
     Tick,
 )
+from planaria.coordinator.step import Event
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
 from planaria.core.records import (
     Beat,

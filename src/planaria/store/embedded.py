@@ -10,7 +10,8 @@ import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Protocol
 
-from planaria.coordinator.store import (
+from planaria.errors import ConflictError, LeaseLostError
+from planaria.store.store import (
     NO_LEASE,
     Change,
     Entry,
@@ -31,7 +32,6 @@ from planaria.coordinator.store import (
     reopened,
     step,
 )
-from planaria.errors import ConflictError, LeaseLostError
 
 
 class Keeper(Protocol):

@@ -8,7 +8,7 @@ import pytest
 from coordinated import NOW_S, small_rules
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
-from planaria.coordinator.overhead import (
+from planaria.coordinator.learning.overhead import (
     FIRST_RECOVERY,
     FIRST_SWITCH,
     NUM_NEWEST,

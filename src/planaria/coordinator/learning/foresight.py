@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from planaria.coordinator.overhead import NUM_NEWEST
+from planaria.coordinator.learning.overhead import NUM_NEWEST
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.plan import ModelProfile
 from planaria.estimator.drift import corrected_profile

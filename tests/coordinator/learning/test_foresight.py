@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from coordinated import NOW_S, of_type
-from coordinator.test_drift import LAYER_S, NUM_LAYERS, sharing, training
+from coordinator.learning.test_drift import LAYER_S, NUM_LAYERS, sharing, training
 from fake_cluster import FakeCluster
-from planaria.coordinator import foresight
-from planaria.coordinator.foresight import (
+from planaria.coordinator.learning import foresight
+from planaria.coordinator.learning.foresight import (
     ANSWERING_S,
     DECIDE_S,
     GO_ON_LEAST,
@@ -16,7 +16,7 @@ from planaria.coordinator.foresight import (
     with_likely,
     with_recovery,
 )
-from planaria.coordinator.overhead import NUM_NEWEST
+from planaria.coordinator.learning.overhead import NUM_NEWEST
 from planaria.coordinator.state import Loss
 from planaria.core.records import Decided
 

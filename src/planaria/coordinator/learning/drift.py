@@ -28,8 +28,13 @@ from typing import Final
 
 import msgspec
 
-from planaria.coordinator.learning import Learning
-from planaria.coordinator.slowness import BACK_FACTOR, COMPUTING_S_MIN, WINDOW, work_s_by_rank
+from planaria.coordinator.learning.learned import Learning
+from planaria.coordinator.learning.slowness import (
+    BACK_FACTOR,
+    COMPUTING_S_MIN,
+    WINDOW,
+    work_s_by_rank,
+)
 from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.findings import Findings

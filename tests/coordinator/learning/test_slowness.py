@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.slowness import (
+from planaria.coordinator.learning.slowness import (
     BACK_FACTOR,
     COMPUTING_S_MIN,
     SLOW_FACTOR,

@@ -42,11 +42,12 @@ from planaria.coordinator.crashes import (
     worker_failed,
     writers,
 )
-from planaria.coordinator.drift import corrected
-from planaria.coordinator.foresight import with_recovery
-from planaria.coordinator.history import begun_history
+from planaria.coordinator.learning.drift import corrected
+from planaria.coordinator.learning.foresight import with_recovery
+from planaria.coordinator.learning.history import begun_history
+from planaria.coordinator.learning.overhead import with_order, with_start
+from planaria.coordinator.learning.slowness import observed
 from planaria.coordinator.outcomes import counting
-from planaria.coordinator.overhead import with_order, with_start
 from planaria.coordinator.recovery import decided, left_unsaved, lost, refuted
 from planaria.coordinator.saves import (
     Kept,
@@ -56,7 +57,6 @@ from planaria.coordinator.saves import (
     publish_next,
     save_failed,
 )
-from planaria.coordinator.slowness import observed
 from planaria.coordinator.state import (
     AnswersFound,
     Command,

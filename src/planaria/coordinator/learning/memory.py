@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import msgspec
 
-from planaria.coordinator.drift import restored_learning
+from planaria.coordinator.learning.drift import restored_learning
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.findings import Findings
 from planaria.core.plan import Plan

@@ -10,15 +10,15 @@ import fake_cluster
 from coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
 from fake_cluster import FakeCluster
 from jobs import template
-from planaria.coordinator.drift import (
+from planaria.coordinator.leadership import progress_of
+from planaria.coordinator.learning.drift import (
     BESIDE_MIN,
     DRIFT_MIN,
     iteration_s,
     policy_of,
     restored_learning,
 )
-from planaria.coordinator.leadership import progress_of
-from planaria.coordinator.slowness import COMPUTING_S_MIN, WINDOW
+from planaria.coordinator.learning.slowness import COMPUTING_S_MIN, WINDOW
 from planaria.core.findings import Findings
 from planaria.core.messages import IterationDone
 from planaria.core.records import Changed, Committed, Decided, ProfileCorrected
