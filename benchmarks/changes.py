@@ -22,8 +22,8 @@ from planaria.core.inject import Injection, parse_injection
 from planaria.job.config import load_job
 from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import fork_server
-from planaria.nodes.desk import Drain, ask
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head.desk import Drain, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"

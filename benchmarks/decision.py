@@ -3,8 +3,8 @@
 A node of a job of Llama-2 7B is lost, on 32 nodes and on 1,000 of one device each. Printed are the
 seconds of CPU of what the coordinator calls between the loss and its choice: all answers under
 `resilience.policy = "adaptive"`. Ahead of it they were looked for as between failures, here for
-single losses, and are pickles since, as in nodes/searcher.py; the time of that and of its longest
-step is beside.
+single losses, and are pickles since, as in nodes/head/searcher.py; the time of that and of its
+longest step is beside.
 
 The goal is 10 ms at 32 nodes and 100 ms at 1,000 for a loss that was foreseen. Exits 1 above that.
 `python benchmarks/decision.py 32` takes one size.
@@ -24,7 +24,7 @@ from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig, ResilienceConfig
 from planaria.core.plan import Plan, on_one_device
 from planaria.job.planning import read_profile
-from planaria.nodes.leader_spec import REGROUP_S
+from planaria.nodes.head.leader_spec import REGROUP_S
 from planaria.planner.plans import EveryPlan, foreseen_plans
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_templates

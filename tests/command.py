@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from planaria.cli import main as cli
-from planaria.nodes import desk
+from planaria.nodes.head import desk
 
 MARK = "PLANARIA_TEST_MARK"
 TIMEOUT_S = 60.0  # A bound for a machine that does other things too; nothing should take as long.

@@ -8,12 +8,12 @@ import os
 
 import msgspec
 
-from planaria.nodes import leader
-from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.head import leader
+from planaria.nodes.head.leader_spec import LeaderSpec
 
 
 def main(payload: bytes, *fds: int) -> None:
-    """As that of nodes/leader.py."""
+    """As that of nodes/head/leader.py."""
     spec = msgspec.json.decode(payload, type=LeaderSpec)
     is_ending = os.path.exists(os.environ["CRASHING"])
     if spec.rescue is None and is_ending:

@@ -13,7 +13,7 @@ import msgspec
 
 from planaria.core.records import FromLauncher, ToLauncher
 from planaria.errors import InsufficientError
-from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.transport.frames import FrameDecoder, frame
 
 NO_PID = 1 << 22  # No process of Linux has a pid above.
@@ -148,7 +148,7 @@ class FakeForkServer:
         self._tell()
 
     def kill_group(self, pid: int) -> None:
-        """As that of waiting.py, of children."""
+        """As that of head/waiting.py, of children."""
         self.kills.append(pid)
         if pid in self._leading:
             line, leading = self._leading.pop(pid)

@@ -5,7 +5,7 @@ import os
 import threading
 from typing import Any
 
-from planaria.nodes import leader
+from planaria.nodes.head import leader
 
 _sync = os.fdatasync
 

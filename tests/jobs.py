@@ -18,7 +18,7 @@ from planaria.core.job import (
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.leader_spec import LeaderSpec
+from planaria.nodes.head.leader_spec import LeaderSpec
 from strategies import equal_problem
 
 NUM_LAYERS = 10

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from planaria.nodes import leader
+from planaria.nodes.head import leader
 
 LINK_S: Final = 1.5
 

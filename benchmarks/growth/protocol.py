@@ -46,7 +46,7 @@ from planaria.core.messages import (
 from planaria.core.plan import Plan
 from planaria.core.records import ToLauncher
 from planaria.engine.groups import iteration_peers
-from planaria.nodes.journal import open_store
+from planaria.nodes.head.journal import open_store
 from planaria.schedule.lower import lowered_for
 from planaria.store.logbook import opened_logbook
 from planaria.transport.frames import FrameDecoder, frame, order_of

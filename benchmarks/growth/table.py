@@ -30,7 +30,7 @@ from planaria.job.config import load_job
 from planaria.job.job import Job, Silent
 from planaria.job.planning import fork_server, given_profile
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.leader_spec import REGROUP_S
+from planaria.nodes.head.leader_spec import REGROUP_S
 from planaria.observe.metrics import EventRecord
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.problem import Problem

@@ -25,7 +25,7 @@ from planaria.core.messages import WorkerFailed
 from planaria.core.records import Ended
 from planaria.job.job import failure_of
 from planaria.job.planning import read_profile
-from planaria.nodes.waiting import LEAVING, handlers_restored
+from planaria.nodes.head.waiting import LEAVING, handlers_restored
 
 
 @pytest.fixture(autouse=True)

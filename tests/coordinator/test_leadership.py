@@ -25,7 +25,7 @@ from planaria.coordinator.step import Event
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher
 from planaria.errors import ConflictError
-from planaria.nodes.journal import Flusher
+from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import opened_logbook
 from planaria.store.store import Change, StoreState

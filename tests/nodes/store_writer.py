@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from planaria.nodes.journal import open_store
+from planaria.nodes.head.journal import open_store
 
 REWRITE_BYTES = 600
 

@@ -220,7 +220,7 @@ def test_a_server_that_stands_still_holds_up_nothing_else(monkeypatch: pytest.Mo
         job.server.is_still = True
         asyncio.get_running_loop().call_later(0.01, handled.append, None)
         with pytest.raises(InsufficientError, match="stood still and was killed"):
-            await job.forker.spawn("planaria.nodes.leader:main", b"", ())
+            await job.forker.spawn("planaria.nodes.head.leader:main", b"", ())
         assert handled
         job.forker.add(0, b"", ())
         await job.wait_agents(0)

@@ -19,7 +19,7 @@ import pytest
 from command import wait_for
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import UNKNOWN, ForkServer
-from planaria.nodes.waiting import LEAVING
+from planaria.nodes.head.waiting import LEAVING
 
 # Functions that children of the server run: the server finds this module through its path.
 PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]

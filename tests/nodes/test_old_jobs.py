@@ -41,7 +41,7 @@ from planaria.core.records import (
     ToLauncher,
     encode_record,
 )
-from planaria.nodes.journal import open_store, superseded_entries
+from planaria.nodes.head.journal import open_store, superseded_entries
 from planaria.store.logbook import PIECE_BYTES, Logbook, opened_logbook
 from planaria.store.store import VALUE_BYTES_MAX
 

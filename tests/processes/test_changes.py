@@ -17,8 +17,8 @@ from jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job.job import Job, Silent, TrainingResult
-from planaria.nodes.desk import Drain, TellEvents, ask
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head.desk import Drain, TellEvents, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
 
 ITERATIONS = 30

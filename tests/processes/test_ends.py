@@ -15,7 +15,7 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.waiting import LEAVING
+from planaria.nodes.head.waiting import LEAVING
 
 SCRIPT_EXAMPLE = PACED.with_name("script.py")
 # Iterations of a tenth of a second, or of more than an hour: whoever waits for one is found out,

@@ -17,8 +17,8 @@ from planaria.checkpoint.disk import claim, patience
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job import job as library
 from planaria.job.job import Job, Silent
-from planaria.nodes import journal_place
 from planaria.nodes.forkserver import ForkServer
+from planaria.nodes.head import journal_place
 
 TIMEOUT_S = 0.3
 

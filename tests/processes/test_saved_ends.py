@@ -32,7 +32,7 @@ from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import PRELOAD, Planned
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.waiting import LEAVING
+from planaria.nodes.head.waiting import LEAVING
 from planaria.observe.metrics import IterationRecord
 
 # Iterations of a job that is to be stopped before its end, and until when it is resumed if that is

@@ -28,7 +28,7 @@ def test_a_manifest_that_takes_longer_than_a_lease_costs_nothing_else(
         nonlocal num_leaders
         num_leaders += "leader" in target
         return await real_spawn(
-            self, target.replace("planaria.nodes.leader", "slow_leader"), payload, fds
+            self, target.replace("planaria.nodes.head.leader", "slow_leader"), payload, fds
         )
 
     monkeypatch.setattr(Forker, "spawn", spawn)

@@ -12,7 +12,7 @@ from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.records import Decision, Members, Outcome, Progress
 from planaria.errors import StoreError
-from planaria.nodes.journal import Flusher
+from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook, opened_logbook
 from planaria.store.store import HISTORY_MAX, Change, Entry, StoreState

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from planaria.errors import CompactedError, ConflictError, LeaseLostError
-from planaria.nodes.journal import Flusher
+from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import (
     ABSENT,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from planaria.errors import ConflictError, LeaseLostError
-from planaria.nodes.journal import open_store
+from planaria.nodes.head.journal import open_store
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import ABSENT, NO_LEASE, Entry, Event, Gone, Guard, Superseded
 

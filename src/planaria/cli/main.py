@@ -46,9 +46,9 @@ from planaria.estimator.drift import Compared
 from planaria.estimator.time import Timeline
 from planaria.job.job import TrainingResult
 from planaria.job.scripts import named_job
-from planaria.nodes.desk import Drain, ask
+from planaria.nodes.head.desk import Drain, ask
+from planaria.nodes.head.waiting import LEAVING, handlers_restored
 from planaria.nodes.output import Outlet
-from planaria.nodes.waiting import LEAVING, handlers_restored
 from planaria.show.gantt import compared_figure
 from planaria.show.page import Format, is_picture, picture_format
 from planaria.show.plots import chrome_trace

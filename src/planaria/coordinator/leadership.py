@@ -2,8 +2,8 @@
 
 `Leadership` joins the coordinator's function (step.py) with its records (logbook.py) and the
 agents' connections. It knows no socket, task or clock: it waits for nothing but the store, so
-nodes/leader.py runs it on an event loop, and the simulator under a virtual clock, where it can be
-killed at every place at which it waits.
+nodes/head/leader.py runs it on an event loop, and the simulator under a virtual clock, where it can
+be killed at every place at which it waits.
 
 Events are handled one at a time; agents are admitted, and leases renewed, in between.
 

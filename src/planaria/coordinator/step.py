@@ -16,7 +16,7 @@ comes, in whatever order, and then the state advances as far as the facts allow.
 twice, or says of an older epoch, changes nothing. A coordinator that is restarted from its records
 is told all facts again, and so gets where it was.
 
-It decides; who calls it (nodes/leader.py) acts.
+It decides; who calls it (nodes/head/leader.py) acts.
 
 Source: DESIGN 4.5, 5 and 6 (Coordination).
 """

@@ -59,10 +59,10 @@ from planaria.job.report import compared_iterations, report_of
 from planaria.job.resources import check_room
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.journal_place import journal_place, other_journal_place
-from planaria.nodes.launcher import Launcher
-from planaria.nodes.leader_spec import LeaderSpec
-from planaria.nodes.waiting import handlers_restored
+from planaria.nodes.head.journal_place import journal_place, other_journal_place
+from planaria.nodes.head.launcher import Launcher
+from planaria.nodes.head.leader_spec import LeaderSpec
+from planaria.nodes.head.waiting import handlers_restored
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.observe.recorder import Recorder
 from planaria.planner.plans import EveryPlan

@@ -48,7 +48,7 @@ PRELOAD = (
     "torch.utils.checkpoint",
     "planaria.engine.process",
     "planaria.nodes.agent",
-    "planaria.nodes.leader",
+    "planaria.nodes.head.leader",
     "planaria.schedule.warm",
 )
 _PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.models.hf_layers")

@@ -14,7 +14,7 @@ from typing import Final
 
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.waiting import kill_group
+from planaria.nodes.head.waiting import kill_group
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 UNKNOWN: Final = 256  # The exit status of a process that nobody was there to wait for.
 
 _PACKET_BYTES_MAX = 1 << 16
-# What tells a process to leave: Ctrl-C, and LEAVING of waiting.py, which needs this module.
+# What tells a process to leave: Ctrl-C, and LEAVING of head/waiting.py, which needs this module.
 _OF_THE_LAUNCHER: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),

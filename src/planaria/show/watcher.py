@@ -79,7 +79,7 @@ class Watcher:
         self._checkpoint_s: list[float] = []
 
     def noticed(self, message: ToLauncher) -> None:
-        """See `Observer` in nodes/observer.py."""
+        """See `Observer` in nodes/head/observer.py."""
         match message:
             case Starting():
                 self._starting(message)

@@ -1,6 +1,6 @@
 """A modelled process of the coordinator around the real one: an inbox, connections, ticks.
 
-Source: nodes/leader.py, whose order of things it keeps.
+Source: nodes/head/leader.py, whose order of things it keeps.
 """
 
 import math
@@ -288,7 +288,7 @@ class SimulatedLeader:
         self._num_requests += 1
         self._requests.put(command)
 
-    # -- saves, as nodes/publisher.py has it ------------------------------------------------------
+    # -- saves, as nodes/head/publisher.py has it -----------------------------------------------------
 
     @property
     def is_in_the_dark(self) -> bool:

@@ -79,7 +79,7 @@ class Recording:
         """The coordinator has told something."""
         if isinstance(message, Committed):
             if (message.since, message.iteration) < self._committed:
-                return  # The coordinator before this one has told it, as in nodes/launcher.py.
+                return  # The coordinator before this one has told it, as in nodes/head/launcher.py.
             self._committed = (message.since, message.iteration + 1)
         ledger = self.recorder.ledger
         before, did = dict(ledger.seconds), ledger.category

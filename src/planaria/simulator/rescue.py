@@ -1,7 +1,7 @@
 """What the simulated launcher knows of a job's records, and what a coordinator is told to go on
 from that only saves.
 
-Source: nodes/launcher.py, whose order of things it keeps.
+Source: nodes/head/launcher.py, whose order of things it keeps.
 """
 
 from collections.abc import Collection

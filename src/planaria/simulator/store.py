@@ -1,9 +1,9 @@
 """The disk of coordination under the virtual clock: the embedded store is the real one, it is slow.
 
-What comes while it writes shares the next write, as in nodes/journal.py. A write takes the longer,
-the more bytes it has. A crash loses what the disk does not have, from some write on. A full disk
-takes nothing any more, for ever: whoever has it open is told with the first write that fails, and
-goes on in memory. A disk that hangs answers nothing for some seconds, and then goes on.
+What comes while it writes shares the next write, as in nodes/head/journal.py. A write takes the
+longer, the more bytes it has. A crash loses what the disk does not have, from some write on. A full
+disk takes nothing any more, for ever: whoever has it open is told with the first write that fails,
+and goes on in memory. A disk that hangs answers nothing for some seconds, and then goes on.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,7 @@
 `Store` is what the coordinator and its callers see. The embedded store is a function, `step`,
 from (state, operation, now) to (state, result, changes); it knows no clock, thread or file, so a
 simulator can run it under a virtual clock. A change is a fact, not a request: the state is the
-fold of all changes (`applied`), so a journal of them (nodes/journal.py) is the whole store.
+fold of all changes (`applied`), so a journal of them (nodes/head/journal.py) is the whole store.
 
     put        a value at a key, if every guard holds: compare-and-set and fencing are one thing
     lease      a key bound to one is gone when its holder is not heard of for its TTL

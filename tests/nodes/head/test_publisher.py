@@ -18,7 +18,7 @@ from planaria.coordinator.state import Discard, Pruned, Publish, Published, Save
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
-from planaria.nodes.publisher import Left, Publisher, PublisherThread
+from planaria.nodes.head.publisher import Left, Publisher, PublisherThread
 from refused_reads import refused_reads
 
 

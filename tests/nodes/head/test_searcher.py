@@ -15,8 +15,8 @@ from jobs import NUM_LAYERS, tiny_job
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import ResilienceConfig
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.leader_spec import LeaderSpec, every_of, rules_of
-from planaria.nodes.searcher import Searcher
+from planaria.nodes.head.leader_spec import LeaderSpec, every_of, rules_of
+from planaria.nodes.head.searcher import Searcher
 from planaria.planner.plans import foreseen_plans
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import Known

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from planaria.errors import ConfigError
-from planaria.nodes import desk
-from planaria.nodes.desk import Answer, Request, TellEvents, ask, open_desk
+from planaria.nodes.head import desk
+from planaria.nodes.head.desk import Answer, Request, TellEvents, ask, open_desk
 from planaria.torchrun.memory_options import runtime_directory
 
 SOMEBODY = 12345

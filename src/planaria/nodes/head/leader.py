@@ -59,10 +59,10 @@ from planaria.core.records import (
 )
 from planaria.errors import AuthenticationError, ConflictError, StoreError
 from planaria.nodes.descriptors import raise_open_files
-from planaria.nodes.journal import Flusher, open_store
-from planaria.nodes.leader_spec import LeaderSpec, rules_of, saving_rules_of
-from planaria.nodes.publisher import Left, Publisher, PublisherThread
-from planaria.nodes.searcher import Searcher
+from planaria.nodes.head.journal import Flusher, open_store
+from planaria.nodes.head.leader_spec import LeaderSpec, rules_of, saving_rules_of
+from planaria.nodes.head.publisher import Left, Publisher, PublisherThread
+from planaria.nodes.head.searcher import Searcher
 from planaria.policies.ahead import Known
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.store.embedded import EmbeddedStore

@@ -58,20 +58,20 @@ from planaria.core.records import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.errors import InsufficientError
-from planaria.nodes.cloud import LocalOperator
-from planaria.nodes.desk import Drains, answering, open_desk
 from planaria.nodes.forking import SHORTAGE_PAUSE_S, Forker
 from planaria.nodes.forkserver import UNKNOWN, ForkServer, told
-from planaria.nodes.injector import Injector, coordinator_places, node_places
-from planaria.nodes.leader_spec import LeaderSpec, saving_members
-from planaria.nodes.observer import Observer
-from planaria.nodes.waiting import (
+from planaria.nodes.head.cloud import LocalOperator
+from planaria.nodes.head.desk import Drains, answering, open_desk
+from planaria.nodes.head.leader_spec import LeaderSpec, saving_members
+from planaria.nodes.head.observer import Observer
+from planaria.nodes.head.waiting import (
     explained,
     heard_while_running,
     interrupts,
     is_left_alone,
     kill_group,
 )
+from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ class Launcher:
             with theirs:
                 payload = msgspec.json.encode(spec)
                 fds = (self._listener.fileno(), theirs.fileno(), self._lifeline_fd)
-                pid = await self._forker.spawn("planaria.nodes.leader:main", payload, fds)
+                pid = await self._forker.spawn("planaria.nodes.head.leader:main", payload, fds)
             self._leader_pid = pid
             self._leader_pids.add(pid)
             self._rescues += spec.rescue is not None

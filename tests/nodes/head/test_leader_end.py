@@ -18,9 +18,9 @@ from planaria.coordinator.state import Phase
 from planaria.core.messages import Message, Shutdown, WorkerFailed
 from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLauncher, Unrecorded
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.leader import _Leader
-from planaria.nodes.leader_spec import LeaderSpec
-from planaria.nodes.publisher import Left
+from planaria.nodes.head.leader import _Leader
+from planaria.nodes.head.leader_spec import LeaderSpec
+from planaria.nodes.head.publisher import Left
 from planaria.store.logbook import opened_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
 from tasks import wait_until
@@ -219,7 +219,7 @@ def test_what_was_left_undone_at_the_end_is_told_as_it_is(
 
 @contextmanager
 def coordinated(
-    server: ForkServer, spec: LeaderSpec, *, main: str = "planaria.nodes.leader:main"
+    server: ForkServer, spec: LeaderSpec, *, main: str = "planaria.nodes.head.leader:main"
 ) -> Iterator[tuple[socket.socket, tuple[str, int], int]]:
     """A coordinator: the launcher's end of its connection, where agents find it, and its pid."""
     ours, theirs = socket.socketpair()

@@ -14,7 +14,7 @@ import pytest
 from msgspec import structs
 
 from planaria.core.records import Ended
-from planaria.nodes.waiting import (
+from planaria.nodes.head.waiting import (
     LEAVING,
     computed_s,
     explained,

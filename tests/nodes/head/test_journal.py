@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from planaria.errors import StoreError
-from planaria.nodes.journal import open_store, superseded_entries
+from planaria.nodes.head.journal import open_store, superseded_entries
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import Guard, Range
 from tasks import TIMEOUT_S, settle, taken, wait_until
@@ -101,7 +101,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     """A later planaria may write what this one would misread; the way out is its own business."""
 
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("planaria.nodes.journal._FORMAT", 3)
+        monkeypatch.setattr("planaria.nodes.head.journal._FORMAT", 3)
         await contents(tmp_path)
         monkeypatch.undo()
 
@@ -348,8 +348,8 @@ def test_a_disk_that_hangs_is_told_of_and_counts_as_one_that_refuses_in_the_end(
 ) -> None:
     """Who waits goes on then, in memory; to close the store does not wait for it either, and the
     file is closed when the disk lets go of it."""
-    monkeypatch.setattr("planaria.nodes.journal.SLOW_S", 0.01)
-    monkeypatch.setattr("planaria.nodes.journal._CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("planaria.nodes.head.journal.SLOW_S", 0.01)
+    monkeypatch.setattr("planaria.nodes.head.journal._CLOSE_TIMEOUT_S", 0.01)
     notes, reasons = list[str](), list[str]()
 
     async def refused(error: StoreError) -> None:
@@ -380,7 +380,7 @@ def test_a_store_is_closed_while_its_disk_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads the journal after the end of its job. Who still waits is told that."""
-    monkeypatch.setattr("planaria.nodes.journal._CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("planaria.nodes.head.journal._CLOSE_TIMEOUT_S", 0.01)
 
     async def run() -> None:
         async with open_store(tmp_path, now_s=lambda: 0.0) as store:
@@ -417,7 +417,7 @@ def test_that_a_disk_is_slow_is_told_less_and_less_often_over_all_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each record of a disk that is always as slow was told of."""
-    monkeypatch.setattr("planaria.nodes.journal.SLOW_S", 0.01)
+    monkeypatch.setattr("planaria.nodes.head.journal.SLOW_S", 0.01)
     sync, notes = os.fdatasync, list[str]()
 
     def late(fd: int) -> None:

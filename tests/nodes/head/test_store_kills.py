@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from planaria.errors import StoreError
-from planaria.nodes.journal import open_store
+from planaria.nodes.head.journal import open_store
 from planaria.store.store import Range
 
 TIMEOUT_S = 20.0

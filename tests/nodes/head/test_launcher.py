@@ -20,11 +20,12 @@ from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.messages import StopRequested
 from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
 from planaria.core.specs import NodeSpec
-from planaria.nodes import forking, launcher
+from planaria.nodes import forking
 from planaria.nodes.forking import RENEWALS_MAX
 from planaria.nodes.forkserver import ForkServer
-from planaria.nodes.launcher import SHORT_TRIES_MAX, Launcher
-from planaria.nodes.waiting import LEAVING, handlers_restored
+from planaria.nodes.head import launcher
+from planaria.nodes.head.launcher import SHORT_TRIES_MAX, Launcher
+from planaria.nodes.head.waiting import LEAVING, handlers_restored
 from tasks import wait_until
 
 AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))

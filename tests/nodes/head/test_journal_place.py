@@ -13,8 +13,8 @@ from jobs import tiny_job
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
-from planaria.nodes.desk import desk_directories
-from planaria.nodes.journal_place import journal_place
+from planaria.nodes.head.desk import desk_directories
+from planaria.nodes.head.journal_place import journal_place
 
 
 def saving_to(place: str) -> JobConfig:

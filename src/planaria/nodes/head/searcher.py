@@ -24,7 +24,7 @@ from typing import Final
 from planaria.coordinator.learning.drift import corrected_plans
 from planaria.core.plan import Plan, Transition
 from planaria.nodes.forkserver import close_others, die_with_parent
-from planaria.nodes.leader_spec import LeaderSpec, every_of
+from planaria.nodes.head.leader_spec import LeaderSpec, every_of
 from planaria.policies.ahead import Known, look_ahead
 from planaria.policies.named import policy_of, searched_by
 from planaria.policies.policy import Prices
