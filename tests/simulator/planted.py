@@ -39,12 +39,12 @@ from planaria.protocol import agent_state
 from planaria.protocol.agent_state import AgentState
 from planaria.schedule import buckets
 from planaria.schedule.action import Bucket
-from planaria.simulator import layout
-from planaria.simulator.executor import HeldLayer, SimulatedExecutor
-from planaria.simulator.layout import Samples
-from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.modelled import layout
+from planaria.simulator.modelled.executor import HeldLayer, SimulatedExecutor
+from planaria.simulator.modelled.layout import Samples
+from planaria.simulator.modelled.links import SimulatedLinks
+from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.scenario import content_after
-from planaria.simulator.worker import SimulatedWorker
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook
 from planaria.store.store import ABSENT, Entry, Guard, Keys
@@ -236,7 +236,7 @@ def agents_forget(patch: pytest.MonkeyPatch) -> None:
     def said(state: Any, *_: Any) -> Any:
         return state
 
-    patch.setattr("planaria.simulator.agent.said", said)
+    patch.setattr("planaria.simulator.modelled.agent.said", said)
 
 
 def everybody_is_trusted(patch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def broken_links_are_forgotten(patch: pytest.MonkeyPatch) -> None:
         return state if isinstance(message, PeerUnreachable) else real(state, message, now_s)
 
     real = agent_state.said
-    patch.setattr("planaria.simulator.agent.said", said)
+    patch.setattr("planaria.simulator.modelled.agent.said", said)
 
 
 PLANTS: tuple[Plant, ...] = (

@@ -16,7 +16,7 @@ from planaria.core.records import Rescue
 from planaria.observe.ledger import Category
 from planaria.observe.recorder import Recorder
 from planaria.policies.roomy import Roomy
-from planaria.simulator.rescue import HeardRecords
+from planaria.simulator.modelled.rescue import HeardRecords
 
 
 def who_crashes_often_is_needed(patch: pytest.MonkeyPatch) -> None:

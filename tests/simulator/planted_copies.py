@@ -6,8 +6,8 @@ import pytest
 
 from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
-from planaria.simulator import saver
-from planaria.simulator.copying import CopyMemory
+from planaria.simulator.modelled import saver
+from planaria.simulator.modelled.copying import CopyMemory
 
 
 def spoilt_copies_are_read(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from random import Random
 
 from planaria.errors import StoreError
 from planaria.simulator.loop import Loop, Process
-from planaria.simulator.store import SimulatedDisk
+from planaria.simulator.modelled.store import SimulatedDisk
 from planaria.store.store import Event
 
 

@@ -15,18 +15,18 @@ from planaria.core.messages import Blame, DrainRequested, Raised, StopRequested
 from planaria.core.records import Beat, Committed, Ended, Rescue, ToLauncher
 from planaria.errors import SpoiltError
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
-from planaria.simulator.agent import SimulatedAgent
-from planaria.simulator.crash_log import CrashFact
-from planaria.simulator.leader import SimulatedLeader
-from planaria.simulator.links import SimulatedLinks
+from planaria.simulator.checkers.crash_log import CrashFact
+from planaria.simulator.checkers.recording import Recording
 from planaria.simulator.loop import Loop, Process
+from planaria.simulator.modelled.agent import SimulatedAgent
+from planaria.simulator.modelled.leader import SimulatedLeader
+from planaria.simulator.modelled.links import SimulatedLinks
+from planaria.simulator.modelled.rescue import RESCUES_MAX, HeardRecords
+from planaria.simulator.modelled.saver import SimulatedSaves
+from planaria.simulator.modelled.store import SimulatedDisk
+from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.network import End, Network
-from planaria.simulator.recording import Recording
-from planaria.simulator.rescue import RESCUES_MAX, HeardRecords
-from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, Conduct, PlannedJob, first_content
-from planaria.simulator.store import SimulatedDisk
-from planaria.simulator.worker import SimulatedWorker
 from planaria.store.store import Event
 
 LAUNCHER = -1

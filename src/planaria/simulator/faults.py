@@ -16,8 +16,8 @@ from typing import Final, Protocol
 
 from planaria.coordinator.arrivals import arrival_s
 from planaria.core.messages import Blame
-from planaria.simulator.agent import ANYWHERE as AT_ANY_PLACE
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
+from planaria.simulator.modelled.agent import ANYWHERE as AT_ANY_PLACE
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, Conduct
 
 

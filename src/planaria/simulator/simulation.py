@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from planaria.core.job import POLICIES, PolicyName
-from planaria.simulator.checkers import PATIENCE_S, Checkers
+from planaria.simulator.checkers.checkers import PATIENCE_S, Checkers
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.faults import (
     FAULTS_S_MAX,
@@ -19,8 +19,8 @@ from planaria.simulator.faults import (
     more_faults,
     raising_faults,
 )
+from planaria.simulator.modelled.store import drawn_disk
 from planaria.simulator.scenario import PLAINEST, SCENARIOS, Conduct, Scenario, planned_job
-from planaria.simulator.store import drawn_disk
 
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)

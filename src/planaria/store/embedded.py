@@ -3,7 +3,7 @@
 Operations are decided at once, one after the other, and told of, like what is read and watched,
 when their changes are durable. So whatever anybody was told is there after a crash at any instant.
 It knows no event loop: what waits is the keeper's, a journal (nodes/head/journal.py) or a modelled
-disk (simulator/store.py).
+disk (simulator/modelled/store.py).
 """
 
 import math

@@ -17,8 +17,8 @@ from planaria.core.job import CheckpointConfig
 from planaria.core.messages import StartEpoch
 from planaria.core.plan import Plan
 from planaria.errors import AbortedError, CheckpointError, PeerLostError
-from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process
+from planaria.simulator.modelled.links import SimulatedLinks
 
 _COPY_S: Final = 0.0005  # A layer, here.
 _SEND_S: Final = 0.004  # A layer, to another node.

@@ -4,8 +4,8 @@ it had admitted the node. An agent that nobody answers for two leases ends itsel
 
 from typing import Final
 
-from planaria.simulator.agent import UNANSWERED
 from planaria.simulator.cluster import SimulatedCluster
+from planaria.simulator.modelled.agent import UNANSWERED
 from planaria.simulator.scenario import LEASE_S
 
 _LOOK_S: Final = 0.05

@@ -38,14 +38,14 @@ from planaria.core.messages import (
 )
 from planaria.core.plan import Plan
 from planaria.errors import AbortedError, CheckpointError, PeerLostError, SpoiltError
-from planaria.simulator.copying import CopyMemory, SimulatedCopying
-from planaria.simulator.exchange import exchange, prepare, receive_silently, wait_taken
-from planaria.simulator.executor import NOT_YET, HeldLayer, Pulse, SimulatedExecutor
-from planaria.simulator.layout import Layout, layout_of
-from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process, Waiting
+from planaria.simulator.modelled.copying import CopyMemory, SimulatedCopying
+from planaria.simulator.modelled.exchange import exchange, prepare, receive_silently, wait_taken
+from planaria.simulator.modelled.executor import NOT_YET, HeldLayer, Pulse, SimulatedExecutor
+from planaria.simulator.modelled.layout import Layout, layout_of
+from planaria.simulator.modelled.links import SimulatedLinks
+from planaria.simulator.modelled.saver import SimulatedSaver, SimulatedSaves
 from planaria.simulator.network import End
-from planaria.simulator.saver import SimulatedSaver, SimulatedSaves
 from planaria.simulator.scenario import PlannedJob, content_after
 
 _STEP_S = 0.002  # The optimizer, a layer.

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 
 from planaria.core.commit import CommitVector, Votes, commit_vector
-from planaria.simulator.layout import Layout, Samples, Visit, tree_peers
-from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process
+from planaria.simulator.modelled.layout import Layout, Samples, Visit, tree_peers
+from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.scenario import PlannedJob
 
 NOT_YET: Final = -1  # The age of a silent layer whose state has not come.

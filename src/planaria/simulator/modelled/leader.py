@@ -35,10 +35,10 @@ from planaria.core.records import (
 from planaria.errors import CheckpointError, ConflictError, StoreError
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.modelled.saver import SimulatedSaves
+from planaria.simulator.modelled.store import SimulatedDisk
 from planaria.simulator.network import End
-from planaria.simulator.saver import SimulatedSaves
 from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, PlannedJob
-from planaria.simulator.store import SimulatedDisk
 from planaria.store.logbook import Logbook, opened_logbook
 
 Item = TypeVar("Item")
@@ -288,7 +288,7 @@ class SimulatedLeader:
         self._num_requests += 1
         self._requests.put(command)
 
-    # -- saves, as nodes/head/publisher.py has it -----------------------------------------------------
+    # -- saves, as nodes/head/publisher.py has it --------------------------------------------------
 
     @property
     def is_in_the_dark(self) -> bool:

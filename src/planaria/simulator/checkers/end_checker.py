@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from planaria.core.plan import Plan
 from planaria.core.records import Ended, Origin
-from planaria.simulator.back_checker import (
+from planaria.simulator.checkers.back_checker import (
     newest_copied,
     newest_saved,
     newest_told,
     unused_grants,
 )
+from planaria.simulator.checkers.crash_log import CrashLog
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
-from planaria.simulator.crash_log import CrashLog
-from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
-from planaria.simulator.rescue import RESCUES_MAX, RESTARTS_MAX
-from planaria.simulator.worker import SimulatedWorker
+from planaria.simulator.modelled.executor import NOT_YET
+from planaria.simulator.modelled.rescue import RESCUES_MAX, RESTARTS_MAX
+from planaria.simulator.modelled.worker import SimulatedWorker
 
 _END_A_LEASE = (FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK, FaultKind.STUCK)
 _TOLD_S = 1.0  # Of a save that was told so long ago the coordinator knows.

@@ -48,17 +48,17 @@ from planaria.core.records import (
 )
 from planaria.core.samples import sample_digest
 from planaria.policies.roomy import has_room
-from planaria.simulator.absence import Absence
-from planaria.simulator.agent import machine_of
-from planaria.simulator.back_checker import newest_copied, newest_told
+from planaria.simulator.checkers.absence import Absence
+from planaria.simulator.checkers.back_checker import newest_copied, newest_told
+from planaria.simulator.checkers.crash_log import CrashFact, CrashLog
+from planaria.simulator.checkers.end_checker import EndChecker, Seen
+from planaria.simulator.checkers.plan_checker import is_another, num_exposed, wrong_in
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
-from planaria.simulator.crash_log import CrashFact, CrashLog
-from planaria.simulator.end_checker import EndChecker, Seen
-from planaria.simulator.executor import NOT_YET
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
-from planaria.simulator.plan_checker import is_another, num_exposed, wrong_in
+from planaria.simulator.modelled.agent import machine_of
+from planaria.simulator.modelled.executor import NOT_YET
+from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.scenario import LEASE_S
-from planaria.simulator.worker import SimulatedWorker
 from planaria.store.store import Entry, Event
 
 _STILL_S: Final = 60.0  # Between commits without a fault; who waits in vain does so as long.

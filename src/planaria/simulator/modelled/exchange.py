@@ -12,10 +12,10 @@ import msgspec
 from planaria.core.messages import AT_COMMIT, StartEpoch
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.errors import PeerLostError
-from planaria.simulator.executor import NOT_YET, HeldLayer
-from planaria.simulator.layout import Layout
-from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Process
+from planaria.simulator.modelled.executor import NOT_YET, HeldLayer
+from planaria.simulator.modelled.layout import Layout
+from planaria.simulator.modelled.links import SimulatedLinks
 
 _BYTES_PER_S = 2e8
 _TAKEN = ("taken",)

@@ -36,12 +36,12 @@ from planaria.protocol.agent_state import (
     said_again,
     successor_order,
 )
-from planaria.simulator.copying import CopyMemory
-from planaria.simulator.links import SimulatedLinks
 from planaria.simulator.loop import Loop, Process, Waiting
+from planaria.simulator.modelled.copying import CopyMemory
+from planaria.simulator.modelled.links import SimulatedLinks
+from planaria.simulator.modelled.worker import SimulatedWorker, Surroundings
 from planaria.simulator.network import End, Network
 from planaria.simulator.scenario import LEASE_S, PlannedJob
-from planaria.simulator.worker import SimulatedWorker, Surroundings
 
 _RECONNECT_S = 0.02
 _STARTUP_S = 0.05
