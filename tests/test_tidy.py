@@ -69,6 +69,15 @@ ACTING_CALLS = {
 SEEDED = {"Random", "Generator", "default_rng", "SeedSequence", "BitGenerator", "PCG64", "Philox"}
 
 LINES_MAX, FUNCTION_LINES_MAX, COLUMNS_MAX = 600, 60, 100
+SMALL_LINES = 60
+# Small modules that no other imports, or only one.
+ALONE = {
+    "planaria.__main__": "python -m",
+    "planaria.simulator.__main__": "python -m",
+    "planaria.engine.process": "named to the agent that forks it",
+    "planaria.schedule.warm": "named to the fork server, which imports it",
+    "planaria.nodes.head.observer": "a protocol, which others implement without importing it",
+}
 MARKERS = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.<>])/(home|root|work)/")
 
@@ -279,6 +288,23 @@ def test_no_two_modules_of_tests_have_one_name() -> None:
     del names["__init__.py"]
 
     assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_a_small_module_has_more_than_one_importer() -> None:
+    """One that only one other needs belongs to that one."""
+    files = [file for file in _tree_files() if file.module and file.source.strip()]
+    importers: dict[str, set[str]] = {file.module: set() for file in files}
+    for file in files:
+        for _, name in _imports(file.tree):
+            found = name if name in importers else name.rpartition(".")[0]
+            importers.get(found, set()).add(file.module)
+
+    alone = [
+        file.module
+        for file in files
+        if len(file.source.splitlines()) < SMALL_LINES and len(importers[file.module]) < 2
+    ]
+    assert sorted(alone) == sorted(ALONE)
 
 
 def test_text_files_name_no_machine_path_and_no_unfinished_work() -> None:

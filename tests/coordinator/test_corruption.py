@@ -19,7 +19,7 @@ from coordinated import (
 )
 from fake_cluster import FakeCluster
 from jobs import shaped_plan
-from planaria.coordinator.corruption import Verdict, verdict, votes
+from planaria.coordinator.outcomes import Verdict, verdict, votes
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,

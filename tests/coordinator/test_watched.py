@@ -3,7 +3,7 @@
 from math import inf
 from unittest.mock import patch
 
-from planaria.nodes.stolen import Stolen
+from planaria.nodes.agent import Stolen
 from planaria.protocol.agent_lease import Watched, is_late, watched
 
 
@@ -36,7 +36,7 @@ def test_what_was_taken_before_an_action_does_not_count() -> None:
 def test_the_processor_that_lost_most_tells() -> None:
     """Between two looks; whoever computes is on one of them."""
     looks = iter([[1.0, 2.0], [1.5, 2.0], [1.5, 4.0], [1.5, 4.0], [1.25, 4.0]])
-    with patch("planaria.nodes.stolen._by_processor", lambda: next(looks)):
+    with patch("planaria.nodes.agent._by_processor", lambda: next(looks)):
         stolen = Stolen(2)
         found = []
         for _ in range(4):

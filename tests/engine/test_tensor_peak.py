@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from planaria.core.job import ModelConfig, TrainingConfig
+from planaria.engine.memory_peaks import TensorPeak
 from planaria.engine.prepare import split_model
 from planaria.engine.split_backward import input_gradient
 from planaria.engine.stage import HeldLayer, Stage
-from planaria.engine.tensor_peak import TensorPeak
 
 TRAINING = TrainingConfig(optimizer={"name": "SGD"}, deterministic=False)
 INPUT, WIDTH, BATCH = 8, 3, 4  # Floats; those of a linear layer.

@@ -33,8 +33,8 @@ from planaria.core.messages import (
 )
 from planaria.core.specs import NodeSpec
 from planaria.engine import process
+from planaria.engine.executor import send_tensor
 from planaria.engine.stage import Stage
-from planaria.engine.tensors import send_tensor
 from planaria.errors import PeerLostError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse

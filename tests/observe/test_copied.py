@@ -4,7 +4,7 @@ import pytest
 
 from planaria.core.copies import CopiesDone
 from planaria.core.messages import IterationDone
-from planaria.observe.copied import Copied
+from planaria.observe.measured import Copied
 
 
 def done(

@@ -14,7 +14,7 @@ from forked_ranks import order, tell, told_by_ranks
 from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
-from planaria.torchrun import node_room
+from planaria.torchrun import memory_checkpointer
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 WATCHED = 3
@@ -115,7 +115,7 @@ def test_copies_that_a_node_has_no_memory_for_are_refused_with_the_figure(
     alone: MemoryCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before any is made: two versions of what is kept there."""
-    monkeypatch.setattr(node_room, "available_bytes", lambda: 100)
+    monkeypatch.setattr(memory_checkpointer, "available_bytes", lambda: 100)
     with pytest.raises(ConfigError, match="has 100 bytes, and they take") as caught:
         alone.save(1)
     assert caught.value.field == "copies"

@@ -6,8 +6,7 @@ from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Pipeline, Stage, Transfer, Transition, plain_plan
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.assignment import Opening
-from planaria.restorer.naive import assigned_in_order, whole_transfers
-from planaria.restorer.strategies import LEAST_BYTES, NAIVE
+from planaria.restorer.strategies import LEAST_BYTES, NAIVE, assigned_in_order, whole_transfers
 from policies.losses import check_is_whole, check_transfers, every, prices
 from restorer.test_assignment import plan_of, template_of
 

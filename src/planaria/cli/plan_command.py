@@ -34,10 +34,9 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.policies.policy import profile_prices
 from planaria.profiles.shipped import NAMES
+from planaria.show.copies import sending_json, sending_text, survival_json, survival_table
 from planaria.show.figures import plan_figure
 from planaria.show.page import picture_format
-from planaria.show.sending import sending_json, sending_text
-from planaria.show.surviving import survival_json, survival_table
 from planaria.show.tables import plan_json, plan_table
 from planaria.show.words import range_text
 

@@ -22,13 +22,13 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
-from planaria.coordinator.corruption import Verdict, verdict, votes
 from planaria.coordinator.learning.drift import policy_of
 from planaria.coordinator.learning.foresight import expected_recovery, with_likely
 from planaria.coordinator.learning.history import with_failure
 from planaria.coordinator.learning.overhead import prices_of, regroup_s, with_choice
 from planaria.coordinator.learning.slowness import of_members
 from planaria.coordinator.outcomes import (
+    Verdict,
     back_point,
     gone_back,
     held_layers,
@@ -36,6 +36,8 @@ from planaria.coordinator.outcomes import (
     newest_copies,
     outcome_of,
     save_point,
+    verdict,
+    votes,
 )
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.saves import awaiting_saves, has_late_answer

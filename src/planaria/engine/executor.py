@@ -11,8 +11,9 @@ layer computed them with the same parameters: behind the vector travel sums of h
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,6 @@ from planaria.engine.groups import reduce_bucket, reduce_vector
 from planaria.engine.guard import sampled_hashes
 from planaria.engine.split_backward import WeightGradients, input_gradient
 from planaria.engine.stage import HeldLayer, Stage
-from planaria.engine.tensors import receive_tensor, send_tensor
-from planaria.engine.unshared import finish_unshared
 from planaria.errors import CorruptedError
 from planaria.schedule.action import Action, Kind, Schedule
 from planaria.transport.links import PATIENT_S, Channel, Links, Tag
@@ -404,3 +403,66 @@ class Executor:
         """Sends the output of a layer, or its gradient."""
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
         send_tensor(self._links, target, tag, tensor, virtual_bytes=virtual_bytes)
+
+
+# -- tensors as messages between ranks: a head that says what they are, and their bytes ------------
+# The head is eight int64: the dtype, as an index, the number of dimensions, and the shape.
+
+_HEAD_BYTES: Final = 64
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
+
+
+def send_tensor(links: Links, target: int, tag: Tag, tensor: Tensor, *, virtual_bytes: int) -> None:
+    """Sends a tensor of up to six dimensions; returns at once.
+
+    Args:
+        virtual_bytes: what it counts as where links are paced; 0: what it is.
+    """
+    tensor = tensor.detach().contiguous()
+    head = np.zeros(_HEAD_BYTES // 8, dtype=np.int64)
+    assert tensor.dim() <= len(head) - 2
+    head[:2] = _DTYPES.index(tensor.dtype), tensor.dim()
+    head[2 : 2 + tensor.dim()] = tensor.shape
+    body = tensor.reshape(-1).view(torch.uint8).numpy()
+    links.send(target, tag, head, body, virtual_bytes=virtual_bytes)
+
+
+def receive_tensor(links: Links, source: int, tag: Tag, *, timeout_s: float) -> Tensor:
+    """The tensor that `source` sends with this tag.
+
+    Raises:
+        PeerLostError: it will not come.
+    """
+    received = links.receive(source, tag, timeout_s=timeout_s)
+    head = received[:_HEAD_BYTES].view(np.int64)
+    shape = head[2 : 2 + int(head[1])].tolist()
+    dtype = _DTYPES[int(head[0])]
+    # A view of no bytes as another dtype has no length that torch could tell.
+    body = torch.from_numpy(received[_HEAD_BYTES:])
+    return body.view(dtype).view(shape) if len(body) else torch.empty(shape, dtype=dtype)
+
+
+# -- gradients that are complete without a reduction, for one rank alone holds their layers --------
+
+
+def finish_unshared(
+    stage: Stage, schedule: Schedule, *, buckets: Collection[int], layers: Collection[int]
+) -> None:
+    """Rounds the sums that no bucket has.
+
+    Args:
+        buckets: that this rank takes part in.
+        layers: that the plan gives to this rank.
+    """
+    reduced = {
+        (schedule.buckets[b].tied, layer) for b in buckets for layer in schedule.buckets[b].layers
+    }
+    for layer in sorted(layers):
+        held = stage.layers[layer]
+        if (-1, layer) not in reduced:
+            held.gradients.copy_(held.sums)
+    for index, group in enumerate(stage.model.tied):
+        if all((index, use.layer) not in reduced for use in group.uses):
+            total, uses = stage.tied_sum(group, layers)
+            for held, name in uses:
+                held.tied_gradients[name].copy_(total)

@@ -28,9 +28,13 @@ from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vect
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,
+    CopySpoilt,
+    Corrupted,
     EpochReady,
     IterationDone,
     MeasuredSpan,
+    Message,
+    PeerUnreachable,
     SaveFailed,
     SaveLayers,
     Shutdown,
@@ -48,7 +52,6 @@ from planaria.engine.apply import (
     transfer_sources,
 )
 from planaria.engine.blame import failure_of
-from planaria.engine.complaints import complaint
 from planaria.engine.control import Control
 from planaria.engine.copying import Copying
 from planaria.engine.entry import exchanged
@@ -56,14 +59,19 @@ from planaria.engine.executor import Executor
 from planaria.engine.faults import Slowness, cutter, faults_by_kind
 from planaria.engine.groups import iteration_peers
 from planaria.engine.guard import refuse_divergence, sampled_hashes
+from planaria.engine.memory_peaks import Peak, TensorPeak
 from planaria.engine.optimizer import clip_scale, learning_rate
-from planaria.engine.peak import Peak
 from planaria.engine.prepare import load_data, load_model, storage_of
 from planaria.engine.profiler import tied_parameters
 from planaria.engine.saver import Saver
 from planaria.engine.stage import HeldLayer, Stage
-from planaria.engine.tensor_peak import TensorPeak
-from planaria.errors import AbortedError, CheckpointError, CorruptedError, PeerLostError
+from planaria.errors import (
+    AbortedError,
+    CheckpointError,
+    CorruptedError,
+    PeerLostError,
+    SpoiltError,
+)
 from planaria.schedule.action import Schedule
 from planaria.schedule.buckets import ReductionOrder
 from planaria.schedule.lower import lowered_for
@@ -436,3 +444,26 @@ class Worker:
         """The layers that this rank saves."""
         layers, rank = self._stage.layers, self._spec.rank
         return {n: held for n, held in layers.items() if plan.holders(n)[0] == rank}
+
+
+# -- what a rank says of an epoch that it has left -------------------------------------------------
+
+
+def complaint(error: Exception, *, rank: int, epoch: int) -> Message | None:
+    """What is said of an epoch that this rank has left; nothing where it was told to."""
+    match error:
+        case CorruptedError():
+            return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
+        case SpoiltError():
+            return CopySpoilt(
+                rank=rank,
+                epoch=epoch,
+                reason=str(error),
+                source=error.source,
+                is_damaged=error.is_damaged,
+            )
+        case CheckpointError():
+            return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))
+        case PeerLostError():
+            return PeerUnreachable(rank=rank, epoch=epoch, peer=error.rank, reason=str(error))
+    return None

@@ -1,5 +1,6 @@
 """The report of a run: what was told while it ran, beside what is predicted of its plans."""
 
+import hashlib
 import importlib.metadata
 import platform
 import time
@@ -10,9 +11,10 @@ from math import inf
 from typing import Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from planaria.checkpoint.disk.digest import digests
-from planaria.checkpoint.disk.tiers import Tier
+from planaria.checkpoint.disk.tiers import Manifest, Tier
 from planaria.core.messages import MeasuredSpan
 from planaria.core.records import Ended, Warned
 from planaria.errors import CheckpointError
@@ -216,3 +218,41 @@ def _versions() -> dict[str, str]:
     packages = ("planaria", "torch", "numpy")
     versions = {name: importlib.metadata.version(name) for name in packages}
     return versions | {"python": platform.python_version()}
+
+
+# -- the digests that two runs are compared by: one over all parameters, one over optimizer state --
+# `parameters_sha256` runs over the parameters in layer order, within a layer in the order that the
+# model names them, tied ones once, little-endian. `optimizer_sha256` runs in the same order over
+# each parameter's state tensors by sorted name, the step as int64.
+
+
+def digests(
+    tier: Tier,
+    manifest: Manifest,
+    *,
+    parameters: Sequence[Sequence[str]],
+    progress: Callable[[int], None] = lambda _num_read: None,
+) -> tuple[str, str]:
+    """(parameters_sha256, optimizer_sha256) of a checkpoint.
+
+    Args:
+        parameters: for each layer the names of its parameters, without later uses of tied ones.
+        progress: is told after each layer how many have been read.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is missing or damaged.
+    """
+    of_parameters, of_optimizer = hashlib.sha256(), hashlib.sha256()
+    for layer, names in enumerate(parameters):
+        tensors = tier.read_layer(manifest, layer)
+        for name in names:
+            of_parameters.update(_bytes(tensors[f"parameter/{name}"]))
+            prefix = f"optimizer/{name}/"
+            for key in sorted(key for key in tensors if key.startswith(prefix)):
+                of_optimizer.update(_bytes(tensors[key]))
+        progress(layer + 1)
+    return of_parameters.hexdigest(), of_optimizer.hexdigest()
+
+
+def _bytes(array: npt.NDArray[np.generic]) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

@@ -24,10 +24,12 @@ import socket
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
+import psutil
 
 from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.messages import (
@@ -45,7 +47,6 @@ from planaria.errors import AuthenticationError
 from planaria.nodes.descriptors import raise_open_files
 from planaria.nodes.forkserver import close_others, die_with_parent, leave_removed_directory
 from planaria.nodes.output import flush_own
-from planaria.nodes.stolen import Stolen
 from planaria.protocol.agent_lease import (
     TICKS_PER_LEASE,
     AgentLease,
@@ -370,3 +371,36 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
     finally:
         flush_own()
         os._exit(status)
+
+
+# -- what the host of a virtual machine takes from its processors, and gives to other machines -----
+
+
+class Stolen:
+    """Seconds that were taken, as its owner looks at them again and again.
+
+    Attributes:
+        total_s: from the first look on; of all processors the one that lost most between two looks.
+    """
+
+    def __init__(self, num_recent: int) -> None:
+        self.total_s = 0.0
+        self._last = _by_processor()
+        self._recent: deque[float] = deque(maxlen=num_recent)
+
+    def look(self) -> None:
+        """Adds what was taken since the last look."""
+        now = _by_processor()
+        taken_s = max((b - a for a, b in zip(self._last, now, strict=False)), default=0.0)
+        self._last = now
+        self._recent.append(max(0.0, taken_s))
+        self.total_s += self._recent[-1]
+
+    @property
+    def recent_s(self) -> float:
+        """In as many of the newest looks as it was made for."""
+        return sum(self._recent)
+
+
+def _by_processor() -> list[float]:
+    return [times.steal for times in psutil.cpu_times(percpu=True)]

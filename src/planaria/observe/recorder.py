@@ -25,9 +25,8 @@ from planaria.core.records import (
     Running,
     Starting,
 )
-from planaria.observe.copied import Copied
 from planaria.observe.ledger import Category, Ledger
-from planaria.observe.measured import Measured
+from planaria.observe.measured import Copied, Measured
 from planaria.observe.metrics import EventRecord, IterationRecord, WorkerRecord
 
 _AWAITED: Final = "all waited for it"

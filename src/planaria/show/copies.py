@@ -1,14 +1,16 @@
 """Who keeps whose state, and how likely all of it survives: a table for a terminal, a picture."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planaria.placement.idle import Sending
+from planaria.placement.layer_survival import LOST_MAX, LayerSurvival
 from planaria.placement.placement import Placement
 from planaria.placement.survival import Estimate
 from planaria.show.figures import draw_heading
@@ -26,7 +28,7 @@ from planaria.show.page import (
     Page,
     Rectangle,
 )
-from planaria.show.words import counted, ranges_text
+from planaria.show.words import bytes_text, counted, ranges_text, seconds_text
 
 _ROWS_MAX: Final = 32
 _CELL_PT_MAX: Final = 16.0
@@ -137,3 +139,78 @@ def _alike(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]
     for node, nodes in enumerate(placement.holders):
         found.setdefault(tuple(sorted(nodes)), []).append(node)
     return [(tuple(nodes), kept_by) for kept_by, nodes in found.items()]
+
+
+# -- what copies in memory take of a plan's network, in words and as JSON --------------------------
+
+
+def sending_text(sending: Mapping[int, Sending], copies: int) -> Text:
+    """Of the node whose copies take longest, which is what a version waits for."""
+    if not sending:
+        return Text("No copies travel: every node keeps its own, and all hold every layer.")
+    node, slowest = _slowest(sending)
+    text = Text.assemble(
+        (f"{counted(copies, 'copy')} of each layer", "bold"),
+        f": of a version node {node} sends {bytes_text(slowest.num_bytes)}, which takes "
+        f"{seconds_text(slowest.sends_s)} of the {seconds_text(slowest.idle_s)} in which its "
+        "network is idle in an iteration.\n",
+    )
+    if slowest.iterations == 1:
+        return text.append("Every iteration has room for a version.")
+    return text.append(
+        f"A version takes {slowest.iterations} iterations; if each iteration waited for one, it "
+        f"would be {seconds_text(slowest.longer_s)} longer."
+    )
+
+
+def sending_json(sending: Mapping[int, Sending]) -> dict[str, Any] | None:
+    """The same; None if no copies travel."""
+    if not sending:
+        return None
+    node, slowest = _slowest(sending)
+    return {
+        "node": node,
+        "bytes": slowest.num_bytes,
+        "sends_s": slowest.sends_s,
+        "idle_s": slowest.idle_s,
+        "iterations": slowest.iterations,
+        "longer_s": slowest.longer_s,
+    }
+
+
+def _slowest(sending: Mapping[int, Sending]) -> tuple[int, Sending]:
+    """The node, the lowest of equals."""
+    node = min(
+        sending,
+        key=lambda n: (-sending[n].iterations, -sending[n].longer_s, -sending[n].sends_s, n),
+    )
+    return node, sending[node]
+
+
+# -- how likely every layer of a plan survives, as a table and as JSON -----------------------------
+
+
+def survival_table(survival: Sequence[LayerSurvival]) -> Table:
+    """A row for each number of lost nodes."""
+    title, is_cut = "Every layer survives", len(survival) == LOST_MAX
+    caption = f"more than {LOST_MAX} lost nodes are not told" if is_cut else None
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", caption=caption)
+    for name in ("lost nodes", "by live holders alone", "by copies, too"):
+        table.add_column(name, justify="right")
+    for row in survival:
+        table.add_row(str(row.num_lost), probability_text(row.live), probability_text(row.kept))
+    return table
+
+
+def survival_json(survival: Sequence[LayerSurvival]) -> list[dict[str, Any]]:
+    """The same; errors are 0 where probabilities are exact."""
+    return [
+        {
+            "lost": row.num_lost,
+            "live": row.live.probability,
+            "live_error": row.live.error,
+            "kept": row.kept.probability,
+            "kept_error": row.kept.error,
+        }
+        for row in survival
+    ]

@@ -21,11 +21,13 @@ A model that every rank holds whole (DDP) is copied once on each node, and sent 
 Source: Gemini (SOSP '23); PEERS of this: NVRx and lm-resiliency, which need the same ranks again.
 """
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,17 +42,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from planaria.checkpoint.memory.arena import Arena
 from planaria.checkpoint.memory.filling import Filler
+from planaria.checkpoint.memory.room import available_bytes
 from planaria.checkpoint.memory.stream import Copier
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload
 from planaria.checkpoint.memory.wire import State
-from planaria.core.copies import IdleSpan, Label
+from planaria.core.copies import IdleSpan, Label, LayerCopy
 from planaria.errors import AbortedError, CheckpointError, ConfigError, PeerLostError
 from planaria.placement.copies import shard_copies
 from planaria.torchrun.collectives import BetweenCollectives, between_collectives
 from planaria.torchrun.gathering import gathered, gathered_as, on_all
 from planaria.torchrun.keeper import Kept, attach
-from planaria.torchrun.memory_options import check_least, own_host, runtime_directory
-from planaria.torchrun.node_room import check_room_on_all
 from planaria.torchrun.restores import Restores
 from planaria.torchrun.save_checks import check_on_all, check_tensors_on_all, parts_of_state
 from planaria.torchrun.shards import Held, Stateful
@@ -409,3 +410,86 @@ def _epoch_after(ranks: Sequence[_Rank]) -> int:
 
 def _real(_shard: int) -> int:
     return 0
+
+
+# -- what a MemoryCheckpointer is given, and where it is if it is not told -------------------------
+
+# Of 16 KiB a piece: some 30 MB/s over a link of this machine alone, a tenth of that at 4 KiB.
+BUFFER_BYTES_MIN: Final = 64 << 10
+
+
+def check_least(*, copies: int, buffer_bytes: int, profile_iterations: int, idle_s: float) -> None:
+    """Refuses numbers that are too small, or no whole ones where only those will do.
+
+    Raises:
+        ConfigError: naming the first of them.
+    """
+    for field, value, least, why in (
+        ("copies", copies, 1, "the node's own"),
+        ("buffer_bytes", buffer_bytes, BUFFER_BYTES_MIN, "or copies are slow to go"),
+        ("profile_iterations", profile_iterations, 0, "to send copies at once"),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(field, value, f"a whole number, at least {least}, {why}")
+    if not idle_s > 0:
+        raise ConfigError("idle_s", idle_s, "above 0, or copies are gone with the ranks")
+
+
+def own_host() -> str:
+    """The address by which other nodes reach this one."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((master, 9))
+            host: str = sock.getsockname()[0]
+            return host
+    except OSError:
+        return "127.0.0.1"
+
+
+def runtime_directory() -> Path:
+    """Where a user's keepers have their sockets, each in a directory of its own; made for the user
+    alone, as a launcher has its socket there, too."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "planaria" if base else Path(f"/tmp/planaria-{os.getuid()}")
+    with contextlib.suppress(OSError):  # Whoever then uses it says what is wrong.
+        path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+# -- that nodes have the memory for the copies that they are to keep: all ranks find it out --------
+
+
+def check_room_on_all(
+    nodes: Sequence[str],
+    copies: Sequence[LayerCopy],
+    *,
+    num_copies: int,
+    own_bytes: int,
+    arena_bytes: int,
+) -> None:
+    """Refuses copies for which a node has no memory: of each shard that is kept there a version
+    that is whole, and one on its way.
+
+    Args:
+        nodes: of all ranks.
+        num_copies: as the user has it.
+        own_bytes: that this rank copies of its own.
+        arena_bytes: that this rank has for copies now.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    sizes = gathered_as(int, own_bytes)
+    kept = Counter[str]()
+    for node, size in zip(nodes, sizes, strict=True):
+        kept[node] += size
+    for copy in copies:
+        for target in copy.targets:
+            kept[nodes[target]] += sizes[copy.source]
+    here, arenas = nodes[dist.get_rank()], gathered_as(int, arena_bytes)
+    there = sum(size for size, node in zip(arenas, nodes, strict=True) if node == here)
+    needed, room = 2 * kept[here], available_bytes() + there
+    short = "" if needed <= room else f"{here} has {room} bytes, and they take {needed} there"
+    for reason in filter(None, gathered_as(str, short)):
+        raise ConfigError("copies", num_copies, f"{reason}: make fewer, or use more nodes")

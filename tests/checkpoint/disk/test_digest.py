@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from planaria.checkpoint.disk.digest import digests
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
+from planaria.job.report import digests
 
 Tensors = dict[str, np.ndarray]
 

@@ -12,7 +12,7 @@ import pytest
 from planaria.errors import ConfigError
 from planaria.nodes.head import desk
 from planaria.nodes.head.desk import Answer, Request, TellEvents, ask, open_desk
-from planaria.torchrun.memory_options import runtime_directory
+from planaria.torchrun.memory_checkpointer import runtime_directory
 
 SOMEBODY = 12345
 

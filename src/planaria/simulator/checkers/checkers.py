@@ -16,8 +16,8 @@ Source: TigerBeetle's checkers, which watch and assert and take no part.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -47,15 +47,15 @@ from planaria.core.records import (
     decode_record,
 )
 from planaria.core.samples import sample_digest
+from planaria.errors import DeadlockError
 from planaria.policies.roomy import has_room
-from planaria.simulator.checkers.absence import Absence
+from planaria.schedule.lower import lowered
 from planaria.simulator.checkers.back_checker import newest_copied, newest_told
 from planaria.simulator.checkers.crash_log import CrashFact, CrashLog
 from planaria.simulator.checkers.end_checker import EndChecker, Seen
-from planaria.simulator.checkers.plan_checker import is_another, num_exposed, wrong_in
 from planaria.simulator.cluster import LAUNCHER, SimulatedCluster
 from planaria.simulator.faults import ANYWHERE, ASKED, LOOK_LIKE_LOSS, FaultKind, Faults
-from planaria.simulator.modelled.agent import machine_of
+from planaria.simulator.modelled.agent import UNANSWERED, machine_of
 from planaria.simulator.modelled.executor import NOT_YET
 from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.scenario import LEASE_S
@@ -453,3 +453,96 @@ class Checkers:
             return "the coordinator does not serve"
         state = leader.leadership.state
         return f"epoch {state.epoch} of {state.nodes} waits for {state.phase.value}"
+
+
+# -- absence ---------------------------------------------------------------------------------------
+# Nodes that no coordinator could answer: none was there, or it stood still, or its disk did before
+# it had admitted the node. An agent that nobody answers for two leases ends itself.
+
+_LOOK_S: Final = 0.05
+_ADMITTED_S: Final = 1.0  # In which a coordinator that is there admits a node, if its disk is idle.
+_ANSWERED_S: Final = 0.5  # In which a node that has been admitted hears so.
+# Of two leases: a tick from a heartbeat to the next, what messages take, and wrong clocks.
+_SHORT_S: Final = 1.2
+
+
+class Absence:
+    """Looks every now and then who could have been answered."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self._answerable_s: dict[int, float] = {}
+        self._admitted_s: dict[int, float] = {}  # Since when those are that are now.
+        self._idle_since_s = 0.0
+        cluster.loop.after(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        cluster = self._cluster
+        cluster.loop.after(_LOOK_S, self._look)
+        leader, now_s = cluster.leader, cluster.loop.now_s
+        process = leader.process
+        is_there = leader.is_serving and process.is_alive and process.stopped_s < 0.0
+        if not is_there or leader.is_writing:
+            self._idle_since_s = now_s
+        admitted = leader.admitted if is_there else ()
+        self._admitted_s = {node: self._admitted_s.get(node, now_s) for node in admitted}
+        if not is_there:
+            return
+        admits = now_s - self._idle_since_s > _ADMITTED_S
+        for node, agent in cluster.agents.items():
+            is_answered = now_s - self._admitted_s.get(node, now_s) > _ANSWERED_S
+            if agent.process.is_alive and (admits or is_answered):
+                self._answerable_s[node] = now_s
+
+    def forsaken(self) -> frozenset[int]:
+        """The nodes that ended themselves, for nobody could answer them."""
+        agents = self._cluster.agents.items()
+        return frozenset(
+            node
+            for node, agent in agents
+            if agent.left == UNANSWERED
+            and agent.left_s - self._answerable_s.get(node, 0.0) > 2.0 * LEASE_S - _SHORT_S
+        )
+
+
+# -- what must hold of any plan, by itself: it covers the model, and can be run to its end ---------
+
+
+def wrong_in(plan: Plan, *, num_layers: int, num_microbatches: int) -> Iterator[str]:
+    """What is wrong in the plan, in words; nothing in a right one."""
+    for route in (*plan.routes, *(pipeline.route() for pipeline in plan.pipelines)):
+        ends = [0, *(hop.end_layer for hop in route)]
+        starts = [*(hop.first_layer for hop in route), num_layers]
+        if ends != starts:
+            yield f"{route} does not cover the model once"
+    yield from _wrong_in_work(plan)
+    if len(plan.routes) != num_microbatches:
+        yield f"{len(plan.routes)} microbatches"
+
+
+def _wrong_in_work(plan: Plan) -> Iterator[str]:
+    """Work is where its layers are, all have some, and there is an order in which it ends."""
+    layers = {rank: set(own) for rank, own in plan.layers_by_rank.items()}
+    hops = {hop for route in plan.routes for hop in route}
+    for hop in hops:
+        if not set(range(hop.first_layer, hop.end_layer)) <= layers.get(hop.rank, set()):
+            yield f"{hop} is computed where its layers are not"
+            return
+    if idle := layers.keys() - {hop.rank for hop in hops}:
+        yield f"ranks {sorted(idle)} have no work in {plan.routes}"
+    try:
+        lowered(plan)
+    except DeadlockError as error:
+        yield f"the schedule of epoch {plan.epoch} does not end: {error}"
+
+
+def is_another(plan: Plan, before: Plan) -> bool:
+    """Whether to train by it is to train in another way."""
+    return replace(plan, epoch=before.epoch) != before
+
+
+def num_exposed(plan: Plan, trusted: Collection[int]) -> int:
+    """How many layers no trusted node computes."""
+    per_node = plan.pipelines[0].template.devices_per_node
+    of_trusted = [layers for r, layers in plan.layers_by_rank.items() if r // per_node in trusted]
+    return plan.num_layers - len(set().union(*of_trusted))
