@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from limited import TIMEOUT_S
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import Transfer
-from planaria.engine.apply import exchange_layers, transfer_peers
+from planaria.engine.apply import exchange_layers
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
 from planaria.nodes.forkserver import ForkServer
+from planaria.protocol.worker_state import transfer_peers
 from ranks import joined, results
 
 AGE = 3

@@ -1,5 +1,6 @@
 """A worker in this process, whose agent is the test."""
 
+import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,10 @@ from planaria.core.job import JobConfig
 from planaria.core.messages import Abort, Fact, Message, Order, Shutdown, StartEpoch, WorkerReady
 from planaria.core.plan import Plan
 from planaria.core.specs import NodeSpec
-from planaria.engine.control import Control, Orders
+from planaria.engine.control import Control
 from planaria.engine.worker import Worker
+from planaria.protocol import worker_state
+from planaria.protocol.worker_state import on_message
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
 
@@ -27,12 +30,11 @@ class Line:
     """
 
     def __init__(self, links: Links) -> None:
-        self.stop_requested = threading.Event()
-        self.next_epoch = -1
+        self.line = worker_state.Line()
         self.told: list[Message] = []
         self.on_look: Callable[[], object] = lambda: None
         self._links = links
-        self._orders = Orders()
+        self._orders: queue.Queue[Order] = queue.Queue()
         self._changed = threading.Condition()
 
     def send(self, message: Message) -> None:
@@ -41,15 +43,16 @@ class Line:
             self._changed.notify_all()
 
     def wait_order(self) -> Order:
-        return self._orders.wait()
+        return self._orders.get()
 
     def is_over(self, epoch: int) -> bool:
         self.on_look()
-        return self._orders.is_over(epoch)
+        return self.line.is_over(epoch)
 
     def give(self, *orders: Order) -> None:
         """Tells the worker what to do."""
         for order in orders:
+            self.line, _ = on_message(self.line, order)
             if isinstance(order, Abort):
                 self._links.abort("a member is lost", first_epoch=order.epoch)
             self._orders.put(order)

@@ -307,6 +307,23 @@ def test_a_small_module_has_more_than_one_importer() -> None:
     assert sorted(alone) == sorted(ALONE)
 
 
+def test_both_workers_run_the_same_decisions() -> None:
+    """What a worker decides was written twice once, and simulations proved the copy."""
+    protocol = "planaria.protocol.worker_state"
+    called = [
+        {name for _, name in _imports(file.tree) if name.startswith(protocol)}
+        for file in _tree_files()
+        if file.module in {"planaria.engine.worker", "planaria.simulator.modelled.worker"}
+    ]
+
+    assert len(called) == 2
+    assert all(
+        f"{protocol}.{name}" in names
+        for names in called
+        for name in ("on_order", "on_settled", "on_exchanged", "on_computed", "on_told", "votes")
+    )
+
+
 def test_text_files_name_no_machine_path_and_no_unfinished_work() -> None:
     """What a reader copies from docs and examples must work on the reader's machine."""
     names = ("Makefile", "README.md", "CHANGELOG.md", ".ci/run", "pyproject.toml")

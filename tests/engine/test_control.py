@@ -81,7 +81,7 @@ while True:
         first_s = last_beat_s()
         while last_beat_s() < first_s + 0.005:
             time.sleep(0.001)
-    stop = control.stop_requested.is_set()
+    stop = control.line.stop_requested
     control.send(WorkerFailed(node=int(stop), rank=0, traceback=type(order).__name__))
     if isinstance(order, Shutdown):
         break

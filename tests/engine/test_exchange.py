@@ -11,10 +11,11 @@ import pytest
 from linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
-from planaria.engine.apply import PIECE_BYTES, exchange_layers, transfer_peers, wait_taken
+from planaria.engine.apply import PIECE_BYTES, exchange_layers, wait_taken
 from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
 from planaria.errors import AbortedError, PeerLostError
+from planaria.protocol.worker_state import transfer_peers
 from planaria.transport.links import Channel, Links
 
 TRAINING = TrainingConfig(learning_rate=0.1, seed=3)

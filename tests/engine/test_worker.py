@@ -97,8 +97,15 @@ def test_an_order_that_ends_nothing_does_not_call_off_the_last_save(
     training ended at that very commit: the job ended unsaved."""
     start = alone.start(ALONE)
     again = alone.start(ALONE, epoch=epoch, iteration=AT_COMMIT if epoch else 0)
-    alone.line.on_look = disk.may_write.set
-    alone.line.give(start, again)
+
+    def tell_again() -> None:
+        """In the last iteration, when the first has been committed and is being saved."""
+        alone.line.on_look = lambda: None
+        alone.line.give(again)
+        disk.may_write.set()
+
+    alone.line.on_look = tell_again
+    alone.line.give(start)
     alone.line.wait(lambda: len(whole_saves(alone)) == 2)
 
     assert whole_saves(alone) == [(1, 0), (2, 0)]

@@ -24,8 +24,6 @@ from planaria.core.messages import (
     Abort,
     Fact,
     PeerUnreachable,
-    SaveLayers,
-    StartEpoch,
     ToNode,
     Welcome,
 )
@@ -132,11 +130,11 @@ def ranks_answer_before_they_leave(patch: pytest.MonkeyPatch) -> None:
     real = SimulatedWorker.hear
 
     def hear(self: SimulatedWorker, message: ToNode) -> None:
-        if not isinstance(message, Abort) or message.epoch <= self.epoch:
+        if not isinstance(message, Abort) or message.epoch <= self.state.epoch:
             real(self, message)
             return
-        self.epoch = message.epoch
-        self.answer(message)
+        self.state = replace(self.state, epoch=message.epoch)
+        self._answer(message.epoch)
         self.process.after(0.05, lambda: self.links.abort(first_epoch=message.epoch))
 
     patch.setattr(SimulatedWorker, "hear", hear)
@@ -170,16 +168,7 @@ def steps_are_taken_twice(patch: pytest.MonkeyPatch) -> None:
 
 def layers_of_other_ages_are_kept(patch: pytest.MonkeyPatch) -> None:
     """Whoever cannot get to the outcome's age goes on with what it has."""
-    real = SimulatedWorker.settle
-
-    async def settle(
-        self: SimulatedWorker, order: StartEpoch | SaveLayers, iteration: int, vector: bytes
-    ) -> None:
-        before = self.held
-        await real(self, order, iteration, vector)
-        self.held = {**before, **self.held}
-
-    patch.setattr(SimulatedWorker, "settle", settle)
+    patch.setattr(SimulatedWorker, "drop_others", lambda *_: None)
 
 
 def epochs_do_not_fence_links(patch: pytest.MonkeyPatch) -> None:

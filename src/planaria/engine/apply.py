@@ -32,8 +32,6 @@ import numpy.typing as npt
 import xxhash
 
 from planaria.checkpoint.memory.wire import Tensor, bytes_of, unpacked
-from planaria.core.commit import CommitVector, encode_vector
-from planaria.core.messages import Stopped
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.stage import HeldLayer, Stage, State
 from planaria.errors import PeerLostError
@@ -55,44 +53,6 @@ def drop_others(stage: Stage, *, age: int) -> None:
     stage.keep_only([layer for layer, held in stage.layers.items() if held.age == age])
     for held in stage.layers.values():
         held.clear()
-
-
-def answer(
-    stage: Stage,
-    rank: int,
-    epoch: int,
-    vector: tuple[int, CommitVector] | None,
-    hashes: Mapping[int, int],
-    *,
-    since: int,
-) -> Stopped:
-    """What a rank holds, now that nothing of it changes any more.
-
-    Args:
-        vector: the newest one, with its iteration.
-    """
-    whole = stage.whole()
-    return Stopped(
-        rank=rank,
-        epoch=epoch,
-        ages={layer: held.age for layer, held in whole.items()},
-        complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
-        vector_iteration=vector[0] if vector else -1,
-        vector=encode_vector(vector[1]) if vector else b"",
-        hashes=dict(hashes),
-        since=since,
-    )
-
-
-def transfer_sources(rounds: Sequence[Sequence[Transfer]]) -> set[int]:
-    """The ranks that others get layers from."""
-    return {transfer.source for transfers in rounds for transfer in transfers}
-
-
-def transfer_peers(rounds: Sequence[Sequence[Transfer]], rank: int) -> set[int]:
-    """Whom a rank exchanges layers with."""
-    ends = {(t.source, t.target) for transfers in rounds for t in transfers}
-    return {a if b == rank else b for a, b in ends if rank in (a, b)}
 
 
 def exchange_layers(

@@ -18,46 +18,14 @@ import threading
 import traceback
 
 from planaria.core.messages import (
-    AT_COMMIT,
     Abort,
     Message,
     Order,
-    Shutdown,
-    StartEpoch,
-    StopRequested,
 )
+from planaria.protocol.worker_state import Line, on_message
 from planaria.transport.frames import FrameDecoder, frame, order_of
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
-
-
-class Orders:
-    """What a worker is told to do, in order; one thread puts, another one waits."""
-
-    def __init__(self) -> None:
-        self._waiting: queue.Queue[Order] = queue.Queue()
-        self._first_epoch = -1  # Older ones are over.
-        self._is_shut_down = False
-
-    def put(self, order: Order) -> None:
-        """Takes in an order, for its turn."""
-        if isinstance(order, Abort):
-            self._first_epoch = max(self._first_epoch, order.epoch)
-        if isinstance(order, Shutdown):
-            self._is_shut_down = True
-        self._waiting.put(order)
-
-    def wait(self) -> Order:
-        """Blocks until there is one, and takes it out."""
-        return self._waiting.get()
-
-    def is_over(self, epoch: int) -> bool:
-        """Whether nobody wants any more what is saved in this epoch.
-
-        Orders to begin it, or to save in it, come again from a coordinator that was restarted, and
-        one to begin the next at a commit says nothing of this one: these end nothing.
-        """
-        return epoch < self._first_epoch or self._is_shut_down
 
 
 class Control:
@@ -69,8 +37,7 @@ class Control:
         notice: said when SIGTERM tells that the node will be taken away.
 
     Attributes:
-        stop_requested: set while the ranks are asked to stop at the next commit.
-        next_epoch: of the newest order to begin an epoch at a commit, -1 if there was none.
+        line: what the orders that have arrived say, of which some wait for their turn.
     """
 
     def __init__(
@@ -83,12 +50,11 @@ class Control:
         beat_s: float,
         notice: Message,
     ) -> None:
-        self.stop_requested = threading.Event()
-        self.next_epoch = -1
+        self.line = Line()
         self._socket = socket.socket(fileno=agent_fd)
         self._lifeline_fd = lifeline_fd
         self._lock = threading.Lock()
-        self._orders = Orders()
+        self._orders: queue.Queue[Order] = queue.Queue()
         self._links = links
         self._pulse = pulse
         self._beat_s = beat_s
@@ -106,11 +72,11 @@ class Control:
 
     def is_over(self, epoch: int) -> bool:
         """Whether the newest orders make worthless what is saved in this epoch."""
-        return self._orders.is_over(epoch)
+        return self.line.is_over(epoch)
 
     def wait_order(self) -> Order:
         """Blocks until the coordinator says what to do next; the process ends with its agent."""
-        return self._orders.wait()
+        return self._orders.get()
 
     def _listen(self) -> None:
         """Never returns: when this thread ends, for whatever reason, so does the process. Without
@@ -143,15 +109,8 @@ class Control:
                     return
                 for body in decoder.feed(data):
                     message = order_of(body)
-                    if isinstance(message, StopRequested):
-                        self.stop_requested.set()
-                        continue
-                    assert isinstance(message, Order)
-                    if isinstance(message, StartEpoch):
-                        if message.iteration == AT_COMMIT:
-                            self.next_epoch = message.epoch
-                        else:
-                            self.stop_requested.clear()
+                    self.line, order = on_message(self.line, message)
                     if isinstance(message, Abort):
                         self._links.abort("a member is lost", first_epoch=message.epoch)
-                    self._orders.put(message)
+                    if order is not None:
+                        self._orders.put(order)

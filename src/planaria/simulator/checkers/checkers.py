@@ -151,11 +151,11 @@ class Checkers:
     def _check_on_record(self, place: str, worker: SimulatedWorker) -> None:
         """Nobody is told what is not on record."""
         kinds = {"answer": ("members",), "resume": ("members", "outcome", "plan")}
-        if worker.epoch in self._planned:  # What is decided is recorded once it has begun.
+        if worker.state.epoch in self._planned:  # What is decided is recorded once it has begun.
             kinds["resume"] = ("members",)
         for kind in kinds.get(place, ()):
-            if (kind, str(worker.epoch)) not in self._records:
-                self._fail(f"rank {worker.rank} obeys, and there is no {kind}/{worker.epoch}")
+            if (kind, str(worker.state.epoch)) not in self._records:
+                self._fail(f"rank {worker.rank} obeys, and there is no {kind}/{worker.state.epoch}")
 
     def _check_contents(self, worker: SimulatedWorker) -> None:
         for layer, held in worker.held.items():
@@ -378,7 +378,7 @@ class Checkers:
         for worker in self._cluster.workers():
             ages = [held.age for held in worker.held.values() if held.age != NOT_YET]
             is_young = any(age <= iteration for age in ages)
-            at_work = worker.rank in self._ranks and worker.epoch == self._epoch
+            at_work = worker.rank in self._ranks and worker.state.epoch == self._epoch
             if is_young and at_work and self._outcome <= iteration:
                 self._fail(f"iteration {iteration} counts, and rank {worker.rank} lacks it")
 

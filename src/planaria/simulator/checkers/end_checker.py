@@ -141,7 +141,7 @@ class EndChecker:
     def _wrong_in_missing(self, layer: int) -> Iterator[str]:
         """No member has it at the age at which all would go on, nor will."""
         workers = [w for w in self._cluster.workers() if self._node(w) in self._ended.nodes]
-        age = max((self._seen.outcome, *(w.vector_iteration + 1 for w in workers)))
+        age = max((self._seen.outcome, *(w.state.vector_iteration + 1 for w in workers)))
         for worker in workers:
             if (held := worker.held.get(layer)) is None or held.age == NOT_YET:
                 continue

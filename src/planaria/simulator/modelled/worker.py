@@ -1,48 +1,84 @@
-"""A modelled worker: what engine/worker.py does between orders and answers, without tensors.
+"""A modelled worker: takes the actions of protocol/worker_state.py without tensors.
 
 A layer's state is a hash of all that was ever applied to it, so two ages, a sample that is lost and
 one that is used twice can be seen in it. What takes time is broken off by an abort or a lost peer,
 but for an optimizer step.
-
-Source: engine/worker.py, apply.py and saver.py, whose order of things it keeps.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
-import msgspec
-
 from planaria.checkpoint.memory.wire import copy_peers
-from planaria.core.commit import CommitVector, Votes, decode_vector, encode_vector
+from planaria.core.commit import Votes
 from planaria.core.messages import (
-    AT_COMMIT,
     Abort,
     Blame,
-    CopySpoilt,
     EpochReady,
     Fact,
     IterationDone,
     Order,
-    PeerUnreachable,
     Raised,
     SaveLayers,
     Shutdown,
     StartEpoch,
     Stopped,
-    StopRequested,
     ToNode,
     WorkerFailed,
     WorkerReady,
 )
 from planaria.core.plan import Plan
-from planaria.errors import AbortedError, CheckpointError, PeerLostError, SpoiltError
+from planaria.errors import CheckpointError
+from planaria.protocol.worker_actions import (
+    Action,
+    Answer,
+    Apply,
+    BeginEpoch,
+    CheckVector,
+    Compare,
+    Complain,
+    Compute,
+    Copy,
+    EndEpoch,
+    Exchange,
+    KeepLayers,
+    Leave,
+    Reach,
+    ReceiveSilently,
+    Regroup,
+    Save,
+    SaveFirst,
+    SaveLast,
+    Settle,
+    TellIteration,
+    WaitWritten,
+    WriteLast,
+)
+from planaria.protocol.worker_state import (
+    EPOCH_ERRORS,
+    Line,
+    WorkerRules,
+    WorkerState,
+    WorkerStep,
+    on_computed,
+    on_epoch_left,
+    on_exchanged,
+    on_message,
+    on_order,
+    on_raised,
+    on_save_begun,
+    on_settled,
+    on_told,
+    transfer_peers,
+    votes,
+)
 from planaria.simulator.loop import Process, Waiting
 from planaria.simulator.modelled.copying import CopyMemory, SimulatedCopying
 from planaria.simulator.modelled.exchange import exchange, prepare, receive_silently, wait_taken
 from planaria.simulator.modelled.executor import NOT_YET, HeldLayer, Pulse, SimulatedExecutor
-from planaria.simulator.modelled.layout import Layout, layout_of
+from planaria.simulator.modelled.layout import layout_of
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.modelled.saver import SimulatedSaver, SimulatedSaves
 from planaria.simulator.network import End
@@ -100,8 +136,8 @@ class SimulatedWorker:
     """The worker of a rank, from its start to its end.
 
     Args:
-        startup_s: until it reports.
-        memory: for the copies that it keeps.
+        startup_s: seconds until it reports.
+        memory: holds the copies that it keeps.
         may_write: whether its node is a member, as far as it knows.
         raises: whose fault it is that its code raises now, at a place, "" if it does not.
 
@@ -109,8 +145,8 @@ class SimulatedWorker:
         pulse: what it is doing.
         is_leaving: its process ends by itself.
         held: the layers that it has.
-        epoch: the newest that it has begun, or was told to leave older ones for.
-        line: to its agent.
+        state: what it has decided by.
+        line: the connection to its agent.
     """
 
     def __init__(
@@ -143,48 +179,39 @@ class SimulatedWorker:
             write=around.write,
             say=self._say,
             may_write=may_write,
-            is_over=lambda epoch: epoch < self._first_epoch or self._is_shut_down,
+            is_over=lambda epoch: self._arrived.is_over(epoch),
         )
         self._node = node
         self._around = around
         self._startup_s = startup_s
-        self._rules = around.job.rules
-        self._copying = SimulatedCopying(process, links, memory, self._rules.job.checkpoint)
-        self.epoch = -1
-        self._saved_epoch = -1
-        self._owes_save = False
-        self._vector: tuple[int, CommitVector] | None = None
-        self._since = -1
-        self._stop_requested = False
-        self._next_epoch = -1
-        self._takes_part, self._switches_at = False, -1
+        job = around.job.rules.job
+        self._copying = SimulatedCopying(process, links, memory, job.checkpoint)
+        self.state = WorkerState(
+            rules=WorkerRules(
+                rank=rank,
+                pid=pid,
+                address=links.address,
+                layout=around.job.rules.layout,
+                training=job.training,
+                persist_every=job.checkpoint.persist_every,
+                save_timeout_s=job.checkpoint.timeout_s,
+            )
+        )
+        self._arrived = Line()
         self._orders: deque[Order] = deque()
-        self._first_epoch = -1  # Older ones are over.
-        self._is_shut_down = False
         self._ordered: Waiting[None] | None = None
-
-    @property
-    def vector_iteration(self) -> int:
-        """Of the newest commit vector that it holds, -1 if none."""
-        return self._vector[0] if self._vector is not None else -1
+        # Of the epoch that is served.
+        self._executor: SimulatedExecutor | None = None
+        self._iteration_end_s = 0.0
 
     def hear(self, message: ToNode) -> None:
-        """Takes in an order, as the control thread does: an abort frees whoever waits."""
-        if isinstance(message, StopRequested):
-            self._stop_requested = True
-            return
-        assert isinstance(message, Order)
-        if isinstance(message, StartEpoch):
-            if message.iteration == AT_COMMIT:
-                self._next_epoch = message.epoch
-            else:
-                self._stop_requested = False
+        """Takes in a message, as the control thread does: an abort frees whoever waits."""
+        self._arrived, order = on_message(self._arrived, message)
         if isinstance(message, Abort):
-            self._first_epoch = max(self._first_epoch, message.epoch)
             self.links.abort(first_epoch=message.epoch)
-        if isinstance(message, Shutdown):
-            self._is_shut_down = True
-        self._orders.append(message)
+        if order is None:
+            return
+        self._orders.append(order)
         ordered, self._ordered = self._ordered, None
         if ordered is not None:
             ordered.resolve(None)
@@ -207,15 +234,8 @@ class SimulatedWorker:
                 node=self._node, rank=self.rank, pid=self.pid, pid_start=0.0, host=host, port=port
             )
         )
-        while not isinstance(order := await self._next_order(), Shutdown):
-            if isinstance(order, Abort) and order.replaced.get(self.rank) == self.pid:
-                self._leave()
-                return
-            try:
-                await self.obey(order)
-            except CodeError as error:
-                self._say(self._failure(error, order.epoch))
-        await self._saver.leave(timeout_s=_LEAVE_S)
+        while not self.is_leaving:
+            await self._obey(await self._next_order())
 
     def _leave(self) -> None:
         self.is_leaving = True
@@ -233,34 +253,102 @@ class SimulatedWorker:
             await self._ordered
         return self._orders.popleft()
 
-    async def obey(self, order: Abort | StartEpoch | SaveLayers) -> None:
-        """Carries out an order; one that came before, or is for another worker, not."""
-        match order:
-            case Abort() if order.epoch >= self.epoch:
-                self.epoch, self._owes_save = order.epoch, False
-                self.answer(order)
-            case SaveLayers() if order.epoch == self.epoch > self._saved_epoch:
-                self._saved_epoch = order.epoch
-                await self.settle(order, order.iteration, order.vector)
-                await self._write_last(order)
-            case StartEpoch() if self._is_for_this(order):
-                self.epoch = order.epoch
-                try:
-                    await self._serve_epoch(order)
-                except AbortedError:
-                    return
-                except CheckpointError as error:
-                    source = error.source if isinstance(error, SpoiltError) else ""
-                    rank, reason = self.rank, str(error)
-                    self._say(
-                        CopySpoilt(rank=rank, epoch=order.epoch, reason=reason, source=source)
-                    )
-                except PeerLostError as loss:
-                    self._say(
-                        PeerUnreachable(
-                            rank=self.rank, epoch=order.epoch, peer=loss.rank, reason=str(loss)
-                        )
-                    )
+    async def _obey(self, order: Order) -> None:
+        """Carries out an order, or tells what the job's code raised meanwhile."""
+        try:
+            await self.carry_out(on_order(self.state, order))
+        except EPOCH_ERRORS as error:
+            if self.state.start is None:
+                raise
+            await self.carry_out(on_epoch_left(self.state, error))
+        except CodeError as error:
+            await self.carry_out(on_raised(self.state))
+            self._say(self._failure(error, self.state.epoch))
+
+    async def carry_out(self, step: WorkerStep | None) -> None:
+        """Takes the actions of a step, and of those that follow from it."""
+        while step is not None:
+            self.state, actions = step
+            step = None
+            for action in actions:
+                assert step is None, action  # Only the last one asks for the next step.
+                step = await self._act(action)
+
+    async def _act(self, action: Action) -> WorkerStep | None:
+        """Takes an action; the next step if it asks for that."""
+        match action:
+            case Leave():
+                if action.waits:
+                    await self._saver.leave(timeout_s=_LEAVE_S)
+                    self.is_leaving = True
+                else:
+                    self._leave()
+            case Answer():
+                self._answer(action.epoch)
+            case KeepLayers():
+                self.held = {n: held for n, held in self.held.items() if n in action.layers}
+            case Settle():
+                await self._settle(action)
+                return on_settled(self.state, action)
+            case WriteLast():
+                await self._write_last(action.order)
+            case Reach() if action.step not in ("optimizer", "applied"):  # See _apply.
+                self._around.reached(action.step, self, action.iteration)
+            case Regroup():
+                await self._regroup(action.start)
+            case Exchange():
+                return on_exchanged(self.state, await self._exchange(action.start))
+            case BeginEpoch():
+                self._begin_epoch(action)
+            case Reach() | CheckVector() | Compare():
+                pass
+            case _:
+                return await self._act_in_epoch(action)
+        return None
+
+    async def _act_in_epoch(self, action: Action) -> WorkerStep | None:
+        """As `_act`, of what is done while an epoch is served."""
+        match action:
+            case SaveFirst():
+                is_begun = await self._save(action.age)
+                self._iteration_end_s = self.process.now_s
+                return on_save_begun(self.state, is_begun)
+            case Compute():
+                votes = partial(self._votes, action.iteration)
+                vector = await self._running().run(action.iteration, self.held, votes=votes)
+                return on_computed(self.state, action.iteration, vector)
+            case ReceiveSilently():
+                await receive_silently(self, self._start(), action.iteration)
+            case Apply():
+                await self._apply(action.iteration)
+            case Copy():
+                self._copy(action)
+            case Save():
+                await self._save(action.age)
+            case TellIteration():
+                self._tell_iteration(action)
+                return on_told(self.state, action)
+            case SaveLast():
+                await self._save_last(self._owned(), action.age, self.state.epoch)
+            case WaitWritten():
+                timeout_s = action.timeout_s or math.inf
+                await self._saver.wait_written(action.epoch, timeout_s=timeout_s)
+            case EndEpoch():
+                self.links.abort(first_epoch=action.epoch + 1)
+                self._copying.leave()
+            case Complain():
+                self._say(action.message)
+            case _:
+                raise AssertionError(action)
+        return None
+
+    def _start(self) -> StartEpoch:
+        assert self.state.start is not None
+        return self.state.start
+
+    def _running(self) -> SimulatedExecutor:
+        assert self._executor is not None
+        return self._executor
 
     def _computed(self, layers: Sequence[int]) -> None:
         if blame := self._raises("layers"):
@@ -278,50 +366,40 @@ class SimulatedWorker:
             raised=error.raised,
         )
 
-    def _is_for_this(self, start: StartEpoch) -> bool:
-        own = start.addresses.get(self.rank)
-        is_new = start.epoch > self.epoch or (
-            start.epoch == self.epoch and self.links.epoch < start.epoch
-        )
-        is_agreed = self._switches_at >= 0 or not self._takes_part
-        is_its_turn = is_agreed or start.iteration != AT_COMMIT
-        is_meant = own is not None and tuple(own) == self.links.address
-        return is_new and is_its_turn and is_meant
-
     # -- between epochs ---------------------------------------------------------------------------
 
-    def answer(self, order: Abort) -> None:
+    def _answer(self, epoch: int) -> None:
         """Says what this rank holds."""
-        iteration, vector = -1, b""
-        if self._vector is not None:
-            iteration, vector = self._vector[0], encode_vector(self._vector[1])
-        self._around.reached("answer", self, iteration + 1)
+        state = self.state
+        self._around.reached("answer", self, state.vector_iteration + 1)
         whole = {layer: held for layer, held in self.held.items() if held.age != NOT_YET}
         self._say(
             Stopped(
                 rank=self.rank,
-                epoch=order.epoch,
+                epoch=epoch,
                 ages={layer: held.age for layer, held in whole.items()},
                 complete=tuple(n for n, held in whole.items() if held.gradients_of == held.age),
-                vector_iteration=iteration,
-                vector=vector,
-                since=self._since,
+                vector_iteration=state.vector_iteration,
+                vector=state.encoded_vector,
+                since=state.since,
                 copies=self._copying.memory.versions(),
             )
         )
 
-    async def settle(self, order: StartEpoch | SaveLayers, iteration: int, vector: bytes) -> None:
-        """Brings the layers to the age at which all go on; drops what does not get there."""
-        if order.since != self._since:
-            self._since, self._vector, self.held = order.since, None, {}
-        if vector:
-            self._vector = (iteration - 1, decode_vector(vector, self._rules.layout))
-            await self.apply(iteration - 1)
-        self.held = {layer: held for layer, held in self.held.items() if held.age == iteration}
+    async def _settle(self, settle: Settle) -> None:
+        if settle.drops:
+            self.held = {}
+        if settle.outcome is not None:
+            await self._apply(settle.outcome[0])
+        self.drop_others(settle.age)
         for held in self.held.values():
             held.gradients_of = -1
 
-    async def apply(self, iteration: int) -> None:
+    def drop_others(self, age: int) -> None:
+        """Drops layers of another age."""
+        self.held = {layer: held for layer, held in self.held.items() if held.age == age}
+
+    async def _apply(self, iteration: int) -> None:
         """Takes the optimizer step of the layers that are ready for it; nothing can stop it."""
         self._around.reached("optimizer", self, iteration)
         for layer, held in sorted(self.held.items()):
@@ -342,28 +420,22 @@ class SimulatedWorker:
 
     # -- an epoch ---------------------------------------------------------------------------------
 
-    async def _serve_epoch(self, start: StartEpoch) -> None:
-        plan, rank = start.plan, self.rank
-        is_planned = start.iteration == AT_COMMIT
-        start = await self._settled(start)
-        transfers = [transfer for transfers in start.rounds for transfer in transfers]
-        layout = layout_of(plan)
-        self._takes_part, self._switches_at = rank in layout.ranks, -1
-        if not self._takes_part and all(t.source != rank for t in transfers):
-            return
-        self._around.reached("regroup", self, start.iteration)
-        ends = [(t.source, t.target) for t in transfers]
-        peers = {a if b == rank else b for a, b in ends if rank in (a, b)}
-        if rank in layout.ranks:
-            peers |= layout.peers(rank) | copy_peers(rank, start.copies)
+    async def _regroup(self, start: StartEpoch) -> None:
+        peers = transfer_peers(start.rounds, self.rank)
+        if self.state.takes_part:
+            peers |= layout_of(start.plan).peers(self.rank) | copy_peers(self.rank, start.copies)
         addresses = {r: (host, port) for r, (host, port) in start.addresses.items()}
         await self.links.begin(start.epoch, addresses=addresses, peers=peers)
-        self._around.reached("transfer", self, start.iteration)
-        if plan.silent:
+
+    async def _exchange(self, start: StartEpoch) -> int:
+        """The iteration with which the epoch begins, once this rank has its layers."""
+        layout, takes_part = layout_of(start.plan), self.state.takes_part
+        transfers = [transfer for transfers in start.rounds for transfer in transfers]
+        own = layout.held(self.rank) if takes_part else ()
+        if start.plan.silent:
             start = await prepare(self, start, layout)
-        own = layout.held(rank) if self._takes_part else ()
-        if not plan.silent:
-            sent = {t.layer for t in transfers if t.source == rank}
+        else:
+            sent = {t.layer for t in transfers if t.source == self.rank}
             wanted = {*sent, *own}.difference(self.held)
             copies = self._copying.states(wanted, start.copied)
             await exchange(self, transfers, start.iteration, copies=copies)
@@ -371,113 +443,68 @@ class SimulatedWorker:
                 for n in sorted(set(own) - self.held.keys()):
                     read = copies[n] if start.copied else self._around.read(start.source, n)
                     self.held[n] = HeldLayer(age=start.iteration, content=read)
-        if not self._takes_part:
+        if not takes_part:
             await wait_taken(self, transfers)
-            return
         assert set(own) <= self.held.keys(), (own, self.held.keys())
-        self._around.reached("resume", self, start.iteration)
-        ready = EpochReady(rank=rank, epoch=start.epoch, layers_materialised=len(self.held))
-        self._say(ready)
-        try:
-            self._copying.enter(start, self._contents(start.plan), is_planned=is_planned)
-            await self._train(start, layout)
-        except (AbortedError, CodeError, PeerLostError):
-            self.links.abort(first_epoch=start.epoch + 1)
-            raise
-        finally:
-            self._copying.leave()
-        self.links.abort(first_epoch=start.epoch + 1)
+        return start.iteration
 
-    def _contents(self, plan: Plan) -> dict[int, int]:
-        """What this rank holds and has copies of, but for what it has silently."""
-        silent = plan.silent.get(self.rank, ())
-        return {n: held.content for n, held in self.held.items() if n not in silent}
-
-    async def _settled(self, start: StartEpoch) -> StartEpoch:
-        """The order with its iteration, as far as this rank can know it, and its layers so."""
-        if start.iteration == AT_COMMIT:
-            if self._switches_at < 0:
-                self._since, self.held = start.since, {}
-                return start
-            assert self._vector is not None
-            vector = encode_vector(self._vector[1])
-            start = msgspec.structs.replace(start, iteration=self._switches_at, vector=vector)
-        await self.settle(start, start.iteration, start.vector)
-        return start
-
-    async def _train(self, start: StartEpoch, layout: Layout) -> None:
-        training = self._rules.job.training
-        iteration = start.iteration
-        ends = iteration >= training.iterations
-        executor = self._executor(start, layout)
-        if start.persists:
-            self._owes_save = not await self._save(start, layout, iteration)
-        end_s = self.process.now_s
-        while not ends:
-            self._around.reached("start", self, iteration)
-            votes = partial(self._votes, start.epoch, iteration)
-            vector = await executor.run(iteration, self.held, votes=votes)
-            self._vector = (iteration, vector)
-            own = layout.held(self.rank)
-            self.held = {n: held for n, held in self.held.items() if n in own}
-            await receive_silently(self, start, iteration)
-            await self.apply(iteration)
-            assert all(held.age == iteration + 1 for held in self.held.values())
-            ends = vector.is_last(iteration, training)
-            switches = not ends and vector.switches(start.plan)
-            self._copying.applied(
-                vector,
-                start.plan,
-                self._contents(start.plan),
-                age=iteration + 1,
-                goes_on=not ends and not switches,
-            )
-            if not ends and (vector.saves or self._persists(iteration + 1)):
-                await self._save(start, layout, iteration + 1)
-            self._owes_save = vector.votes.unsaved > 0 and not vector.saves
-            before_s, end_s = end_s, self.process.now_s
-            self._say(
-                IterationDone(
-                    rank=self.rank,
-                    epoch=start.epoch,
-                    iteration=iteration,
-                    loss=vector.loss,
-                    num_samples=vector.num_samples,
-                    sample_digest=vector.sample_digest,
-                    seconds=end_s - before_s,
-                    stall_s=0.0,
-                    action_s=executor.action_s,
-                    eager_s=executor.eager_s,
-                    peak_bytes=0,
-                    ends=ends,
-                    switches=switches,
-                )
-            )
-            iteration += 1
-            if ends:
-                await self._save_last(self._owned(layout), iteration, start.epoch)
-            if switches:
-                self._switches_at = iteration
-                return
-        await self._saver.wait_written(start.epoch)
-
-    def _executor(self, start: StartEpoch, layout: Layout) -> SimulatedExecutor:
-        return SimulatedExecutor(
+    def _begin_epoch(self, begin: BeginEpoch) -> None:
+        start = begin.start
+        held = len(self.held)
+        self._say(EpochReady(rank=self.rank, epoch=start.epoch, layers_materialised=held))
+        self._copying.enter(start, self._contents(start.plan), is_planned=begin.is_planned)
+        self._executor = SimulatedExecutor(
             self.process,
             self.links,
-            layout,
+            layout_of(start.plan),
             job=self._around.job,
             pulse=self.pulse,
             shadows=start.plan.shadows.get(self.rank, ()),
             reached=lambda place, number: self._around.reached(place, self, number),
             computed=self._computed,
         )
+        self._iteration_end_s = self.process.now_s
 
-    async def _votes(self, epoch: int, iteration: int) -> Votes:
+    def _contents(self, plan: Plan) -> dict[int, int]:
+        """What this rank holds and has copies of, but for what it has silently."""
+        silent = plan.silent.get(self.rank, ())
+        return {n: held.content for n, held in self.held.items() if n not in silent}
+
+    # -- an iteration -----------------------------------------------------------------------------
+
+    async def _votes(self, iteration: int) -> Votes:
         copied, uncopied = await self._copying.votes(iteration)
-        stops, switches = self._stop_requested, self._next_epoch > epoch
-        owes, writes = self._owes_save, self._saver.is_writing
-        return Votes(int(stops), int(switches), copied, uncopied, int(owes), int(writes))
+        is_writing = self._saver.is_writing
+        return votes(
+            self.state, self._arrived, copied=copied, uncopied=uncopied, is_writing=is_writing
+        )
+
+    def _copy(self, copy: Copy) -> None:
+        assert all(held.age == copy.age for held in self.held.values())
+        plan = self._start().plan
+        contents = self._contents(plan)
+        self._copying.applied(copy.vector, plan, contents, age=copy.age, goes_on=copy.goes_on)
+
+    def _tell_iteration(self, done: TellIteration) -> None:
+        executor, vector = self._running(), done.vector
+        before_s, self._iteration_end_s = self._iteration_end_s, self.process.now_s
+        self._say(
+            IterationDone(
+                rank=self.rank,
+                epoch=self.state.epoch,
+                iteration=done.iteration,
+                loss=vector.loss,
+                num_samples=vector.num_samples,
+                sample_digest=vector.sample_digest,
+                seconds=self._iteration_end_s - before_s,
+                stall_s=0.0,
+                action_s=executor.action_s,
+                eager_s=executor.eager_s,
+                peak_bytes=0,
+                ends=done.ends,
+                switches=done.switches,
+            )
+        )
 
     # -- saves ------------------------------------------------------------------------------------
 
@@ -492,18 +519,15 @@ class SimulatedWorker:
         self.held |= {n: HeldLayer(age=age, content=content) for n, content in states.items()}
         await self._save_last(layers, age, order.epoch)
 
-    def _owned(self, layout: Layout) -> list[int]:
-        return [n for n in sorted(self.held) if layout.owner[n] == self.rank]
+    def _owned(self) -> list[int]:
+        owner = layout_of(self._start().plan).owner
+        return [n for n in sorted(self.held) if owner[n] == self.rank]
 
-    def _persists(self, age: int) -> bool:
-        every = self._rules.job.checkpoint.persist_every
-        return every > 0 and age % every == 0
-
-    async def _save(self, start: StartEpoch, layout: Layout, age: int) -> bool:
-        if layers := self._owned(layout):
+    async def _save(self, age: int) -> bool:
+        if layers := self._owned():
             self._around.reached("save", self, age)
             contents = {n: self.held[n].content for n in layers}
-            return await self._saver.save(contents, age, start.epoch)
+            return await self._saver.save(contents, age, self.state.epoch)
         return True
 
     async def _save_last(self, layers: Sequence[int], age: int, epoch: int) -> None:

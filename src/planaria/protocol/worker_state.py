@@ -1,0 +1,437 @@
+"""What a worker decides; engine/worker.py acts on it, and the simulator's modelled worker does.
+
+A worker is told by orders to leave its epoch, to begin one, or to save what it holds. Which order
+is for it, what it answers, where it goes on, when it joins silently, switches, votes and saves: all
+that is here. Each function takes the state and what happened, and gives the new state and actions,
+to be taken in this order. Only the last action of a step may ask something; what comes of it is
+told by the function that its docstring names.
+
+    on_order          an order came
+    on_settled        Settle is done: the layers are of the age at which all go on
+    on_exchanged      Exchange is done: the rank has the layers of its plan
+    on_save_begun     SaveFirst is done
+    on_computed       Compute is done: the commit vector of an iteration is there
+    on_told           TellIteration is done
+    on_epoch_left     an action raised what ends an epoch: it was told to, or a peer is lost
+    on_raised         an action raised anything else
+
+The state is that of the thread that computes. What arrives meanwhile is sorted by another thread,
+with a state of its own: `Line`, `on_message`.
+
+Source: docs/protocol.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from planaria.core.commit import CommitVector, VectorLayout, Votes, decode_vector, encode_vector
+from planaria.core.job import TrainingConfig
+from planaria.core.messages import (
+    AT_COMMIT,
+    Abort,
+    CopySpoilt,
+    Corrupted,
+    Fact,
+    Order,
+    PeerUnreachable,
+    SaveLayers,
+    Shutdown,
+    StartEpoch,
+    StopRequested,
+    ToNode,
+)
+from planaria.core.plan import Transfer
+from planaria.errors import (
+    AbortedError,
+    CheckpointError,
+    CorruptedError,
+    PeerLostError,
+    SpoiltError,
+)
+from planaria.protocol.worker_actions import (
+    Action,
+    Answer,
+    Apply,
+    BeginEpoch,
+    CheckVector,
+    Compare,
+    Complain,
+    Compute,
+    Copy,
+    EndEpoch,
+    Exchange,
+    KeepLayers,
+    Leave,
+    Reach,
+    ReceiveSilently,
+    Regroup,
+    Save,
+    SaveFirst,
+    SaveLast,
+    Settle,
+    TellIteration,
+    WaitWritten,
+    WriteLast,
+)
+
+EpochError = AbortedError | CheckpointError | CorruptedError | PeerLostError
+EPOCH_ERRORS: Final = (AbortedError, CheckpointError, CorruptedError, PeerLostError)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRules:
+    """What stays the same as long as a worker lives.
+
+    Attributes:
+        address: where the worker's links listen, (host, port). An order with another address is for
+            another process of this rank.
+        persist_every: number of iterations between saves, 0 if none are made while training goes
+            on.
+        save_timeout_s: how long a rank waits for its save when parameters were found corrupt.
+    """
+
+    rank: int
+    pid: int
+    address: tuple[str, int]
+    layout: VectorLayout
+    training: TrainingConfig
+    persist_every: int
+    save_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """What a worker knows beside its layers.
+
+    Attributes:
+        epoch: the newest that it has begun, or was told to leave older ones for.
+        linked_epoch: the newest that it has made links for.
+        saved_epoch: the newest in which it was told to save its layers and end.
+        since: the epoch in which all went back to a save, the newest that this rank knows of.
+        vector: the newest commit vector that it has, with its iteration.
+        start: the order of the epoch that it serves, with the iteration at which it goes on as far
+            as that is known.
+        is_planned: training was not interrupted for that epoch.
+        is_training: it has begun to train in that epoch, which has links and copies to take down.
+        takes_part: whether it trains in the newest epoch that it was told to begin.
+        switches_at: the iteration at which all ranks agreed to begin the next epoch, else -1.
+        recovers_from: the iteration in which it was told to leave its epoch, until it has begun
+            another one; -1 while all is well.
+        owes_save: it could not begin the save with which its epoch was to begin.
+    """
+
+    rules: WorkerRules
+    epoch: int = -1
+    linked_epoch: int = -1
+    saved_epoch: int = -1
+    since: int = -1
+    vector: tuple[int, CommitVector] | None = None
+    start: StartEpoch | None = None
+    is_planned: bool = False
+    is_training: bool = False
+    takes_part: bool = False
+    switches_at: int = -1
+    recovers_from: int = -1
+    owes_save: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.rules.rank
+
+    @property
+    def vector_iteration(self) -> int:
+        """The iteration of its newest commit vector, -1 if it has none."""
+        return self.vector[0] if self.vector is not None else -1
+
+    @property
+    def encoded_vector(self) -> bytes:
+        """Its newest commit vector as bytes, none if it has none."""
+        return encode_vector(self.vector[1]) if self.vector is not None else b""
+
+
+WorkerStep = tuple[WorkerState, tuple[Action, ...]]
+
+
+# -- orders ---------------------------------------------------------------------------------------
+
+
+def on_order(state: WorkerState, order: Order) -> WorkerStep:
+    """An order came. Nothing follows from one that is old, or meant for another process."""
+    rank, state = state.rank, _without_epoch(state)
+    match order:
+        case Shutdown():
+            return state, (Leave(waits=True),)
+        case Abort() if order.replaced.get(rank) == state.rules.pid:
+            return state, (Leave(waits=False),)
+        case Abort() if order.epoch >= state.epoch:
+            recovers_from = state.vector_iteration + 1
+            state = replace(state, epoch=order.epoch, owes_save=False, recovers_from=recovers_from)
+            return state, (Answer(order.epoch),)
+        case SaveLayers() if order.epoch == state.epoch > state.saved_epoch:
+            return _settle(replace(state, saved_epoch=order.epoch), order)
+        case StartEpoch() if _is_for_this(state, order):
+            return _start_epoch(replace(state, epoch=order.epoch), order)
+        case Abort() | SaveLayers() | StartEpoch():
+            return state, ()
+
+
+def _is_for_this(state: WorkerState, start: StartEpoch) -> bool:
+    """Whether this very process is meant, and has not begun the epoch yet."""
+    is_new = start.epoch > state.epoch or start.epoch == state.epoch > state.linked_epoch
+    is_agreed = state.switches_at >= 0 or not state.takes_part
+    return (
+        is_new
+        and (is_agreed or start.iteration != AT_COMMIT)
+        and tuple(start.addresses.get(state.rank, ())) == state.rules.address
+    )
+
+
+def _settle(state: WorkerState, order: StartEpoch | SaveLayers) -> WorkerStep:
+    """Brings the layers to the age at which all go on."""
+    drops = order.since != state.since
+    if drops:
+        state = replace(state, since=order.since, vector=None)
+    outcome = None
+    if order.vector:
+        outcome = (order.iteration - 1, decode_vector(order.vector, state.rules.layout))
+        state = replace(state, vector=outcome)
+    return state, (Settle(order, drops, outcome, order.iteration),)
+
+
+def on_settled(state: WorkerState, settle: Settle) -> WorkerStep:
+    """The layers are of the age at which all go on."""
+    if isinstance(settle.order, SaveLayers):
+        return state, (WriteLast(settle.order),)
+    start = settle.order
+    takes_part = state.rank in start.plan.all_ranks
+    state = replace(state, start=start, takes_part=takes_part, switches_at=-1)
+    if not takes_part and state.rank not in transfer_sources(start.rounds):
+        return state, ()
+    return replace(state, linked_epoch=start.epoch), (
+        Reach("regroup", start.iteration, state.recovers_from),
+        Regroup(start),
+        Reach("transfer", start.iteration, state.recovers_from),
+        Exchange(start),
+    )
+
+
+# -- an epoch -------------------------------------------------------------------------------------
+
+
+def _start_epoch(state: WorkerState, start: StartEpoch) -> WorkerStep:
+    is_planned = start.iteration == AT_COMMIT
+    state = replace(state, start=start, is_planned=is_planned)
+    if not is_planned:
+        return _settle(state, start)
+    if state.switches_at < 0:  # It had no part in the epoch before, and hears the age from others.
+        state = replace(state, since=start.since)
+        return state, (Settle(start, drops=True, outcome=None, age=AT_COMMIT),)
+    vector = state.encoded_vector
+    return _settle(
+        state, msgspec.structs.replace(start, iteration=state.switches_at, vector=vector)
+    )
+
+
+def on_exchanged(state: WorkerState, iteration: int) -> WorkerStep:
+    """The rank has the layers with which its epoch begins, at this iteration."""
+    start = _served(state)
+    start = msgspec.structs.replace(start, iteration=iteration)
+    if not state.takes_part:
+        return state, ()
+    resumes = Reach("resume", iteration, state.recovers_from)
+    state = replace(state, start=start, is_training=True, recovers_from=-1)
+    begins = (resumes, BeginEpoch(start, is_planned=state.is_planned))
+    if start.persists:
+        return state, (*begins, Compare(iteration), SaveFirst(iteration))
+    state, actions = _train(state, iteration, ends=_is_done(state, iteration))
+    return state, (*begins, *actions)
+
+
+def on_save_begun(state: WorkerState, is_begun: bool) -> WorkerStep:
+    """The save with which an epoch begins is under way, or could not be begun."""
+    iteration = _served(state).iteration
+    state = replace(state, owes_save=not is_begun)
+    return _train(state, iteration, ends=_is_done(state, iteration))
+
+
+def _is_done(state: WorkerState, iteration: int) -> bool:
+    return iteration >= state.rules.training.iterations
+
+
+def _train(state: WorkerState, iteration: int, *, ends: bool) -> WorkerStep:
+    """The next iteration; none if training has ended."""
+    if not ends:
+        return state, (Reach("start", iteration), Compute(iteration))
+    epoch = _served(state).epoch
+    return state, (WaitWritten(epoch), EndEpoch(epoch))
+
+
+def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> WorkerStep:
+    """The vector of an iteration is there, so all gradients everywhere are complete."""
+    start, rules = _served(state), state.rules
+    state = replace(state, vector=(iteration, vector))
+    ends = vector.is_last(iteration, rules.training)
+    switches = not ends and vector.switches(start.plan)
+    age = iteration + 1
+    saves = not ends and (vector.saves or _persists(rules, age))
+    actions: list[Action] = [
+        # All ranks have their layers, so nobody needs what this one has too many.
+        KeepLayers(tuple(start.plan.held_by_rank[state.rank])),
+        CheckVector(iteration, vector),
+    ]
+    if start.plan.silent and iteration == start.iteration:
+        actions.append(ReceiveSilently(iteration))
+    actions += [
+        Reach("optimizer", iteration),
+        Apply(iteration, vector),
+        Reach("applied", iteration),
+        Copy(age, vector, goes_on=not ends and not switches),
+    ]
+    if ends or saves:
+        actions.append(Compare(age))
+    if saves:
+        actions.append(Save(age))
+    return state, (*actions, TellIteration(iteration, vector, ends=ends, switches=switches))
+
+
+def _persists(rules: WorkerRules, age: int) -> bool:
+    """Whether the state of this age is to be saved while training goes on."""
+    return rules.persist_every > 0 and age % rules.persist_every == 0
+
+
+def on_told(state: WorkerState, told: TellIteration) -> WorkerStep:
+    """The iteration is over for this rank."""
+    epoch, vector = _served(state).epoch, told.vector
+    state = replace(state, owes_save=vector.votes.unsaved > 0 and not vector.saves)
+    next_iteration = told.iteration + 1
+    if told.switches:
+        return replace(state, switches_at=next_iteration), (EndEpoch(epoch),)
+    state, actions = _train(state, next_iteration, ends=told.ends)
+    return state, ((SaveLast(next_iteration), *actions) if told.ends else actions)
+
+
+def on_epoch_left(state: WorkerState, error: EpochError) -> WorkerStep:
+    """The epoch that it serves has ended for this rank: it was told so, or it says why."""
+    epoch = _served(state).epoch
+    state, actions = on_raised(state)
+    if isinstance(error, CorruptedError):
+        # It may be all that is left: nobody may know who of two is right.
+        actions = (*actions, WaitWritten(epoch, state.rules.save_timeout_s))
+    message = _complaint(error, rank=state.rank, epoch=epoch)
+    return state, actions if message is None else (*actions, Complain(message))
+
+
+def on_raised(state: WorkerState) -> WorkerStep:
+    """The job's code has raised; what this rank holds is of an age that all know."""
+    actions = (EndEpoch(state.epoch),) if state.is_training else ()
+    return _without_epoch(state), actions
+
+
+def _without_epoch(state: WorkerState) -> WorkerState:
+    return replace(state, start=None, is_training=False)
+
+
+def _complaint(error: EpochError, *, rank: int, epoch: int) -> Fact | None:
+    """What a rank says of an epoch that it has left; nothing where it was told to leave it."""
+    match error:
+        case CorruptedError():
+            return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
+        case SpoiltError():
+            return CopySpoilt(
+                rank=rank,
+                epoch=epoch,
+                reason=str(error),
+                source=error.source,
+                is_damaged=error.is_damaged,
+            )
+        case CheckpointError():
+            return CopySpoilt(rank=rank, epoch=epoch, reason=str(error))
+        case PeerLostError():
+            return PeerUnreachable(rank=rank, epoch=epoch, peer=error.rank, reason=str(error))
+        case AbortedError():
+            return None
+
+
+def _served(state: WorkerState) -> StartEpoch:
+    assert state.start is not None
+    return state.start
+
+
+def transfer_sources(rounds: Sequence[Sequence[Transfer]]) -> set[int]:
+    """The ranks that others get layers from."""
+    return {transfer.source for transfers in rounds for transfer in transfers}
+
+
+def transfer_peers(rounds: Sequence[Sequence[Transfer]], rank: int) -> set[int]:
+    """The ranks with which a rank exchanges layers."""
+    ends = {(t.source, t.target) for transfers in rounds for t in transfers}
+    return {a if b == rank else b for a, b in ends if rank in (a, b)}
+
+
+# -- what arrives meanwhile -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What the orders that have arrived say, before the thread that computes takes them.
+
+    Attributes:
+        first_epoch: older epochs are over, -1 if none is.
+        is_shut_down: the job has ended.
+        stop_requested: the ranks are asked to stop at the next commit.
+        next_epoch: the newest epoch that is to begin at a commit, -1 if there was none.
+    """
+
+    first_epoch: int = -1
+    is_shut_down: bool = False
+    stop_requested: bool = False
+    next_epoch: int = -1
+
+    def is_over(self, epoch: int) -> bool:
+        """Whether nobody wants any more what is saved in this epoch.
+
+        Orders to begin it, or to save in it, come again from a coordinator that was restarted, and
+        one to begin the next at a commit says nothing of this one: these end nothing.
+        """
+        return epoch < self.first_epoch or self.is_shut_down
+
+
+def on_message(line: Line, message: ToNode) -> tuple[Line, Order | None]:
+    """A message came; the order that waits for its turn, if it is one. An `Abort` also frees
+    whoever waits for a peer in an older epoch."""
+    match message:
+        case StopRequested():
+            return replace(line, stop_requested=True), None
+        case StartEpoch() if message.iteration == AT_COMMIT:
+            return replace(line, next_epoch=message.epoch), message
+        case StartEpoch():
+            return replace(line, stop_requested=False), message
+        case Abort():
+            return replace(line, first_epoch=max(line.first_epoch, message.epoch)), message
+        case Shutdown():
+            return replace(line, is_shut_down=True), message
+        case SaveLayers():
+            return line, message
+    raise AssertionError(message)
+
+
+def votes(state: WorkerState, line: Line, *, copied: int, uncopied: int, is_writing: bool) -> Votes:
+    """What this rank votes for in the commit vector of the iteration that it computes.
+
+    Args:
+        copied, uncopied: what its copies in memory vote.
+        is_writing: it could not begin another save now.
+    """
+    switches = line.next_epoch > _served(state).epoch
+    return Votes(
+        int(line.stop_requested),
+        int(switches),
+        copied,
+        uncopied,
+        int(state.owes_save),
+        int(is_writing),
+    )
