@@ -72,24 +72,10 @@ soak: $(READY)
 	$(BIN)/python benchmarks/curves.py --iterations 3500 --plot docs/curves.svg
 
 sweep: $(READY)
-	$(BIN)/python -m pytest -m long tests/processes/test_bits.py tests/processes/test_oracle.py \
-		tests/processes/test_features.py tests/planner tests/estimator
+	$(BIN)/python -m pytest -m 'long and not faults'
 
 chaos: $(READY)
-	$(BIN)/python -m pytest -m '' tests/coordinator tests/processes/test_survive.py \
-		tests/processes/test_flat.py tests/processes/test_fence.py tests/processes/test_stalled.py \
-		tests/processes/test_standstill.py tests/processes/test_ends.py \
-		tests/processes/test_cut.py tests/processes/test_changes.py tests/processes/test_flip.py \
-		tests/processes/test_slow.py tests/processes/test_around.py \
-		tests/processes/test_choosing.py tests/processes/test_paced_links.py \
-		tests/processes/test_copies.py tests/engine/test_copies_under_any_plan.py \
-		tests/processes/test_object_store.py tests/processes/test_memory_checkpointer.py \
-		tests/processes/test_between_collectives.py tests/processes/test_standing_by.py \
-		tests/processes/test_absorbing.py tests/processes/test_morphing.py \
-		tests/processes/test_prediction.py tests/processes/test_saved_ends.py \
-		tests/processes/test_temporary_directory.py tests/processes/test_seconds.py \
-		tests/processes/test_chaos.py \
-		tests/processes/test_surroundings.py
+	$(BIN)/python -m pytest -m faults
 	mkdir -p reports
 	$(BIN)/planaria chaos examples/small.toml --minutes $(MINUTES) --seed $(SEED) \
 		--report reports/chaos.json

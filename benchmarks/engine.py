@@ -1,4 +1,4 @@
-"""What the engine costs: one node of planaria beside the plain loop of tests/oracle.py.
+"""What the engine costs: one node of planaria beside the plain loop of tests/helpers/oracle.py.
 
 The same model, microbatches and arithmetic, one thread each, taking turns in one run. The A/A
 ratio is that of the plain loop against itself, its odd turns over its even ones.
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from oracle import train
+from helpers.oracle import train
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, sample_numbers
 from planaria.data.datasets import microbatch

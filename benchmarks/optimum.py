@@ -1,10 +1,11 @@
 """Rerouted schedules beside the best ones that there are: at most 5% longer.
 
-For each case of tests/lost_places.py the plan that `planner/reroute/reroutes.py` finds, its time by
-the estimator, and the optimum of the same problem as CP-SAT proves it (exact/solver.py). Times are
-of forwards and backwards; reductions are the same for both. Then cases that are drawn, many of them
-odd: stages that differ by three times, memory for as few microbatches as a pipeline without losses
-needs. They have the same goal where an optimum is proven in time; `--drawn N` draws more of them.
+For each case of tests/helpers/lost_places.py the plan that `planner/reroute/reroutes.py` finds, its
+time by the estimator, and the optimum of the same problem as CP-SAT proves it (exact/solver.py).
+Times are of forwards and backwards; reductions are the same for both. Then cases that are drawn,
+many of them odd: stages that differ by three times, memory for as few microbatches as a pipeline
+without losses needs. They have the same goal where an optimum is proven in time; `--drawn N` draws
+more of them.
 
 Exits 1 if a case is beyond the goal, an optimum is not the one that the tests have or none of a
 drawn case is proven, 2 if ortools is not installed.
@@ -21,7 +22,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from lost_places import CASES, Case, computed_s, drawn_case
+from helpers.lost_places import CASES, Case, computed_s, drawn_case
 from planaria.planner.reroute.reroutes import rerouted
 
 GOAL: Final = 0.05

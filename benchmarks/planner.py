@@ -36,7 +36,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from exhaustive import all_shapes, makespans_s, small_problem, template_of
+from helpers.exhaustive import all_shapes, makespans_s, small_problem, template_of
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import (
     LayerProfile,

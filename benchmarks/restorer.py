@@ -32,8 +32,8 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import exchanging
-import reducing
+from helpers import exchanging, reducing
+from helpers.ranks import PRELOAD, SEARCH_PATH
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.plan import LayerProfile, ModelProfile, Plan, Transfer, Transition, on_one_device
 from planaria.estimator.reductions import Reductions, reduction_starts_s
@@ -48,7 +48,6 @@ from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE, Restoring
 from planaria.schedule.buckets import ReductionOrder, buckets_of
 from planaria.schedule.lower import lowered
-from ranks import PRELOAD, SEARCH_PATH
 
 BYTES_PER_S: Final = 100e6
 RATIO_MAX: Final = 1.2

@@ -20,7 +20,7 @@ from typing import Final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from lost_places import EQUAL, Lost, grid, problem_of
+from helpers.lost_places import EQUAL, Lost, grid, problem_of
 from planaria.planner.reroute.reroutes import rerouted
 
 # Pipelines, places of each, microbatches of each, places that are lost.

@@ -17,7 +17,7 @@ import typer
 from typer.testing import Result
 
 import planaria
-from command import PACED, assert_mistake, command, train
+from helpers.command import PACED, assert_mistake, command, train
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.cli import main as cli
 from planaria.cli.command_line import exit_codes, unfailing, write

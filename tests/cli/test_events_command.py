@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import assert_mistake, command, keep_desks_in
+from helpers.command import assert_mistake, command, keep_desks_in
 
 EVENT = {"kind": "lost", "nodes": [3], "iteration": 5, "reason": "its connection closed"}
 LINE = "iteration 5: node 3 was lost (its connection closed)\n"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from command import assert_mistake, command
+from helpers.command import assert_mistake, command
 
 
 def found(*options: str) -> dict[str, Any]:

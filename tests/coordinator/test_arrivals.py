@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordinated import FIRST, LEASE_S, NOW_S, gone, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from helpers.coordinated import FIRST, LEASE_S, NOW_S, gone, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.arrivals import ARRIVAL_LEASES_MIN, ARRIVAL_S_MIN, arrival_s
 from planaria.coordinator.state import End, Ending, Evict, Phase, Tick
 from planaria.core.records import Recovering

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from coordinated import (
+from helpers.coordinated import (
     FIRST,
     HALVES,
     LOWER,
@@ -27,7 +27,7 @@ from coordinated import (
     training_halves,
     worker,
 )
-from jobs import NUM_LAYERS
+from helpers.jobs import NUM_LAYERS
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     DecisionRecorded,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     NOW_S,
@@ -14,8 +14,8 @@ from coordinated import (
     small_rules,
     worker,
 )
-from fake_cluster import FakeCluster
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.candidates import rejoin_delay_s
 from planaria.coordinator.state import Evict, Phase, RecordMembers, Rules, Tell, Tick
 from planaria.core.cluster import ClusterEvent, ClusterState

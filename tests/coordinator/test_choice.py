@@ -6,9 +6,17 @@ from math import exp, inf
 import numpy as np
 import pytest
 
-from coordinated import FIRST, LEASE_S, NOW_S, NUM_MICROBATCHES, Survivors, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from helpers.coordinated import (
+    FIRST,
+    LEASE_S,
+    NOW_S,
+    NUM_MICROBATCHES,
+    Survivors,
+    of_type,
+    small_rules,
+)
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.choice import candidates_of, outlook, time_to_failure_s
 from planaria.coordinator.learning.history import (
     MEMORY_S,

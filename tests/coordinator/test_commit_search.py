@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import xxhash
 
-from coordinator.commit_world import (
+from helpers.commit_world import (
     ITERATION,
     Node,
     Protocol,
@@ -29,6 +29,8 @@ from planaria.coordinator.state import JobState
 from planaria.core.messages import StartEpoch, Stopped
 from planaria.core.records import Decision, Members, Outcome
 from planaria.protocol.agent_state import AgentState
+
+pytestmark = pytest.mark.faults
 
 NUM_KEYS_MAX = 100_000
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     NOW_S,
@@ -22,7 +22,7 @@ from coordinated import (
     small_rules,
     worker,
 )
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from coordinated import (
+from helpers.coordinated import (
     FIRST,
     NOW_S,
     gone,
@@ -17,8 +17,8 @@ from coordinated import (
     stopped,
     worker,
 )
-from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.outcomes import Verdict, verdict, votes
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (

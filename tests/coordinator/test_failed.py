@@ -5,14 +5,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from coordinated import NOW_S, Survivors, failed, small_rules, unsaved
-from fake_cluster import FakeCluster
+from helpers.coordinated import NOW_S, Survivors, failed, small_rules, unsaved
+from helpers.fake_cluster import FakeCluster
+from helpers.raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained
 from planaria.coordinator.crashes import FAILING_S_MAX
 from planaria.coordinator.state import Ending, MembersRecorded, Phase, Tick
 from planaria.coordinator.step import step
 from planaria.core.messages import Abort
 from planaria.protocol.agent_state import AgentState
-from raising import MISTAKE, NEXT, PLAN, UNREADABLE, ending, saves, trained
 
 
 def test_a_mistake_that_is_told_again_does_not_end_the_last_save() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     HALVES,
     LEASE_S,
     LOWER,
@@ -18,7 +18,8 @@ from coordinated import (
     stopped,
     training_halves,
 )
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
+from helpers.tasks import TIMEOUT_S, settle
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.state import MembersRecorded, Saving
 from planaria.coordinator.step import Event
@@ -29,7 +30,6 @@ from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import opened_logbook
 from planaria.store.store import Change, StoreState
-from tasks import TIMEOUT_S, settle
 
 NODE = 3
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 from msgspec import structs
 
-from coordinated import (
+from helpers.coordinated import (
     FIRST,
     NOW_S,
     NUM_MICROBATCHES,
@@ -23,7 +23,7 @@ from coordinated import (
     vector,
     worker,
 )
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.saves import kept, newest_save, without_spoilt
 from planaria.coordinator.start import first_step, restored_step
 from planaria.coordinator.state import (

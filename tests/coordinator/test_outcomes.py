@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     HALVES,
@@ -29,8 +29,8 @@ from coordinated import (
     vector,
     worker,
 )
-from fake_cluster import FakeCluster
-from jobs import NUM_LAYERS
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import NUM_LAYERS
 from planaria.coordinator.state import (
     DecisionRecorded,
     End,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from coordinated import small_rules
-from jobs import shaped_plan
+from helpers.coordinated import small_rules
+from helpers.jobs import shaped_plan
 from planaria.coordinator.placing import copies_of, version_iterations
 from planaria.coordinator.state import Rules
 from planaria.core.job import CheckpointConfig

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     NOW_S,
@@ -18,7 +18,18 @@ from coordinated import (
     small_rules,
     worker,
 )
-from jobs import template
+from helpers.jobs import template
+from helpers.raising import (
+    ELSEWHERE,
+    MISTAKE,
+    NEXT,
+    SINGLE,
+    UNREADABLE,
+    ending,
+    replace_layers,
+    saves,
+    trained,
+)
 from planaria.coordinator.crashes import _why_needed
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
@@ -36,17 +47,6 @@ from planaria.coordinator.step import Event, step
 from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, plain_plan
 from planaria.core.records import AwaitingMachine, Forked, Recovering
-from raising import (
-    ELSEWHERE,
-    MISTAKE,
-    NEXT,
-    SINGLE,
-    UNREADABLE,
-    ending,
-    replace_layers,
-    saves,
-    trained,
-)
 
 # -- against the node -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     LEASE_S,
@@ -22,8 +22,8 @@ from coordinated import (
     stopped,
     worker,
 )
-from fake_cluster import FakeCluster
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,

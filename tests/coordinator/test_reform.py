@@ -5,11 +5,11 @@ from typing import Literal
 
 import pytest
 
-import fake_cluster
-from cases import every_nth
-from coordinated import FIRST, NOW_S, of_type, small_rules
 from coordinator.test_slow_nodes import END, book, training
-from fake_cluster import FakeCluster
+from helpers import fake_cluster
+from helpers.cases import every_nth
+from helpers.coordinated import FIRST, NOW_S, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
 from planaria.coordinator.choice import time_to_failure_s
 from planaria.coordinator.state import AnswersFound
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged
@@ -22,6 +22,8 @@ from planaria.policies.policy import Prices, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import STAY, Unequal
+
+pytestmark = pytest.mark.faults
 
 Name = Literal["adaptive", "reroute"]
 

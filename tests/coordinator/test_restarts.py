@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     LEASE_S,
@@ -15,8 +15,8 @@ from coordinated import (
     small_rules,
     worker,
 )
-from fake_cluster import FakeCluster, FakeNode
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.fake_cluster import FakeCluster, FakeNode
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.start import restored_step
 from planaria.coordinator.state import End, Ending, Phase, Tell, Tick
 from planaria.core.messages import Abort, PeerUnreachable

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     FIRST,
     HALVES,
     LOWER,

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-import fake_cluster
-from coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import template
+from helpers import fake_cluster
+from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import template
+from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.learning.slowness import RETRY_S, WINDOW
 from planaria.coordinator.state import Phase
@@ -20,7 +21,6 @@ from planaria.planner.templates import smallest_num_nodes
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
-from strategies import layer_profile, model_profile
 
 END = 200
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from helpers.coordinated import FIRST, NOW_S, Survivors, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.standby import nodes_to_replace, num_taken
 from planaria.coordinator.state import End, Ending, Phase, Rules, Tick
 from planaria.core.messages import NoticeTaken, StopRequested

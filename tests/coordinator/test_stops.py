@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from coordinated import END, FIRST, Survivors, of_type, saved, small_rules, unsaved
-from fake_cluster import FakeCluster
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.coordinated import END, FIRST, Survivors, of_type, saved, small_rules, unsaved
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.state import End, Ending, MustEnd, Phase, Rules
 from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested
 from planaria.core.records import Committed, Decision, Progress

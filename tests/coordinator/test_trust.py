@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 
-from coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, small_rules
-from fake_cluster import FakeCluster
-from jobs import NUM_LAYERS, shaped_plan, template
+from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import NUM_LAYERS, shaped_plan, template
+from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.state import Phase, Rules, Tick
 from planaria.coordinator.trust import FORGIVEN_S, is_trusted, num_failures
 from planaria.core.messages import NodeArrived
@@ -15,7 +16,6 @@ from planaria.core.plan import Link, Plan
 from planaria.planner.plans import every_plan
 from planaria.planner.problem import Problem
 from planaria.policies.reinstantiate import Reinstantiate
-from strategies import layer_profile, model_profile
 
 PLAN = shaped_plan((2, 2), NUM_MICROBATCHES)  # Nodes 1 and 3 hold the second half.
 FLAKY = {1: "a", 3: "b"}

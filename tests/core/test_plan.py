@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from helpers.strategies import layer_profile, model_profile, planned
 from planaria.core.plan import (
     Hop,
     Link,
@@ -16,7 +17,6 @@ from planaria.core.plan import (
     scaled,
 )
 from planaria.planner.problem import Problem
-from strategies import layer_profile, model_profile, planned
 
 TWO = PipelineTemplate((Stage(0, 2, 1), Stage(2, 5, 1)), num_nodes=2)
 THREE = PipelineTemplate((Stage(0, 1, 1), Stage(1, 3, 1), Stage(3, 5, 1)), num_nodes=3)

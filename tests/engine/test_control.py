@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.core.messages import (
     AT_COMMIT,
     Abort,

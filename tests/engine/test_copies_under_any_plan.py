@@ -12,9 +12,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from chaos import long_but_the_first
-from jobs import NUM_LAYERS, shapes, template, tiny_job
-from linked import TIMEOUT_S, TOKEN, begin_all, linked, on_all, wait_until
+from helpers.chaos import long_but_the_first
+from helpers.jobs import NUM_LAYERS, shapes, template, tiny_job
+from helpers.linked import TIMEOUT_S, TOKEN, begin_all, linked, on_all, wait_until
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.checkpoint.memory.arena import arena_fd
 from planaria.core.cluster import ClusterState, Node
@@ -31,6 +31,8 @@ from planaria.placement.copies import layer_copies
 from planaria.placement.placement import paper_placement
 from planaria.restorer.sources import balanced_transfers, transfer_rounds
 from planaria.transport.links import Links
+
+pytestmark = pytest.mark.faults
 
 AGE = 5
 LABEL = Label(-1, 0, AGE)

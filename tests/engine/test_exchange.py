@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
+from helpers.linked import TIMEOUT_S, TOKEN, addresses, in_threads, linked, on_all, wait_until
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import NUM_CHUNKS, Transfer
 from planaria.engine.apply import PIECE_BYTES, exchange_layers, wait_taken
@@ -23,7 +23,7 @@ AGE = 4
 
 
 def stage(held: Sequence[int]) -> Stage:
-    model = ModelConfig(kind="python", target="user_models:sequential")
+    model = ModelConfig(kind="python", target="helpers.user_models:sequential")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
     made = Stage(split, training=TRAINING)
     made.hold(held, states={}, age=AGE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linked import TIMEOUT_S, linked, on_all
+from helpers.linked import TIMEOUT_S, linked, on_all
 from planaria.engine.groups import reduce_bucket, reduce_vector, tree_peers
 from planaria.transport.links import Channel, Links
 

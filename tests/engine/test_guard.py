@@ -73,7 +73,7 @@ def test_peers_have_the_same_hash_and_nothing_is_hashed_for_a_job_without_guard(
 def test_a_fault_flips_one_bit_somewhere_else_on_each_rank() -> None:
     """Two nodes with the same flipped bit would outvote a third that is sound."""
     split = split_model(
-        ModelConfig(kind="python", target="user_models:sequential"),
+        ModelConfig(kind="python", target="helpers.user_models:sequential"),
         seed=0,
         vocabulary_size=0,
         sequence_length=0,
@@ -95,7 +95,7 @@ def test_a_fault_flips_one_bit_somewhere_else_on_each_rank() -> None:
 def test_a_rank_without_parameters_has_nothing_to_flip() -> None:
     """A node that is left over by the plan holds no layer."""
     split = split_model(
-        ModelConfig(kind="python", target="user_models:sequential"),
+        ModelConfig(kind="python", target="helpers.user_models:sequential"),
         seed=0,
         vocabulary_size=0,
         sequence_length=0,

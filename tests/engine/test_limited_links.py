@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from exchanging import bound_s, exchanged, seconds
+from helpers.exchanging import bound_s, exchanged, seconds
+from helpers.losses import NUM_LAYERS, every, plan_of, prices
+from helpers.plan_examples import figure_9_plan
+from helpers.reducing import reduced
 from planaria.core.cluster import NodesLost, survivors
 from planaria.nodes.forkserver import ForkServer
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.schedule.buckets import ReductionOrder, buckets_of
-from policies.losses import NUM_LAYERS, every, plan_of, prices
-from reducing import reduced
-from schedule.plan_examples import figure_9_plan
 
 RATIO_MAX = 3.0
 NUM_TRIES = 3

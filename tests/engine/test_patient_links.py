@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import NUM_LAYERS, shaped_plan, tiny_job
-from linked import TIMEOUT_S, in_threads, linked, tag
+from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
+from helpers.linked import TIMEOUT_S, in_threads, linked, tag
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.commit import Votes, vector_layout
 from planaria.core.job import JobConfig

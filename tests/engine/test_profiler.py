@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs import tiny_job
-from linked import num_descriptors
+from helpers.jobs import tiny_job
+from helpers.linked import num_descriptors
 from planaria.core.job import JobConfig
 from planaria.core.plan import LayerProfile, Link, ModelProfile, on_one_device, scaled
 from planaria.engine import profiler, stage

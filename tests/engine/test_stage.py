@@ -174,7 +174,7 @@ def test_the_scale_clips_the_step() -> None:
 
 def test_layers_that_are_held_already_are_not_touched() -> None:
     """A survivor's layers stay the very objects they are; only missing ones are built."""
-    model = ModelConfig(kind="python", target="user_models:factories")
+    model = ModelConfig(kind="python", target="helpers.user_models:factories")
     stage = Stage(
         split_model(model, seed=0, vocabulary_size=0, sequence_length=0), training=TRAINING
     )
@@ -189,7 +189,7 @@ def test_layers_that_are_held_already_are_not_touched() -> None:
 
 def test_dropout_depends_on_iteration_microbatch_and_layer_alone() -> None:
     """The same triple draws the same, whatever was drawn before; any other draws differently."""
-    model = ModelConfig(kind="python", target="user_models:sequential")
+    model = ModelConfig(kind="python", target="helpers.user_models:sequential")
     stage = Stage(
         split_model(model, seed=0, vocabulary_size=0, sequence_length=0), training=TRAINING
     )
@@ -295,7 +295,7 @@ def test_the_step_is_that_of_plain_torch(tied: tuple[str, ...]) -> None:
 
 def test_a_missing_layer_takes_the_state_that_it_is_given() -> None:
     """The others start from the seed; all have the age of the state."""
-    model = ModelConfig(kind="python", target="user_models:factories")
+    model = ModelConfig(kind="python", target="helpers.user_models:factories")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
     source, target = Stage(split, training=TRAINING), Stage(split, training=TRAINING)
     source.hold([2], states={}, age=0)

@@ -18,7 +18,7 @@ PARAMETERS = INPUT * WIDTH + WIDTH
 
 def _stage(training: TrainingConfig) -> Stage:
     """A linear layer whose optimizer has no state."""
-    model = ModelConfig(kind="python", target="user_models:factories")
+    model = ModelConfig(kind="python", target="helpers.user_models:factories")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
     stage = Stage(split, training=training)
     stage.layers[0] = HeldLayer(0, nn.Linear(INPUT, WIDTH), training=training, tied=())

@@ -14,7 +14,8 @@ import torch
 from msgspec.structs import replace as replace_struct
 from torch import Tensor
 
-from jobs import NUM_LAYERS, shaped_plan, tiny_job
+from helpers.jobs import NUM_LAYERS, shaped_plan, tiny_job
+from helpers.served import TIMEOUT_S, Served
 from planaria.checkpoint.disk.tiers import Tier
 from planaria.core.job import JobConfig
 from planaria.core.messages import (
@@ -38,7 +39,6 @@ from planaria.engine.stage import Stage
 from planaria.errors import PeerLostError
 from planaria.transport.links import Links
 from planaria.transport.pulse import Pulse
-from served import TIMEOUT_S, Served
 
 Write = Callable[..., LayerFile]
 

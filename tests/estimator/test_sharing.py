@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from estimator.test_time import SEED, layer, model, random_profile
+from helpers.plan_examples import pipeline, random_plan, rerouted
 from planaria.core.plan import Link, ModelProfile, NodeKind, Plan, plain_plan
 from planaria.errors import DeadlockError
 from planaria.estimator import sharing, time
@@ -15,7 +16,6 @@ from planaria.estimator.sharing import Costs, Times, last_end_s
 from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.schedule.action import Schedule, parse_schedule
 from planaria.schedule.lower import lowered
-from schedule.plan_examples import pipeline, random_plan, rerouted
 
 FREE = Link(0.0, float("inf"))
 

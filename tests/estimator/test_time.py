@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator.event_simulation import simulated
+from helpers.event_simulation import simulated
+from helpers.plan_examples import figure_9_plan, pipeline, random_plan, rerouted
 from planaria.core.plan import (
     LayerProfile,
     Link,
@@ -30,7 +31,6 @@ from planaria.estimator.time import Timeline, predicted_timeline
 from planaria.schedule.action import Kind, parse_schedule
 from planaria.schedule.lower import lowered, place_transfers
 from planaria.schedule.routed import routed_1f1b
-from schedule.plan_examples import figure_9_plan, pipeline, random_plan, rerouted
 
 SEED = 20_261_121
 FREE = Link(0.0, float("inf"))

@@ -14,7 +14,7 @@ from planaria.errors import ConfigError
 from planaria.job.checks import unknown_in_domains
 from planaria.job.config import job_from_dict, keys_page, keys_table, load_job
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALLEST: Mapping[str, Any] = {"model": {"config": {"model_type": "gpt2"}}}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from command import PACED
+from helpers.command import PACED
+from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import Manifest, tier_of
 from planaria.core.profile_json import encode_profile
 from planaria.core.specs import Prepared
@@ -23,7 +24,6 @@ from planaria.job.planning import (
     short_actions_text,
     starting_point,
 )
-from refused_reads import refused_reads
 
 
 def _told(time_scale: float) -> str:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from jobs import template
+from helpers.jobs import template
+from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import ModelProfile
 from planaria.estimator.memory import peak_bytes
 from planaria.job.predictions import predicted_peak_bytes, prediction
 from planaria.planner.plans import bind
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import rerouted
-from strategies import layer_profile, model_profile
 
 NUM_MICROBATCHES = 9
 

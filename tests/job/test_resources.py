@@ -2,13 +2,13 @@
 
 import pytest
 
-from command import PACED
+from helpers.command import PACED
+from helpers.strategies import equal_problem
 from planaria.core.specs import Prepared
 from planaria.errors import ConfigError
 from planaria.job.config import load_job
 from planaria.job.planning import Planned, plan_job
 from planaria.job.resources import check_memory, copies_bytes
-from strategies import equal_problem
 
 STATE = 6 * 12 * (1 << 20)  # Six layers of 4 MiB of parameters and twice that for the optimizer.
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.strategies import layer_profile, model_profile
 from planaria.engine.split_backward import input_gradient
 from planaria.models.layers import SplitModel
 from planaria.models.paced import WIDTH, PacedData, paced_model
 from planaria.transport.timekeeping import Timekeeper
-from strategies import layer_profile, model_profile
 
 LATE_S = 0.1
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from fake_fork_server import LOSS, FakeForkServer
+from helpers.fake_fork_server import LOSS, FakeForkServer
+from helpers.tasks import TIMEOUT_S, settle, wait_until
 from planaria.errors import InsufficientError
 from planaria.nodes import forking
 from planaria.nodes.forking import RENEWALS_MAX, TRIES_MAX, Forker
 from planaria.nodes.forkserver import ForkServer
-from tasks import TIMEOUT_S, settle, wait_until
 
 SHORT = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 NO_OTHER = InsufficientError("no other can be started (Cannot allocate memory)")

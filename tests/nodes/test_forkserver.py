@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from command import wait_for
+from helpers.command import wait_for
 from planaria.errors import InsufficientError
 from planaria.nodes.forkserver import UNKNOWN, ForkServer
 from planaria.nodes.head.waiting import LEAVING

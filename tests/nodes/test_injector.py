@@ -9,11 +9,11 @@ from functools import partial
 
 import msgspec
 
+from helpers.tasks import wait_until
 from planaria.core.inject import Injection, parse_injection
 from planaria.nodes.injector import Injector, node_places
 from planaria.transport.frames import Role, shake_hands
 from planaria.transport.probe import LISTENING, Probe, Reached
-from tasks import wait_until
 
 TOKEN = b"the job's token"
 

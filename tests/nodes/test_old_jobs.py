@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinated import (
+from helpers.coordinated import (
     HALVES,
     LEASE_S,
     LOWER,
@@ -25,7 +25,7 @@ from coordinated import (
     stopped,
     training_halves,
 )
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.leadership import Leadership
 from planaria.coordinator.state import MembersRecorded, Phase, Rules, Saving
 from planaria.coordinator.step import Event

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command import TIMEOUT_S, wait_for
+from helpers.command import TIMEOUT_S, wait_for
 from planaria.nodes.output import Outlet, PassedOn, _chunks, _pass_bytes, _write_note, write_all
 
 

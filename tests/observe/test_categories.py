@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planaria.core.records import AwaitingMachine, AwaitingSaves, Forked
-from planaria.observe.ledger import Category
-from planaria.observe.recorder import Recorder
-from recorded import (
+from helpers.recorded import (
     changed,
     committed,
     decided,
@@ -21,6 +18,9 @@ from recorded import (
     running,
     starting,
 )
+from planaria.core.records import AwaitingMachine, AwaitingSaves, Forked
+from planaria.observe.ledger import Category
+from planaria.observe.recorder import Recorder
 
 Told = Callable[[Recorder, float], object]
 

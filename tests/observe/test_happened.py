@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.recorded import changed, committed, decided, kill, lost, parts, recorder, recover
 from planaria.core.inject import Injection
 from planaria.observe.ledger import Category
 from planaria.observe.metrics import EventRecord
-from recorded import changed, committed, decided, kill, lost, parts, recorder, recover
 
 
 def test_other_events_say_what_happened_when_and_why() -> None:

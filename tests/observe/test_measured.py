@@ -1,6 +1,6 @@
 """What ranks tell of their work, by epoch."""
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.core.messages import IterationDone
 from planaria.observe.measured import Measured
 

@@ -5,10 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 from msgspec import structs
 
-from planaria.core.inject import parse_injection
-from planaria.core.records import Starting
-from planaria.observe.ledger import Category
-from recorded import (
+from helpers.recorded import (
     SPAN,
     committed,
     decided,
@@ -18,6 +15,9 @@ from recorded import (
     recover,
     running,
 )
+from planaria.core.inject import parse_injection
+from planaria.core.records import Starting
+from planaria.observe.ledger import Category
 
 
 def test_an_iteration_is_recorded_as_the_report_has_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan, plain_plan
 from planaria.placement.copies import keeping_places, layer_copies

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
+from helpers.strategies import layer_profile, model_profile
 from planaria.core.copies import IdleSpans, LayerCopy
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.time import Timeline, predicted_timeline
@@ -18,7 +19,6 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.shadows import shadowed
 from planaria.schedule.action import SEND_FORWARD, Schedule
 from planaria.schedule.lower import lowered
-from strategies import layer_profile, model_profile
 
 BYTES = 1_000_000
 PROFILE = model_profile(

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
 from planaria.placement.copies import layer_copies, shard_copies

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.core.copies import LayerCopy
 from planaria.core.plan import Plan
 from planaria.placement import survival

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from helpers.strategies import layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.planner.plans import EveryPlan, every_plan, pipeline_microbatches
 from planaria.planner.problem import Problem
-from strategies import layer_profile, model_profile
 
 SEED = 20_261_121
 NODES_MAX, FAILURES_MAX, N0_MAX = 64, 4, 6

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.strategies import MEBIBYTE, equal_problem
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.planner.layout.sets import distribute_microbatches
@@ -17,7 +18,6 @@ from planaria.planner.plans import (
     plan_iteration_s,
 )
 from planaria.planner.templates import pipeline_templates, smallest_num_nodes
-from strategies import MEBIBYTE, equal_problem
 
 
 def _one_stage_each(num_layers: int, num_nodes: int) -> PipelineTemplate:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.strategies import equal_problem, problems
 from planaria.core.plan import Pipeline, plain_plan
 from planaria.estimator.makespan import (
     StageSeconds,
@@ -20,7 +21,6 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template
 from planaria.schedule.action import FORWARD
 from planaria.schedule.lower import lowered
-from strategies import equal_problem, problems
 
 SECONDS = st.integers(1, 9).map(float)
 DELAYS = st.integers(0, 4).map(float)

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 
+from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.estimator.memory import peak_bytes, stage_bytes
 from planaria.planner.problem import Problem
-from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 
 
 def test_earlier_stages_hold_more_activations() -> None:

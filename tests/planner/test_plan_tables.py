@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
+from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, planned
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan
 from planaria.planner.layout.unequal import unequal_plans
 from planaria.planner.plans import (
@@ -22,7 +23,6 @@ from planaria.planner.problem import Problem
 from planaria.planner.templates import RankedTemplate, paper_templates, ranked_templates
 from planaria.planner.times import PlainTimes
 from planaria.show.tables import plan_json, plan_table
-from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, planned
 
 
 def printed(

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage
 from planaria.planner.plans import best_plan, every_plan
 from planaria.planner.templates import pipeline_templates
-from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile
 
 PLAN_S_MAX = 3.0
 LOOKUP_S_MAX = 3e-3

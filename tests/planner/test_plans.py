@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.strategies import equal_problem, planned, problems
 from planaria.core.plan import PipelineTemplate, Plan, Stage
 from planaria.errors import ConfigError
 from planaria.planner.layout.instantiate import instantiations
@@ -19,7 +20,6 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem
 from planaria.planner.templates import pipeline_template, pipeline_templates
 from planaria.planner.times import PlainTimes
-from strategies import equal_problem, planned, problems
 
 Planned = tuple[Problem, dict[int, PipelineTemplate], Plan]
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exhaustive import all_shapes, fits
+from helpers.exhaustive import all_shapes, fits
+from helpers.strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 from planaria.core.plan import Link, PipelineTemplate, Stage
 from planaria.errors import ConfigError
 from planaria.planner.problem import Problem
@@ -18,7 +19,6 @@ from planaria.planner.templates import (
     smallest_num_nodes,
     template_sizes,
 )
-from strategies import MEBIBYTE, equal_problem, layer_profile, model_profile, problems
 
 REFUSED_S = 20.0
 FREE = {"intra_node": Link(0.0, 1e30), "inter_node": Link(0.0, 1e30)}

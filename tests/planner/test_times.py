@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from exhaustive import all_shapes, small_problem, template_of
+from helpers.exhaustive import all_shapes, small_problem, template_of
 from planaria.core.plan import PipelineTemplate, TiedParameters, plain_plan
 from planaria.estimator.reductions import Reductions, equal_reduce_s
 from planaria.estimator.time import predicted_timeline

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.losses import NUM_LAYERS, every, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Plan, Transition
 from planaria.errors import ConfigError
@@ -14,7 +15,6 @@ from planaria.planner.reroute.shadows import shadowed, shadowed_start
 from planaria.policies.absorb import ABSORB, Absorb
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
-from policies.losses import NUM_LAYERS, every, plan_of, prices
 
 
 def policy(book: EveryPlan) -> Absorb:

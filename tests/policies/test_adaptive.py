@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.losses import NUM_SAMPLES, every, jobs, plan_of, prices
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.plans import EveryPlan
@@ -17,7 +18,6 @@ from planaria.policies.policy import Outlook, Policy, Prices, best_transition
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
-from policies.losses import NUM_SAMPLES, every, jobs, plan_of, prices
 
 
 def policies(book: EveryPlan) -> tuple[Policy, Policy]:

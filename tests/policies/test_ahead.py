@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.losses import NUM_LAYERS, NUM_SAMPLES, check_transfers, every, plan_of, prices
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan
 from planaria.planner.layout.depths import Ranges
@@ -23,7 +24,6 @@ from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import Unequal
-from policies.losses import NUM_LAYERS, NUM_SAMPLES, check_transfers, every, plan_of, prices
 
 
 def policies(book: EveryPlan) -> tuple[Policy, Searched]:

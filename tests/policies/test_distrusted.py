@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+from helpers.losses import NUM_LAYERS, check_is_whole, check_transfers, every, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
@@ -14,7 +15,6 @@ from planaria.policies.reinstantiate import GLOBAL, TRUSTED, Reinstantiate
 from planaria.policies.reroute import Reroute
 from planaria.policies.unequal import RECUT, STAY, UNEQUAL, Unequal
 from planaria.restorer.strategies import NAIVE
-from policies.losses import NUM_LAYERS, check_is_whole, check_transfers, every, plan_of, prices
 
 SEED = 20_270_310
 NUM_JOBS = 60

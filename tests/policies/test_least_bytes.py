@@ -18,12 +18,12 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from helpers.losses import NUM_LAYERS, every, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Plan, Transition
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.plans import EveryPlan
 from planaria.policies.reinstantiate import GLOBAL, Reinstantiate
-from policies.losses import NUM_LAYERS, every, plan_of, prices
 
 SEED = 20_261_121
 NUM_JOBS = 120

@@ -2,13 +2,13 @@
 
 import pytest
 
+from helpers.losses import NUM_MICROBATCHES, check_transfers, every, plan_of, prices, shapes
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, SavePoint, survivors
 from planaria.core.copies import Label
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.plans import EveryPlan
 from planaria.policies.morph import Morph, grid_templates
 from planaria.policies.unequal import STAY
-from policies.losses import NUM_MICROBATCHES, check_transfers, every, plan_of, prices, shapes
 
 SAVED = SavePoint(3, "3-0", 160)
 

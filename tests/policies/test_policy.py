@@ -7,6 +7,7 @@ from math import inf
 import numpy as np
 import pytest
 
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import (
     Link,
     Pipeline,
@@ -28,7 +29,6 @@ from planaria.policies.policy import (
     samples_at_risk,
     share_at_risk,
 )
-from strategies import MEBIBYTE, layer_profile, model_profile
 
 PRICES = Prices(
     links={"intra_node": Link(0.0, 1000.0), "inter_node": Link(0.5, 100.0)},

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
-from planaria.core.plan import Plan, Transition
-from planaria.planner.layout.instantiate import instantiations
-from planaria.planner.plans import EveryPlan
-from planaria.policies.policy import Outlook, best_transition
-from planaria.policies.reinstantiate import Reinstantiate
-from policies.losses import (
+from helpers.losses import (
     NUM_LAYERS,
     NUM_SAMPLES,
     check_is_whole,
@@ -26,6 +20,12 @@ from policies.losses import (
     prices,
     shapes,
 )
+from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
+from planaria.core.plan import Plan, Transition
+from planaria.planner.layout.instantiate import instantiations
+from planaria.planner.plans import EveryPlan
+from planaria.policies.policy import Outlook, best_transition
+from planaria.policies.reinstantiate import Reinstantiate
 
 
 def proposed(

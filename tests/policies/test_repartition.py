@@ -6,6 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.losses import (
+    NUM_LAYERS,
+    NUM_MICROBATCHES,
+    check_transfers,
+    every,
+    jobs,
+    plan_of,
+    prices,
+)
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.layout.depths import Ranges
@@ -15,15 +24,6 @@ from planaria.planner.reroute.reroutes import simulated_s
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.repartition import Repartition, answers
 from planaria.policies.unequal import STAY, Unequal
-from policies.losses import (
-    NUM_LAYERS,
-    NUM_MICROBATCHES,
-    check_transfers,
-    every,
-    jobs,
-    plan_of,
-    prices,
-)
 
 
 def policy(book: EveryPlan) -> Repartition:

@@ -6,6 +6,18 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.losses import (
+    NUM_LAYERS,
+    NUM_MICROBATCHES,
+    NUM_SAMPLES,
+    check_is_whole,
+    check_transfers,
+    every,
+    jobs,
+    plan_of,
+    prices,
+)
+from helpers.strategies import equal_problem
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import EveryPlan, bind
@@ -17,18 +29,6 @@ from planaria.policies.policy import Outlook, best_transition, profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.reroute import NORMALISED, REROUTE, Reroute
 from planaria.policies.unequal import STAY, Unequal
-from policies.losses import (
-    NUM_LAYERS,
-    NUM_MICROBATCHES,
-    NUM_SAMPLES,
-    check_is_whole,
-    check_transfers,
-    every,
-    jobs,
-    plan_of,
-    prices,
-)
-from strategies import equal_problem
 
 
 def policy(book: EveryPlan) -> Reroute:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.losses import check_is_whole, check_transfers, every, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost, survivors
 from planaria.core.plan import NodeKind, Plan, Transition
 from planaria.planner.plans import EveryPlan
@@ -11,7 +12,6 @@ from planaria.policies.adaptive import Adaptive
 from planaria.policies.policy import Policy
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.rollback import STANDBY, Rollback
-from policies.losses import check_is_whole, check_transfers, every, plan_of, prices
 
 NOTHING = (frozenset[int](),)
 

@@ -6,6 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.losses import (
+    NUM_LAYERS,
+    check_is_whole,
+    check_transfers,
+    every,
+    plan_of,
+    prices,
+)
 from planaria.core.cluster import ClusterEvent, ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.cluster import survivors as alike_survivors
 from planaria.core.plan import NodeKind, Plan, Transition
@@ -15,14 +23,6 @@ from planaria.planner.plans import EveryPlan, plan_iteration_s
 from planaria.policies import unequal
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import RECUT, STAY, UNEQUAL, WITHOUT, Unequal
-from policies.losses import (
-    NUM_LAYERS,
-    check_is_whole,
-    check_transfers,
-    every,
-    plan_of,
-    prices,
-)
 
 
 def survivors(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     calm_digests,
     chaos_job,
@@ -19,6 +19,8 @@ from chaos import (
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Kind
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 10
 SIZES = (3, 3)

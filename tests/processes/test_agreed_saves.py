@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from forked_ranks import order, tell, told_by_ranks
-from keepers import keepers
+from helpers.forked_ranks import order, tell, told_by_ranks
+from helpers.keepers import keepers
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun.gathering import gathered_as

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     calm_digests,
     chaos_job,
@@ -19,13 +19,15 @@ from chaos import (
     sized_plan,
     struck,
 )
-from jobs import digests
+from helpers.jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.plan import Ticks
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.planner.reroute.orders import best_order
 from planaria.schedule.action import Kind
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 48
 

@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forked_ranks import order, tell, told_by_ranks
+from helpers.forked_ranks import order, tell, told_by_ranks
 from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import CheckpointError, ConfigError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun import memory_checkpointer
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
+
+pytestmark = pytest.mark.faults
 
 WATCHED = 3
 ITERATIONS = 12

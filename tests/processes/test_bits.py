@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import FAMILIES, digests, shapes, tiny_job, train_shape
+from helpers.jobs import FAMILIES, digests, shapes, tiny_job, train_shape
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 

@@ -11,15 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos import FAMILY, chaos_job, check_report, recoveries, sampled, struck
-from command import keep_desks_in, wait_for
-from jobs import digests
+from helpers.chaos import FAMILY, chaos_job, check_report, recoveries, sampled, struck
+from helpers.command import keep_desks_in, wait_for
+from helpers.jobs import digests
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job.job import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.desk import Drain, TellEvents, ask
 from planaria.observe.metrics import EventRecord, IterationRecord
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 30
 

@@ -16,14 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from chaos import small_job
-from command import TIMEOUT_S, command, running, wait_for
-from fake_fork_server import NO_PID
+from helpers.chaos import small_job
+from helpers.command import TIMEOUT_S, command, running, wait_for
+from helpers.fake_fork_server import NO_PID
 from planaria.chaos.runs import Chaos, Outcome, _Bound, _Stand
 from planaria.cli.chaos_command import command_text
 from planaria.errors import InsufficientError
 from planaria.job.config import load_job
 from planaria.job.job import Job
+
+pytestmark = pytest.mark.faults
 
 SMALL = Path(__file__).parents[2] / "examples" / "small.toml"
 SEED = 20_261_121

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from chaos import FAMILY, calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
-from jobs import digests
+from helpers.chaos import (
+    FAMILY,
+    calm_digests,
+    chaos_job,
+    check_survived,
+    only_recovery,
+    recoveries,
+    struck,
+)
+from helpers.jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.core.plan import Plan
@@ -19,6 +27,8 @@ from planaria.job.job import Job, Silent, TrainingResult
 from planaria.job.planning import read_profile
 from planaria.nodes.forkserver import ForkServer
 from planaria.policies.unequal import STAY
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 16
 PACED = Path(__file__).parents[2] / "examples" / "paced.toml"

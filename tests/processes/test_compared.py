@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from command import PACED, command
+from helpers.command import PACED, command
 from planaria.core.inject import parse_injection
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer

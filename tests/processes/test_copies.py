@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     calm_digests,
     chaos_job,
@@ -21,7 +21,7 @@ from chaos import (
     recoveries,
     struck,
 )
-from jobs import digests
+from helpers.jobs import digests
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.specs import Prepared
 from planaria.errors import InsufficientError
@@ -32,6 +32,8 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
 from planaria.placement.copies import layer_copies
 from planaria.placement.placement import paper_placement
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 10
 PAGES_BYTES, TABLE_BYTES = 8192, 1 << 18

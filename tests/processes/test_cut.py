@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     ITERATIONS,
     chaos_job,
@@ -15,10 +15,12 @@ from chaos import (
     recoveries,
     struck,
 )
-from jobs import digests
+from helpers.jobs import digests
 from planaria.core.job import JobConfig
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 Cut = Callable[..., TrainingResult]
 LEASE_S = JobConfig().cluster.lease_s

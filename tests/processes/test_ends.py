@@ -10,12 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from command import PACED, Command, listening_ports, running, train_arguments, wait_for
+from helpers.command import PACED, Command, listening_ports, running, train_arguments, wait_for
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import InsufficientError, TrainingError
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.waiting import LEAVING
+
+pytestmark = pytest.mark.faults
 
 SCRIPT_EXAMPLE = PACED.with_name("script.py")
 # Iterations of a tenth of a second, or of more than an hour: whoever waits for one is found out,
@@ -235,9 +237,9 @@ def dying_job(target: str, directory: Path, *more: str) -> Job:
     """A job of two nodes whose model ends its own process, or its node."""
     overrides = [
         "model.kind=python",
-        f"model.target=mistaken_models:{target}",
+        f"model.target=helpers.mistaken_models:{target}",
         "data.kind=python",
-        "data.target=user_models:points",
+        "data.target=helpers.user_models:points",
         "cluster.nodes=2",
         f"checkpoint.directory={directory / 'checkpoints'}",
         *more,

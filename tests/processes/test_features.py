@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from jobs import digests, tiny_job, train_shape
+from helpers.jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.disk.outgoing import exported
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import DataConfig, JobConfig, ModelConfig

@@ -10,14 +10,16 @@ import numpy as np
 import psutil
 import pytest
 
-from chaos import FAMILY, chaos_job, struck
-from command import wait_for
+from helpers.chaos import FAMILY, chaos_job, struck
+from helpers.command import wait_for
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.errors import CheckpointError
 from planaria.job.job import Silent
 from planaria.job.planning import fork_server
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
+
+pytestmark = pytest.mark.faults
 
 LEASE_S = 1.0
 TESTS = str(Path(__file__).parents[1])
@@ -80,7 +82,7 @@ def test_a_node_that_hung_while_it_saved_writes_nothing_more(
     tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stops with a layer on its way to the disk, and goes on when its epoch is long over."""
-    monkeypatch.setattr("planaria.job.job._WORKER", "slow_writer:main")
+    monkeypatch.setattr("planaria.job.job._WORKER", "helpers.slow_writer:main")
     config = chaos_job(FAMILY, tmp_path / "run", server, iterations=60)
     config = replace(
         config,

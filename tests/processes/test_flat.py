@@ -10,12 +10,14 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from jobs import digests, tiny_job
+from helpers.jobs import digests, tiny_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
 from planaria.job.job import Job, Silent
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
+
+pytestmark = pytest.mark.faults
 
 NUM_NODES, NUM_LOSSES = 24, 20
 SETTLED = 4  # Losses after which every buffer has been as large as it gets.

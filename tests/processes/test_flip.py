@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     ITERATIONS,
     chaos_job,
@@ -16,12 +16,14 @@ from chaos import (
     recoveries,
     struck,
 )
-from jobs import digests, shaped_plan, tiny_job, train_shape
+from helpers.jobs import digests, shaped_plan, tiny_job, train_shape
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.errors import InsufficientError
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 Outvoted = Callable[..., TrainingResult]
 

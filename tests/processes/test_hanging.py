@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from command import PACED, assert_mistake, command, wait_for
-from jobs import tiny_job
+from helpers.command import PACED, assert_mistake, command, wait_for
+from helpers.jobs import tiny_job
 from planaria.checkpoint.disk import claim, patience
 from planaria.errors import ConfigError, InsufficientError
 from planaria.job import job as library
@@ -156,7 +156,7 @@ def test_layers_that_nobody_gives_end_a_resume_that_says_so(
         training=replace(job.training, iterations=3),
         checkpoint=replace(job.checkpoint, timeout_s=1.0),
     )
-    monkeypatch.setattr(library, "_WORKER", "hanging_reader:main")
+    monkeypatch.setattr(library, "_WORKER", "helpers.hanging_reader:main")
 
     result = Job(job).run(resume=True, server=server)
 

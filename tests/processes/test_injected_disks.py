@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import FAMILY, ITERATIONS, calm_digests, chaos_job, check_survived, recoveries, struck
+from helpers.chaos import (
+    FAMILY,
+    ITERATIONS,
+    calm_digests,
+    chaos_job,
+    check_survived,
+    recoveries,
+    struck,
+)
 from planaria.nodes.forkserver import ForkServer
 
 STORE_S = 0.2

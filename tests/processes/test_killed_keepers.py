@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from keepers import keepers
-from linked import wait_until
+from helpers.keepers import keepers
+from helpers.linked import wait_until
 from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.torchrun import keeper

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from command import PACED, Command, running, train_arguments
+from helpers.command import PACED, Command, running, train_arguments
 
 FILES = 24  # Fewer than a worker of so many nodes has open.
 MANY = (

@@ -12,17 +12,19 @@ from unittest.mock import patch
 
 import pytest
 
-from forked_ranks import told_by_ranks
-from keepers import keepers
-from linked import wait_until
+from helpers.forked_ranks import told_by_ranks
+from helpers.keepers import keepers
+from helpers.linked import wait_until
 from planaria.checkpoint.memory.arena import Arena
 from planaria.errors import CheckpointError
 from planaria.nodes.forkserver import ForkServer
 from planaria.torchrun.keeper import attach
 
+pytestmark = pytest.mark.faults
+
 TESTS = Path(__file__).parents[1]
 EXAMPLE = TESTS.parent / "examples" / "fsdp2.py"
-DDP = TESTS / "ddp_loop.py"
+DDP = TESTS / "helpers" / "ddp_loop.py"
 TIMEOUT_S = 110.0
 ITERATIONS = 8
 
@@ -117,7 +119,7 @@ def test_a_killed_rank_goes_on_from_memory(script: Path, server: ForkServer, pla
     ended(begun(script, *words, ranks=2), code=1)
     told_by_ranks(
         server,
-        "forked_ranks:run_script",
+        "helpers.forked_ranks:run_script",
         place,
         script=str(script),
         words=words,

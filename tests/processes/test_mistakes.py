@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from command import CHECKPOINTS, PACED, assert_mistake, command, train
+from helpers.command import CHECKPOINTS, PACED, assert_mistake, command, train
 from planaria.nodes.forkserver import ForkServer
 
 FAST_S = 1.0  # Of this process alone, whatever else the machine does.
@@ -97,7 +97,7 @@ nodes = 2
 """
 
 
-def python_job(model: str, data: str = "user_models:points") -> Path:
+def python_job(model: str, data: str = "helpers.user_models:points") -> Path:
     return job_file(PYTHON.format(model=model, data=data))
 
 
@@ -194,8 +194,8 @@ def test_settings_apply_on_top_of_a_scripts_job() -> None:
     Path("mine.py").write_text(
         "import planaria\n"
         "job = planaria.Job(planaria.JobConfig(\n"
-        "    model=planaria.ModelConfig(kind='python', target='user_models:sequential'),\n"
-        "    data=planaria.DataConfig(kind='python', target='user_models:points'),\n"
+        "    model=planaria.ModelConfig(kind='python', target='helpers.user_models:sequential'),\n"
+        "    data=planaria.DataConfig(kind='python', target='helpers.user_models:points'),\n"
         "))\n"
     )
 
@@ -221,7 +221,7 @@ def test_resume_without_a_checkpoint_is_refused() -> None:
 @pytest.mark.usefixtures("shared")
 def test_a_checkpoint_is_neither_mixed_with_another_run_nor_with_another_job() -> None:
     """Each refusal names the key that differs and what it was saved with."""
-    job = python_job("user_models:sequential")
+    job = python_job("helpers.user_models:sequential")
     assert train(job, "training.iterations=2").exit_code == 0
     files = sorted(Path(CHECKPOINTS).rglob("*"))
 
@@ -268,10 +268,10 @@ def test_a_mistake_that_only_torch_can_see_is_told_before_nodes_start(
 @pytest.mark.parametrize(
     ("target", "parts"),
     [
-        ("mistaken_models:with_batch_norm", ("BatchNorm", "GroupNorm")),
-        ("mistaken_models:nothing_there", ("model.target", "no function 'nothing_there'")),
+        ("helpers.mistaken_models:with_batch_norm", ("BatchNorm", "GroupNorm")),
+        ("helpers.mistaken_models:nothing_there", ("model.target", "no function 'nothing_there'")),
         ("no_such_module:layers", ("model.target", "no module 'no_such_module'")),
-        ("mistaken_models:returns_nothing", ("model.target", "NoneType", "nn.Sequential")),
+        ("helpers.mistaken_models:returns_nothing", ("model.target", "NoneType", "nn.Sequential")),
     ],
 )
 @pytest.mark.usefixtures("shared")
@@ -286,19 +286,23 @@ def test_layers_that_cannot_be_trained_are_refused_with_the_way_out(
 @pytest.mark.parametrize(
     ("model", "data", "error"),
     [
-        ("raises_at_once", "user_models:points", "a mistake in the user's constructor"),
-        ("raises", "user_models:points", "a mistake in the user's model"),
-        ("multiplies_wrongly", "user_models:points", "mat1 and mat2 shapes cannot be multiplied"),
-        ("with_raising_loss", "user_models:points", "a mistake in the user's loss"),
-        ("raises", "mistaken_models:raising_data", "a mistake in the user's data"),
-        ("leaves", "user_models:points", "SystemExit: 5"),
+        ("raises_at_once", "helpers.user_models:points", "a mistake in the user's constructor"),
+        ("raises", "helpers.user_models:points", "a mistake in the user's model"),
+        (
+            "multiplies_wrongly",
+            "helpers.user_models:points",
+            "mat1 and mat2 shapes cannot be multiplied",
+        ),
+        ("with_raising_loss", "helpers.user_models:points", "a mistake in the user's loss"),
+        ("raises", "helpers.mistaken_models:raising_data", "a mistake in the user's data"),
+        ("leaves", "helpers.user_models:points", "SystemExit: 5"),
     ],
 )
 def test_what_the_users_code_raises_is_shown_once_from_its_first_own_frame(
     model: str, data: str, error: str
 ) -> None:
     """Two ranks raise; nobody wants to read our frames, or the same mistake twice."""
-    result = train(python_job(f"mistaken_models:{model}", data))
+    result = train(python_job(f"helpers.mistaken_models:{model}", data))
 
     assert result.exit_code == 1
     assert result.stderr.count("Traceback") == 1
@@ -312,7 +316,7 @@ def test_what_the_users_code_raises_is_shown_once_from_its_first_own_frame(
 @pytest.mark.usefixtures("shared")
 def test_a_process_killed_while_it_looks_at_the_job_is_told() -> None:
     """As the kernel does where a model is too large to be built."""
-    result = train(python_job("mistaken_models:killed_at_once"))
+    result = train(python_job("helpers.mistaken_models:killed_at_once"))
 
     assert_mistake(result, "was killed by signal 9", code=3)
 
@@ -320,7 +324,7 @@ def test_a_process_killed_while_it_looks_at_the_job_is_told() -> None:
 @pytest.mark.usefixtures("shared")
 def test_a_loss_that_is_no_number_ends_training_and_is_in_the_report() -> None:
     """The step that would have made every parameter a NaN is not taken."""
-    job = python_job("mistaken_models:overflows")
+    job = python_job("helpers.mistaken_models:overflows")
 
     result = command("train", str(job), "--report", "r.json", "--set", "checkpoint.persist_every=1")
 

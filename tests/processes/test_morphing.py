@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     calm_digests,
     chaos_job,
@@ -18,6 +18,8 @@ from chaos import (
 )
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 Run = Callable[..., TrainingResult]
 

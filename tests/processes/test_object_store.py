@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import digests, shaped_plan, tiny_job
-from object_store import object_store
+from helpers.jobs import digests, shaped_plan, tiny_job
+from helpers.object_store import object_store
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig
@@ -17,6 +17,8 @@ from planaria.errors import CheckpointError, InsufficientError
 from planaria.job.job import Job, Silent
 from planaria.job.planning import Planned, fork_server
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 6
 

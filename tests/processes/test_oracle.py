@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from jobs import CONFIGS, shaped_plan, tiny_job
-from oracle import Microbatch, train
+from helpers.jobs import CONFIGS, shaped_plan, tiny_job
+from helpers.oracle import Microbatch, train
+from helpers.user_models import sequential
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.core.samples import data_seed, microbatch_samples
@@ -24,7 +25,6 @@ from planaria.models.hf_model import hf_config
 from planaria.models.layers import SplitModel
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.timekeeping import Timekeeper
-from user_models import sequential
 
 NUM_ITERATIONS = 20
 SAMPLE = ("gpt2", "llama", "bert", "sequential")  # The others are variants of them.
@@ -59,7 +59,7 @@ def _job(family: str, directory: Path) -> JobConfig:
     }
     if family == "sequential":
         job = tiny_job(family, directory, **settings)
-        return replace(job, model=replace(job.model, target="user_models:plain_sequential"))
+        return replace(job, model=replace(job.model, target="helpers.user_models:plain_sequential"))
     job = tiny_job("gpt2", directory, **settings)
     config = {"model_type": family, **WITHOUT_DROPOUT[family]}
     return replace(job, name=family, model=replace(job.model, config=config))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import digests
+from helpers.jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.job import (
     CheckpointConfig,
@@ -23,7 +23,7 @@ from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.lower import lowered
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.faults]
 
 MEGABYTE = 1_000_000
 BANDWIDTH = 100 * MEGABYTE

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from chaos import long_but_the_first
+from helpers.chaos import long_but_the_first
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import Report
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.faults]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paced.toml"
 GOAL = 0.03  # Asserted by benchmarks/prediction.py on an idle machine; here at three times that.

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from chaos import FAMILY, calm_digests, chaos_job, check_survived, only_recovery, recoveries, struck
+from helpers.chaos import (
+    FAMILY,
+    calm_digests,
+    chaos_job,
+    check_survived,
+    only_recovery,
+    recoveries,
+    struck,
+)
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
 

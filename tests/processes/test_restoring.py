@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos import chaos_job, check_report, every_plan_for, only_recovery, sized_plan, struck
-from jobs import digests
+from helpers.chaos import chaos_job, check_report, every_plan_for, only_recovery, sized_plan, struck
+from helpers.jobs import digests
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import JobConfig
 from planaria.core.plan import Transfer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import digests, tiny_job, train_shape
+from helpers.jobs import digests, tiny_job, train_shape
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError, InsufficientError

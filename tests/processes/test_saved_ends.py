@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-import crashing_leader
-from chaos import (
+from helpers import crashing_leader
+from helpers.chaos import (
     FAMILY,
     ITERATIONS,
     N0,
@@ -25,7 +25,7 @@ from chaos import (
     recoveries,
     struck,
 )
-from jobs import digests, tiny_job
+from helpers.jobs import digests, tiny_job
 from planaria.errors import InsufficientError
 from planaria.job import job as library
 from planaria.job.job import Job, Silent, TrainingResult
@@ -34,6 +34,8 @@ from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.waiting import LEAVING
 from planaria.observe.metrics import IterationRecord
+
+pytestmark = pytest.mark.faults
 
 # Iterations of a job that is to be stopped before its end, and until when it is resumed if that is
 # enough: it stops by the fifteenth on most machines, for nodes go on while there is no coordinator.
@@ -51,7 +53,7 @@ def own_server(crashing: Path) -> Iterator[ForkServer]:
     """Killed by these tests, so it is not that of all others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CRASHING", str(crashing))
-        running = ForkServer(PRELOAD, path=[str(Path(crashing_leader.__file__).parent)])
+        running = ForkServer(PRELOAD, path=[str(Path(crashing_leader.__file__).parents[1])])
     running.wait_ready()
     yield running
     running.close()
@@ -288,7 +290,9 @@ def leaders(monkeypatch: pytest.MonkeyPatch, crashing: Path) -> Iterator[list[in
 
     async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
         is_leader = "leader" in target
-        pid = await real_spawn(self, "crashing_leader:main" if is_leader else target, payload, fds)
+        pid = await real_spawn(
+            self, "helpers.crashing_leader:main" if is_leader else target, payload, fds
+        )
         if is_leader:
             started.append(pid)
         return pid

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from keepers import keepers
-from linked import wait_until
+from helpers.keepers import keepers
+from helpers.linked import wait_until
 from planaria.checkpoint.memory.filling import Filler
 from planaria.checkpoint.memory.version import Bytes
 from planaria.errors import ConfigError

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from chaos import FAMILY, calm_digests, chaos_job, check_survived, struck
+from helpers.chaos import FAMILY, calm_digests, chaos_job, check_survived, struck
 from planaria.core.job import PolicyName
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 ITERATIONS = 8
 LONG = pytest.mark.long

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from command import PACED, running, train_arguments
+from helpers.command import PACED, running, train_arguments
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from chaos import FAMILY, chaos_job, check_report, struck
-from jobs import digests
+from helpers.chaos import FAMILY, chaos_job, check_report, struck
+from helpers.jobs import digests
 from planaria.core.inject import parse_injection
 from planaria.core.plan import NodeKind
 from planaria.job.job import Job, TrainingResult
@@ -14,7 +14,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.planner.layout.unequal import UnequalPlanner
 from planaria.planner.plans import plan_iteration_s
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.faults]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paced.toml"
 GOAL = 0.05  # Asserted by benchmarks/slow.py on an idle machine; here at three times that.

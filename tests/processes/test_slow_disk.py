@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs import tiny_job
+from helpers.jobs import tiny_job
+from helpers.slow_leader import LINK_S
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.job import Job
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
-from slow_leader import LINK_S
 
 LEASE_S = 1.0
 
@@ -28,7 +28,7 @@ def test_a_manifest_that_takes_longer_than_a_lease_costs_nothing_else(
         nonlocal num_leaders
         num_leaders += "leader" in target
         return await real_spawn(
-            self, target.replace("planaria.nodes.head.leader", "slow_leader"), payload, fds
+            self, target.replace("planaria.nodes.head.leader", "helpers.slow_leader"), payload, fds
         )
 
     monkeypatch.setattr(Forker, "spawn", spawn)

@@ -3,11 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-from chaos import only_recovery
-from jobs import tiny_job
+import pytest
+
+from helpers.chaos import only_recovery
+from helpers.jobs import tiny_job
 from planaria.job.job import Job, Silent
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
+
+pytestmark = pytest.mark.faults
 
 LEASE_S = 1.0
 
@@ -30,7 +34,7 @@ def test_a_forward_that_never_returns_is_found_by_its_stack(
     config = tiny_job("sequential", tmp_path, iterations=6)
     config = replace(
         config,
-        model=replace(config.model, target="user_models:hanging"),
+        model=replace(config.model, target="helpers.user_models:hanging"),
         resilience=replace(config.resilience, policy="reinstantiate"),
         cluster=replace(config.cluster, nodes=3, lease_s=LEASE_S),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     FAMILY,
     calm_digests,
     chaos_job,
@@ -20,6 +20,8 @@ from planaria.errors import InsufficientError
 from planaria.job.job import TrainingResult
 from planaria.job.planning import given_profile, plan_job
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 LONG = 40  # Iterations in which a machine that was granted comes before the end.
 SHORT = 20  # Where nobody has to come.

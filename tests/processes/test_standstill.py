@@ -10,15 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chaos import chaos_job, only_recovery, struck
-from jobs import digests
+from helpers.chaos import chaos_job, only_recovery, struck
+from helpers.jobs import digests
+from helpers.stopped_agent import NODE
 from planaria.coordinator.arrivals import ARRIVAL_S_MIN
 from planaria.core.job import JobConfig
 from planaria.job.job import Silent, TrainingResult
 from planaria.nodes.forking import Forker
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord
-from stopped_agent import NODE
+
+pytestmark = pytest.mark.faults
 
 LEASE_S = 1.0
 
@@ -86,7 +88,7 @@ def test_a_node_that_hangs_before_it_connects_is_lost_in_the_end(
     real_spawn = Forker.spawn
 
     async def spawn(self: Forker, target: str, payload: bytes, fds: Sequence[int]) -> int:
-        target = target.replace("planaria.nodes.agent:", "stopped_agent:")
+        target = target.replace("planaria.nodes.agent:", "helpers.stopped_agent:")
         return await real_spawn(self, target, payload, fds)
 
     monkeypatch.setattr(Forker, "spawn", spawn)

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jobs import tiny_job
+from helpers.jobs import tiny_job
+from helpers.striking_models import Strike
 from planaria.errors import ConfigError, TrainingError
 from planaria.job.job import Job, Silent, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import EventRecord, IterationRecord
-from striking_models import Strike
 
 ITERATIONS = 6
 
@@ -35,13 +35,13 @@ def job(
     *,
     num_nodes: int = 3,
     failures_tolerated: int = 1,
-    data: str = "striking_models:points",
+    data: str = "helpers.striking_models:points",
 ) -> Job:
     config = tiny_job("sequential", directory, iterations=ITERATIONS)
     return Job(
         replace(
             config,
-            model=replace(config.model, target="striking_models:sequential"),
+            model=replace(config.model, target="helpers.striking_models:sequential"),
             data=replace(config.data, target=data),
             resilience=replace(config.resilience, failures_tolerated=failures_tolerated),
             cluster=replace(config.cluster, nodes=num_nodes),
@@ -163,7 +163,7 @@ def test_a_malformed_sample_in_the_middle_of_training_costs_nothing_that_was_tra
         tmp_path,
         num_nodes=num_nodes,
         failures_tolerated=failures_tolerated,
-        data="striking_models:spoilt_points",
+        data="helpers.striking_models:spoilt_points",
     )
     display = _Striking(strike_file, Strike(what="mistake", times=0))
     result = spoilt.run(server=server, display=display)

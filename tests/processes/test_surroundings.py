@@ -15,11 +15,13 @@ from planaria.chaos.runs import Chaos, Outcome, _Watch
 from planaria.chaos.surroundings import UnreadOutput, possible_temporaries, temporary_directory
 from planaria.job.job import Job
 
+pytestmark = pytest.mark.faults
+
 SETTINGS = (
     "model.kind=python",
-    "model.target=user_models:sequential",
+    "model.target=helpers.user_models:sequential",
     "data.kind=python",
-    "data.target=user_models:points",
+    "data.target=helpers.user_models:points",
     "training.iterations=8",
     "training.global_batch_size=12",
     "training.microbatch_size=2",

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from chaos import (
+from helpers.chaos import (
     ITERATIONS,
     N0,
     chaos_job,
@@ -20,12 +20,14 @@ from chaos import (
     sampled,
     struck,
 )
-from jobs import digests
+from helpers.jobs import digests
 from planaria.core.inject import ITERATION_STEPS, RECOVERY_STEPS
 from planaria.core.job import JobConfig, PolicyName
 from planaria.errors import InsufficientError
 from planaria.job.job import TrainingResult
 from planaria.nodes.forkserver import ForkServer
+
+pytestmark = pytest.mark.faults
 
 FAMILIES = ("gpt2", "llama", "sequential")
 DOWNTIME_S = 1.0  # The median of twenty; benchmarks/recovery.py asserts that.

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from command import PACED, Command, running, train_arguments
+from helpers.command import PACED, Command, running, train_arguments
 from planaria.checkpoint.disk.tiers import tier_of
+
+pytestmark = pytest.mark.faults
 
 ENDLESS = (
     "model.time_scale=0.1",

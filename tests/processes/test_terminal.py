@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from command import PACED, TIMEOUT_S, Command, running, train_arguments, wait_for
-from jobs import digests
+from helpers.command import PACED, TIMEOUT_S, Command, running, train_arguments, wait_for
+from helpers.jobs import digests
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.job.job import Job
 from planaria.nodes.forkserver import ForkServer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from command import assert_mistake, command
+from helpers.command import assert_mistake, command
 from planaria.core.plan import ModelProfile
 from planaria.core.profile_json import encode_profile
 from planaria.errors import ConfigError
@@ -15,7 +15,7 @@ from planaria.job.planning import given_profile, read_profile
 from planaria.profiles.__main__ import profiles_table
 from planaria.profiles.shipped import NAMES, shipped_path, shipped_profiles
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

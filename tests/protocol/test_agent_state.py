@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinated import NOW_S, done, exited, ready, saved, stopped, unsaved, worker
-from jobs import shaped_plan
+from helpers.coordinated import NOW_S, done, exited, ready, saved, stopped, unsaved, worker
+from helpers.jobs import shaped_plan
 from planaria.core.messages import (
     Abort,
     Acknowledged,

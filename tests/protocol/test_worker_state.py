@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from helpers.plan_examples import pipeline
 from planaria.core.commit import CommitVector, VectorLayout, Votes, encode_vector
 from planaria.core.job import TrainingConfig
 from planaria.core.messages import (
@@ -66,7 +67,6 @@ from planaria.protocol.worker_state import (
     on_told,
     votes,
 )
-from schedule.plan_examples import pipeline
 
 RANK, PID, ADDRESS = 1, 4711, ("10.0.0.1", 1234)
 PLAN = plain_plan(0, (pipeline((0, 2, 4), (0, 1)),), (2,))

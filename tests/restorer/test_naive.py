@@ -2,12 +2,12 @@
 
 from itertools import combinations
 
+from helpers.losses import check_is_whole, check_transfers, every, prices
 from planaria.core.cluster import ClusterState, Node, NodesLost, survivors
 from planaria.core.plan import Pipeline, Stage, Transfer, Transition, plain_plan
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.restorer.assignment import Opening
 from planaria.restorer.strategies import LEAST_BYTES, NAIVE, assigned_in_order, whole_transfers
-from policies.losses import check_is_whole, check_transfers, every, prices
 from restorer.test_assignment import plan_of, template_of
 
 

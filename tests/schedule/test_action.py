@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plan_examples import figure_9_plan, plain_plans
 from planaria.core.plan import Plan, TiedParameters
 from planaria.errors import ScheduleError
 from planaria.schedule.action import (
@@ -16,7 +17,6 @@ from planaria.schedule.action import (
     parse_schedule,
 )
 from planaria.schedule.lower import lowered
-from schedule.plan_examples import figure_9_plan, plain_plans
 
 
 def test_every_kind_of_action_has_its_text() -> None:

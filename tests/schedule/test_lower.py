@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plan_examples import figure_9_plan, pipeline, plain_plans, random_plan, rerouted_plans
 from planaria.core.plan import Hop, Plan, Route, TiedParameters, plain_plan
 from planaria.errors import DeadlockError, ScheduleError
 from planaria.schedule.action import Action, Bucket, Kind, Schedule, format_schedule, parse_schedule
@@ -22,7 +23,6 @@ from planaria.schedule.lower import (
     validate,
 )
 from planaria.schedule.routed import routed_1f1b
-from schedule.plan_examples import figure_9_plan, pipeline, plain_plans, random_plan, rerouted_plans
 
 TWO_RANKS: tuple[Route, ...] = ((Hop(0, 0, 1), Hop(1, 1, 2)),)
 TWO_RANKS_TEXT = """

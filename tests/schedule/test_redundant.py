@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
+from helpers.strategies import layer_profile, model_profile
 from planaria.errors import ScheduleError
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.reroute.shadows import shadowed
@@ -12,7 +13,6 @@ from planaria.schedule.action import Kind, Schedule, format_schedule, parse_sche
 from planaria.schedule.lower import lowered, lowered_for, place_transfers, validate
 from planaria.schedule.redundant import place_shadows
 from planaria.schedule.routed import routed_1f1b
-from strategies import layer_profile, model_profile
 
 PLAN = shaped_plan((3,), 4)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.plan_examples import figure_9_plan, pipeline, plain_plans, rerouted_plans
 from planaria.core.plan import Hop, Plan, Route, Ticks, plain_plan
 from planaria.schedule.action import Action, Kind, format_schedule
 from planaria.schedule.lower import execution_order, num_met, place_transfers, validate
 from planaria.schedule.routed import routed_1f1b
-from schedule.plan_examples import figure_9_plan, pipeline, plain_plans, rerouted_plans
 
 
 def textbook_1f1b(stage: int, num_stages: int, microbatches: list[int]) -> list[str]:

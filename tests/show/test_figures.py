@@ -15,7 +15,8 @@ import matplotlib
 import pytest
 from hypothesis import given, settings
 
-from command import PACED, assert_mistake, command
+from helpers.command import PACED, assert_mistake, command
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile, planned
 from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.planner.plans import (
     every_plan_of,
@@ -38,7 +39,6 @@ from planaria.show.timelines import (
     time_windows,
 )
 from planaria.show.words import seconds_text
-from strategies import MEBIBYTE, layer_profile, model_profile, planned
 
 MIB_SVG_MAX = 2
 PROFILE = str(PACED.with_name("paced-profile.json"))

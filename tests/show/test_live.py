@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.observe.metrics import FinalRecord, IterationRecord, Report
 from planaria.show.live import LiveDisplay, summary
 

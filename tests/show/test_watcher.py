@@ -2,12 +2,12 @@
 
 from msgspec import structs
 
+from helpers.recorded import decided, lost, running, starting
 from planaria.core.inject import parse_injection
 from planaria.core.plan import Plan
 from planaria.observe.metrics import IterationRecord
 from planaria.observe.recorder import Recorder
 from planaria.show.watcher import Watcher
-from recorded import decided, lost, running, starting
 
 
 class Notes:

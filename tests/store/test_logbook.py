@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs import template
+from helpers.jobs import template
+from helpers.tasks import TIMEOUT_S, settle
 from planaria.core.messages import SaveLayers, StartEpoch
 from planaria.core.plan import Pipeline, Plan, plain_plan
 from planaria.core.records import Decision, Members, Outcome, Progress
@@ -16,7 +17,6 @@ from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.logbook import Logbook, opened_logbook
 from planaria.store.store import HISTORY_MAX, Change, Entry, StoreState
-from tasks import TIMEOUT_S, settle
 
 LEASE_S = 3.0
 PIECE_BYTES = 500

@@ -6,11 +6,11 @@ from itertools import count
 
 import pytest
 
+from helpers.tasks import TIMEOUT_S, settle, taken, wait_until
 from planaria.errors import ConflictError, LeaseLostError, StoreError
 from planaria.nodes.head.journal import Flusher
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import ABSENT, Change, Entry, Guard, StoreState
-from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
 class GatedDisk:

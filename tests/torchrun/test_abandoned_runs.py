@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from keepers import keepers
+from helpers.keepers import keepers
 from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from linked import linked
+from helpers.linked import linked
 from planaria.core.plan import Link
 from planaria.torchrun.collectives import BetweenCollectives, Collectives, measured_link
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from keepers import keepers
-from linked import TIMEOUT_S, wait_until
+from helpers.keepers import keepers
+from helpers.linked import TIMEOUT_S, wait_until
 from planaria.errors import CheckpointError
 from planaria.torchrun import keeper
 from planaria.torchrun.keeper import attach

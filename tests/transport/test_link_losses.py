@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from linked import (
+from helpers.linked import (
     TIMEOUT_S,
     TOKEN,
     addresses,

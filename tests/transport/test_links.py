@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from linked import (
+from helpers.linked import (
     TIMEOUT_S,
     TOKEN,
     addresses,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from object_store import BUCKET, object_store, settings
+from helpers.object_store import BUCKET, object_store, settings
 from planaria.checkpoint.disk.outgoing import exported, save_as
 from planaria.checkpoint.disk.storage import storage_of
 from planaria.checkpoint.disk.tiers import Manifest, Tier, tier_of

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import BFLOAT16, Manifest, Tier, standing, tier_of
 from planaria.core.messages import LayerFile
 from planaria.errors import CheckpointError, UnreadableError
-from refused_reads import refused_reads
 
 OUTSIDE = b'{"layer": 0, "file": "../../x", "num_bytes": 1, "xxh3_128": ""}'
 JOB = {"model": "tiny", "optimizer": {"name": "AdamW", "betas": [0.9, 0.999]}}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from linked import TIMEOUT_S, linked
+from helpers.linked import TIMEOUT_S, linked
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.filling import fill_alone
 from planaria.checkpoint.memory.retrieval import give, take

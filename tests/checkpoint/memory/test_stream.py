@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from linked import TIMEOUT_S, is_blocked, linked, wait_until
+from helpers.linked import TIMEOUT_S, is_blocked, linked, wait_until
 from planaria.checkpoint.memory.arena import Arena, arena_fd
 from planaria.checkpoint.memory.stream import TRIES, Copier
 from planaria.checkpoint.memory.turns import AtOnce, Buffers, nothing_to_unload

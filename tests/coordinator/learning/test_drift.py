@@ -6,10 +6,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-import fake_cluster
-from coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import template
+from helpers import fake_cluster
+from helpers.coordinated import NOW_S, NUM_MICROBATCHES, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import template
+from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.leadership import progress_of
 from planaria.coordinator.learning.drift import (
     BESIDE_MIN,
@@ -29,7 +30,6 @@ from planaria.planner.reroute.reroutes import expected, simulated_s
 from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
-from strategies import layer_profile, model_profile
 
 NUM_LAYERS = 10
 LAYER_S = 0.15  # Forward and backward, as the profile says.

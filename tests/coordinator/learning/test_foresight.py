@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinated import NOW_S, of_type
 from coordinator.learning.test_drift import LAYER_S, NUM_LAYERS, sharing, training
-from fake_cluster import FakeCluster
+from helpers.coordinated import NOW_S, of_type
+from helpers.fake_cluster import FakeCluster
 from planaria.coordinator.learning import foresight
 from planaria.coordinator.learning.foresight import (
     ANSWERING_S,

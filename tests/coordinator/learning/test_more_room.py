@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from coordinated import FIRST, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import template
+from helpers.coordinated import FIRST, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import template
+from helpers.strategies import layer_profile, model_profile
 from planaria.coordinator.state import End, Ending, Evict, Phase
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
@@ -15,7 +16,6 @@ from planaria.policies.policy import profile_prices
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.roomy import has_room, stage_peaks
 from planaria.policies.unequal import Unequal
-from strategies import layer_profile, model_profile
 
 NUM_LAYERS = 10
 NO_MEMORY = Raised(error="MemoryError", message="no room", first_layer=5, end_layer=10)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from coordinated import NOW_S, small_rules
-from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from helpers.coordinated import NOW_S, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.learning.overhead import (
     FIRST_RECOVERY,
     FIRST_SWITCH,

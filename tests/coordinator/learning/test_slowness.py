@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from jobs import NUM_LAYERS, shaped_plan
+from helpers.jobs import NUM_LAYERS, shaped_plan
 from planaria.coordinator.learning.slowness import (
     BACK_FACTOR,
     COMPUTING_S_MIN,

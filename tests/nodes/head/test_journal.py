@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from helpers.tasks import TIMEOUT_S, settle, taken, wait_until
 from planaria.errors import StoreError
 from planaria.nodes.head.journal import open_store, superseded_entries
 from planaria.store.embedded import EmbeddedStore
 from planaria.store.store import Guard, Range
-from tasks import TIMEOUT_S, settle, taken, wait_until
 
 
 async def contents(directory: Path) -> Range:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import tiny_job
+from helpers.jobs import tiny_job
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.job import JobConfig
 from planaria.errors import ConfigError

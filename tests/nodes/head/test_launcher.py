@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import pytest
 
-from command import keep_desks_in
-from fake_fork_server import LOSS, FakeForkServer, Lead, Line
-from jobs import leader_spec
+from helpers.command import keep_desks_in
+from helpers.fake_fork_server import LOSS, FakeForkServer, Lead, Line
+from helpers.jobs import leader_spec
+from helpers.tasks import wait_until
 from planaria.checkpoint.disk.tiers import tier_of
 from planaria.core.messages import StopRequested
 from planaria.core.records import Ended, Leading, Running, ToLauncher, Warned
@@ -26,7 +27,6 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head import launcher
 from planaria.nodes.head.launcher import SHORT_TRIES_MAX, Launcher
 from planaria.nodes.head.waiting import LEAVING, handlers_restored
-from tasks import wait_until
 
 AGAIN = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 

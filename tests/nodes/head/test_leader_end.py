@@ -13,7 +13,8 @@ from unittest.mock import Mock, patch
 import msgspec
 import pytest
 
-from jobs import leader_spec
+from helpers.jobs import leader_spec
+from helpers.tasks import wait_until
 from planaria.coordinator.state import Phase
 from planaria.core.messages import Message, Shutdown, WorkerFailed
 from planaria.core.records import AgentEnded, Ended, Leading, Progress, ToLauncher, Unrecorded
@@ -23,7 +24,6 @@ from planaria.nodes.head.leader_spec import LeaderSpec
 from planaria.nodes.head.publisher import Left
 from planaria.store.logbook import opened_logbook
 from planaria.transport.frames import FrameDecoder, Role, frame, handshake, order_of
-from tasks import wait_until
 
 TOKEN = b"the job's token"
 TIMEOUT_S = 20.0
@@ -117,8 +117,8 @@ def test_a_journal_whose_disk_hangs_is_told_and_holds_up_no_end(tmp_path: Path) 
     spec = msgspec.structs.replace(spec, job=replace(spec.job, checkpoint=checkpoint))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("HANGING", str(tmp_path / "hangs"))
-        server = ForkServer(["hanging_leader"], path=[str(Path(__file__).parents[1])])
-    with closing(server), coordinated(server, spec, main="hanging_leader:main") as found:
+        server = ForkServer(["helpers.hanging_leader"], path=[str(Path(__file__).parents[2])])
+    with closing(server), coordinated(server, spec, main="helpers.hanging_leader:main") as found:
         ours, address, pid = found
         kinds: list[type] = []
         wait_told(ours, Leading, kinds)

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from command import wait_for
+from helpers.command import wait_for
+from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import Manifest, Tier, Version, tier_of
 from planaria.coordinator.saves import Kept
 from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
@@ -19,7 +20,6 @@ from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError
 from planaria.nodes.head.publisher import Left, Publisher, PublisherThread
-from refused_reads import refused_reads
 
 
 class _Told:

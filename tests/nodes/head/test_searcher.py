@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from jobs import NUM_LAYERS, tiny_job
+from helpers.jobs import NUM_LAYERS, tiny_job
+from helpers.strategies import equal_problem
 from planaria.core.cluster import NodesLost, survivors
 from planaria.core.job import ResilienceConfig
 from planaria.nodes.forkserver import ForkServer
@@ -21,9 +22,8 @@ from planaria.planner.plans import foreseen_plans
 from planaria.planner.templates import pipeline_templates
 from planaria.policies.ahead import Known
 from planaria.policies.named import policy_of
-from strategies import equal_problem
 
-PATH = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+PATH = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 THIS = Path(__file__).stem
 NUM_NODES = 6
 TIMEOUT_S = 60.0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import store_writer
 from planaria.errors import StoreError
 from planaria.nodes.head.journal import open_store
 from planaria.store.store import Range
@@ -31,7 +32,7 @@ def found(directory: Path) -> Range:
 @contextmanager
 def writer(directory: Path, mode: str, number: int = 0) -> Iterator[subprocess.Popen[str]]:
     """A process of store_writer.py, killed at the end if it is not gone by then."""
-    script = Path(__file__).with_name("store_writer.py")
+    script = Path(store_writer.__file__)
     process = subprocess.Popen(
         [sys.executable, str(script), str(directory), mode, str(number)],
         stdin=subprocess.PIPE,

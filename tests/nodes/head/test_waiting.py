@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from helpers.tasks import TIMEOUT_S
 from planaria.core.records import Ended
 from planaria.nodes.head.waiting import (
     LEAVING,
@@ -23,7 +24,6 @@ from planaria.nodes.head.waiting import (
     interrupts,
     kill_group,
 )
-from tasks import TIMEOUT_S
 
 Handler = Callable[[int, Any], object] | int | None
 

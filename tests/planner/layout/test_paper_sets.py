@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from command import PACED, command
-from exhaustive import paper_objective_s, small_problem
+from helpers.command import PACED, command
+from helpers.exhaustive import paper_objective_s, small_problem
+from helpers.strategies import equal_problem, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate
 from planaria.errors import ConfigError
 from planaria.job.planning import read_profile
@@ -27,7 +28,6 @@ from planaria.planner.plans import (
 from planaria.planner.problem import Problem, Shape
 from planaria.planner.templates import paper_templates
 from planaria.planner.times import PlainTimes
-from strategies import equal_problem, layer_profile, model_profile
 
 SEED = 20_261_121
 MEMORY_BYTES = 3000  # Of a device: three nodes hold the model of the example.

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate, Stage, on_one_device, plain_plan
 from planaria.estimator.memory import bytes_by_rank, peak_bytes
 from planaria.planner.layout.depths import Ranges, by_share
@@ -16,7 +17,6 @@ from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import simulated_s, with_split_backwards
 from planaria.planner.times import pipelines_of
 from planaria.profiles.shipped import shipped_profiles
-from strategies import MEBIBYTE, layer_profile, model_profile
 
 EVERYWHERE = Ranges(dp=100, pp=100)
 TOLERANCE = 1.05  # Of thousands a few are 1% off.

@@ -9,7 +9,8 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 
-from exhaustive import all_shapes, fits, small_problem, template_of
+from helpers.exhaustive import all_shapes, fits, small_problem, template_of
+from helpers.strategies import MEBIBYTE, equal_problem
 from planaria.core.plan import Link, NodeKind, PipelineTemplate, Plan
 from planaria.errors import ConfigError
 from planaria.estimator.makespan import makespans_of_each, stage_seconds, stage_table
@@ -21,7 +22,6 @@ from planaria.planner.problem import Counts, Problem, stage_costs
 from planaria.planner.templates import pipeline_templates
 from planaria.planner.times import PlainTimes
 from planaria.schedule.lower import lowered
-from strategies import MEBIBYTE, equal_problem
 
 SEED = 20_261_121
 NUM_PIPELINES = 150

@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from exhaustive import (
+from helpers.exhaustive import (
     all_shapes,
     bound_s,
     makespans_s,

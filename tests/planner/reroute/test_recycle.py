@@ -6,11 +6,11 @@ from math import ceil
 
 import pytest
 
-from cases import every_nth
-from lost_places import GREEDY, Lost, grid, unit_problem
+from helpers.cases import every_nth
+from helpers.lost_places import GREEDY, Lost, grid, unit_problem
+from helpers.strategies import MEBIBYTE
 from planaria.core.plan import NodeKind, Plan
 from planaria.planner.reroute.reroutes import rerouted
-from strategies import MEBIBYTE
 
 # Of rows of it what ours takes at most with less memory: what is enough without losses, that by the
 # factor of the work that survivors have, and memory for one microbatch more.

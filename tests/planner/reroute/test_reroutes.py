@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cases import every_nth
-from lost_places import (
+from helpers.cases import every_nth
+from helpers.lost_places import (
     CASES,
     DRAWN,
     GREEDY,
@@ -20,14 +20,14 @@ from lost_places import (
     grid,
     unit_problem,
 )
+from helpers.plan_examples import pipeline, plain_plans, random_plan
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, Stage, plain_plan
 from planaria.estimator.memory import bytes_by_rank, kept_bytes, peak_bytes
 from planaria.planner.plans import bind, pipeline_microbatches
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import TRIES_HOPS_MAX, even_s, rerouted, simulated_s
 from planaria.schedule.lower import lowered, lowered_for
-from schedule.plan_examples import pipeline, plain_plans, random_plan
-from strategies import MEBIBYTE, layer_profile, model_profile
 
 
 def problem_for(plan: Plan, *, device_memory_bytes: int = 0) -> Problem:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from coordinated import (
+from helpers.coordinated import (
     END,
     FIRST,
     NOW_S,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
+from helpers.plan_examples import pipeline
+from helpers.strategies import MEBIBYTE, model_profile
 from planaria.core.plan import LayerProfile, Link, NodeKind, Plan
 from planaria.estimator.time import predicted_timeline
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced
 from planaria.schedule.lower import lowered
-from schedule.plan_examples import pipeline
-from strategies import MEBIBYTE, model_profile
 
 Lost = tuple[tuple[int, int], ...]
 Work = tuple[int, int, int]

@@ -10,11 +10,11 @@ import msgspec
 import torch
 import xxhash
 
-from limited import TIMEOUT_S
+from helpers.limited import TIMEOUT_S
+from helpers.ranks import joined, results
 from planaria.engine.groups import reduce_bucket
 from planaria.nodes.forkserver import ForkServer
 from planaria.schedule.action import Bucket
-from ranks import joined, results
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ def reduced(
         rank: msgspec.json.encode(_Order(rank, tuple(buckets), tuple(layer_bytes)))
         for rank in ranks
     }
-    found = results(server, "reducing:serve", orders, bytes_per_s=bytes_per_s)
+    found = results(server, "helpers.reducing:serve", orders, bytes_per_s=bytes_per_s)
     return {rank: msgspec.json.decode(line, type=Reduced) for rank, line in found.items()}
 
 

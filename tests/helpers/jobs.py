@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from helpers.strategies import equal_problem
 from planaria.core.job import (
     CheckpointConfig,
     ClusterConfig,
@@ -19,7 +20,6 @@ from planaria.core.plan import Pipeline, PipelineTemplate, Plan, Stage, plain_pl
 from planaria.job.job import Job, TrainingResult
 from planaria.nodes.forkserver import ForkServer
 from planaria.nodes.head.leader_spec import LeaderSpec
-from strategies import equal_problem
 
 NUM_LAYERS = 10
 NUM_BLOCKS = NUM_LAYERS - 2
@@ -47,8 +47,8 @@ def tiny_job(family: str, directory: Path, **training: Any) -> JobConfig:
         model = ModelConfig(config={"model_type": family, **CONFIGS[family]})
         data = DataConfig(sequence_length=SEQUENCE_LENGTH)
     else:
-        model = ModelConfig(kind="python", target=f"user_models:{family}")
-        data = DataConfig(kind="python", target="user_models:points")
+        model = ModelConfig(kind="python", target=f"helpers.user_models:{family}")
+        data = DataConfig(kind="python", target="helpers.user_models:points")
     settings: dict[str, Any] = {
         "iterations": 3,
         "global_batch_size": 20,

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-import user_models
+from helpers import user_models
 
 
 class Strike(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
+from helpers.strategies import MEBIBYTE, layer_profile, model_profile
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import NUM_CHUNKS, PipelineTemplate, Plan, Stage, Transition
 from planaria.planner.plans import EveryPlan, bind, every_plan
 from planaria.planner.problem import Problem
 from planaria.policies.policy import Prices, profile_prices
-from strategies import MEBIBYTE, layer_profile, model_profile
 
 NUM_LAYERS = 16
 NUM_MICROBATCHES = 20

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from command import wait_for
+from helpers.command import wait_for
 from planaria.nodes.forkserver import ForkServer
 
 TIMEOUT_S = 110.0

@@ -10,7 +10,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from limited import TIMEOUT_S
+from helpers.limited import TIMEOUT_S
+from helpers.ranks import joined, results
 from planaria.core.job import ModelConfig, TrainingConfig
 from planaria.core.plan import Transfer
 from planaria.engine.apply import exchange_layers
@@ -18,7 +19,6 @@ from planaria.engine.prepare import split_model
 from planaria.engine.stage import Stage
 from planaria.nodes.forkserver import ForkServer
 from planaria.protocol.worker_state import transfer_peers
-from ranks import joined, results
 
 AGE = 3
 
@@ -61,7 +61,9 @@ def exchanged(
         rank: msgspec.json.encode(_Order(rank, tuple(layer_bytes), tuple(layers), taken))
         for rank, layers in held.items()
     }
-    found = results(server, "exchanging:serve", orders, bytes_per_s=bytes_per_s, late_s=late_s)
+    found = results(
+        server, "helpers.exchanging:serve", orders, bytes_per_s=bytes_per_s, late_s=late_s
+    )
     return {rank: msgspec.json.decode(line, type=Exchanged) for rank, line in found.items()}
 
 
@@ -98,7 +100,7 @@ def serve(payload: bytes, talk_fd: int) -> None:
 
 def _stage(order: _Order) -> Stage:
     _sizes[:] = order.layer_bytes
-    model = ModelConfig(kind="python", target="exchanging:layers")
+    model = ModelConfig(kind="python", target="helpers.exchanging:layers")
     split = split_model(model, seed=0, vocabulary_size=0, sequence_length=0)
     training = TrainingConfig(optimizer={"name": "SGD"}, deterministic=False)
     stage = Stage(split, training=training)

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from helpers.losses import every, plan_of
 from planaria.policies.absorb import Absorb
 from planaria.policies.adaptive import Adaptive
 from planaria.policies.morph import Morph
 from planaria.policies.reinstantiate import Reinstantiate
 from planaria.policies.unequal import Unequal
-from policies.losses import every, plan_of
 from regret import Result, known_samples, page, result_line, summary, verdicts
 from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Happening, Job
+
+sys.path.pop()  # Or a script of benchmarks/ would be taken for a folder of tests/.
 
 CASE = Case(
     model="gpt2",

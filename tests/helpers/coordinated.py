@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from jobs import NUM_LAYERS, shaped_plan, template
+from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from planaria.coordinator.start import first_step
 from planaria.coordinator.state import (
     Command,

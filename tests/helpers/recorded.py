@@ -1,6 +1,6 @@
 """A run as its recorder is told of it: what workers, coordinator and injector say."""
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.core.inject import Injection, parse_injection
 from planaria.core.messages import IterationDone, MeasuredSpan, WorkerReady
 from planaria.core.records import (

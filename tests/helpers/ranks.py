@@ -7,12 +7,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from limited import TIMEOUT_S, LimitedNetwork
+from helpers.limited import TIMEOUT_S, LimitedNetwork
 from planaria.nodes.forkserver import ForkServer
 from planaria.transport.links import Address, Links
 
-SEARCH_PATH = (str(Path(__file__).parent),)
-PRELOAD = ("torch", "torch._dynamo", "torch.optim", "ranks", "exchanging", "reducing")
+SEARCH_PATH = (str(Path(__file__).parents[1]),)
+OURS = ("helpers.ranks", "helpers.exchanging", "helpers.reducing")
+PRELOAD = ("torch", "torch._dynamo", "torch.optim", *OURS)
 
 _TOKEN = b"the job's token"
 

@@ -1,8 +1,8 @@
 """A cluster in whose workers something raises, for tests of what the coordinator makes of it."""
 
-from coordinated import FIRST, of_type, small_rules
-from fake_cluster import FakeCluster
-from jobs import shaped_plan
+from helpers.coordinated import FIRST, of_type, small_rules
+from helpers.fake_cluster import FakeCluster
+from helpers.jobs import shaped_plan
 from planaria.coordinator.state import End, Rules
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan

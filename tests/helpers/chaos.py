@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs import digests, tiny_job
+from helpers.jobs import digests, tiny_job
 from planaria.core.inject import parse_injection
 from planaria.core.job import JobConfig, PolicyName
 from planaria.core.plan import ModelProfile, Plan
@@ -26,7 +26,7 @@ from planaria.planner.plans import EveryPlan, bind
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt2-text.toml"
 SHRUNK = (
     "model.config.n_embd=16",
     "model.config.n_head=2",

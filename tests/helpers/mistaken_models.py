@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from user_models import WIDTH, points
+from helpers.user_models import WIDTH, points
 
 NUM_GOOD_PASSES = 40
 

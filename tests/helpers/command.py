@@ -23,7 +23,7 @@ from planaria.nodes.head import desk
 MARK = "PLANARIA_TEST_MARK"
 TIMEOUT_S = 60.0  # A bound for a machine that does other things too; nothing should take as long.
 CHECKPOINTS = "checkpoints"  # Where a job saves that does not say.
-PACED = Path(__file__).parents[1] / "examples" / "paced.toml"
+PACED = Path(__file__).parents[2] / "examples" / "paced.toml"
 
 
 def command(*arguments: str) -> Result:

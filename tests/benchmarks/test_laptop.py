@@ -4,10 +4,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from laptop import Iterations, Recovery, Run, known_runs, run_line, run_of, verdicts
 from show.test_beside import LOST, iteration, report
+
+sys.path.pop()  # Or a script of benchmarks/ would be taken for a folder of tests/.
 
 CLOSE = Iterations(epoch=0, first_s=1.0, newest_s=1.1, measured_s=1.05)
 WITHIN = Recovery("merge", least_s=0.1, likely_s=0.2, most_s=0.4, measured_s=0.3)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs import shaped_plan
+from helpers.jobs import shaped_plan
 from planaria.chaos.verdict import (
     Calm,
     calm_of,
