@@ -69,7 +69,7 @@ class PlainTimes:
         """Seconds until a pipeline has finished its reductions, if all pipelines have its template.
 
         Returns:
-            array whose entry n - 1 is for n microbatches; ascending, with equals.
+            array whose entry n - 1 is for n microbatches; the entries never fall.
         """
         reduce_s = equal_reduce_s(
             self._problem.profile,

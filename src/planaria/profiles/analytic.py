@@ -96,7 +96,7 @@ class Machine:
 
     Attributes:
         flops_per_s_peak: peak of a device in bfloat16 without sparsity.
-        attained_share: share of that peak, 0 to 1, that the matrix products of a layer attain.
+        attained_share: share of that peak, 0 to 1, that a layer attains in its own work.
         bandwidth_bytes_per_s: bandwidth of a device's memory.
         memory_bytes: memory of a device that a job may use.
         intra_node: link from device to device in a node, one direction.

@@ -93,7 +93,8 @@ NOT_FOUND: Final = f"no such file, and no shipped profile of that name: {', '.jo
 
 
 def shipped_profiles() -> tuple[ModelProfile, ...]:
-    """The shipped profiles as computed anew; the files of this folder hold the same."""
+    """The shipped profiles, computed by the analytic model; the files of this folder hold the
+    same."""
     return tuple(
         analytic_profile(shape, A100, microbatch_size=microbatch_size)
         for shape, microbatch_size in SHIPPED

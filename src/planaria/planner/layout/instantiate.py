@@ -66,8 +66,12 @@ def sets_of(
 
 
 def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
-    """For each number of nodes from 0 to num_nodes, the possible numbers of pipelines as a set of
-    bits: bit k is set if some k of the sizes, repeats allowed, add up to it."""
+    """The possible numbers of pipelines, for each number of nodes from 0 to num_nodes.
+
+    Returns:
+        a set of bits for each number of nodes: bit k is set if some k of the sizes, repeats
+        allowed, add up to it.
+    """
     numbers = [1]
     for total in range(1, num_nodes + 1):
         numbers.append(0)
@@ -198,7 +202,7 @@ class _Sums:
         self._jumps = tuple(_jumps(sizes, self._shape))
 
     def part(self, nodes: Counts) -> int:
-        """The number of the part with so many nodes of each kind."""
+        """The number of the part that has `nodes[k]` nodes of each kind k."""
         return sum(count * step for count, step in zip(nodes, self._steps, strict=True))
 
     def most(self, capacities: Numbers, num_microbatches: int) -> Numbers:
@@ -238,8 +242,8 @@ class _Sums:
         return rows
 
     def _rests(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
-        """Table [used, 1 + v]: the most microbatches that part v finishes in any number of
-        pipelines that may be added to `used` others, for `used` from 0 to last."""
+        """Table [used, 1 + v]: the most microbatches that part v finishes in pipelines that, added
+        to `used` others, are within the range of a set; `used` is from 0 to last."""
         fewest, most = self._pipelines.fewest, self._pipelines.most
         if most is None:
             return self._any_more(rows[fewest - last : fewest + 1][::-1], capacities)
@@ -248,7 +252,7 @@ class _Sums:
         return np.stack([rows[a:b].max(axis=0) for a, b in zip(first, ends, strict=True)])
 
     def _any_more(self, rows: Numbers, capacities: Numbers) -> Numbers:
-        """The rows if any number of pipelines may be added to each."""
+        """The rows, with the entries that result if any number of pipelines may be added."""
         grid = np.array(rows[:, 1:]).reshape(-1, *self._shape)
         each = capacities.tolist()
         for index, number, ahead, behind in self._jumps:
@@ -315,7 +319,7 @@ def _sets(
     """Sets of sizes that use all nodes, each ascending.
 
     Args:
-        sizes: sizes in order.
+        sizes: sizes, sorted by `_order`.
         reachable: parts of the nodes that some set uses; None: not known.
     """
     # This is a stack and no recursion, because a set may have more pipelines than Python has

@@ -1,7 +1,8 @@
 """The search for a layout: how many pipelines, and nodes, layers and microbatches of each.
 
-1. Parallelism: spread the nodes over pipelines in all ways within a range: so many pipelines more
-   or fewer than there are, and depths so many nodes off an even share. The most even come first.
+1. Parallelism: spread the nodes over pipelines in all ways within two ranges: how far the number of
+   pipelines may differ from the present one, and a depth from an even share of the nodes. The most
+   even spreads come first.
 2. Batch: distribute microbatches in proportion to nodes, at least one to each pipeline; then so
    that the last pipeline ends as early as possible.
 3. Layers: for each pipeline take the partition that suits its nodes and microbatches
@@ -9,10 +10,10 @@
 4. Estimate: compute the time of the whole iteration under its own schedule, with whole backwards
    and with split ones.
 
-Depths that cannot be faster than the best layout are skipped: n microbatches take at least n times
-the busiest stage, and that stage takes at least the whole work divided by the devices. The search
-can be stopped at any step, and has an answer after one of the first. What it finds depends on its
-arguments alone.
+Depths that cannot be faster than the best layout are skipped: n microbatches take a pipeline at
+least n times the seconds of its busiest stage, and these are at least the whole work divided by its
+devices. The search can be stopped at any step, and has an answer after one of the first. What it
+finds depends on its arguments alone.
 
 Source: Odyssey, section IV-A and algorithm 1.
 Differs: algorithm 1 compares plans for 1 .. N_f losses with each other, and so always prefers a
@@ -37,7 +38,7 @@ from planaria.planner.partition.partitions import Partitions, Size
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.times import PlainTimes, iteration_after
 
-FRONT_MAX: Final = 4  # Bound on layouts in the front with, and on those without, second holders.
+FRONT_MAX: Final = 4  # Bound on the layouts in the front that are doubled, and on the others.
 _RECUTS_MAX: Final = 3
 _CUT_ANEW: Final = 6  # Number of fastest spreads whose partitions are improved in the end.
 
@@ -144,8 +145,8 @@ class _Search:
     """The state of a search.
 
     Attributes:
-        front: layouts to which no other known one is at least equal in speed, in num_kept and in
-            is_doubled; the fastest first.
+        front: layouts that no other known layout equals or beats in speed, num_kept and is_doubled
+            at once; the fastest first.
     """
 
     def __init__(self, problem: Problem, present: Sequence[PipelineTemplate]) -> None:

@@ -33,7 +33,7 @@ ROUNDS_MAX: Final = 12
 BUDGET: Final = 2_000_000  # Simulated ticks x stages for one pipeline size.
 _FEWEST: Final = 16  # Number of changes that may be timed however little budget is left.
 _CHANGES_MAX: Final = 256  # About how many changes move cuts by one layer.
-_CUTS_MAX: Final = 9  # Number of cuts tried between two stages that are dealt anew.
+_CUTS_MAX: Final = 9  # Number of cuts tried between two stages whose devices change.
 _SETTLED_STAGES: Final = 2  # Microbatches per stage after which the rate is taken for steady.
 
 
@@ -221,7 +221,7 @@ def _exchanged(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
 
 
 def _nodes(costs: StageCosts, shape: Shape) -> list[list[tuple[int, int]]]:
-    """For each node, a pair for each of its stages: number of layers and group."""
+    """The stages of each node, as pairs of number of layers and group."""
     nodes: list[list[tuple[int, int]]] = []
     device = first = 0
     for end, group in shape:
@@ -308,8 +308,8 @@ def least_s(table: StageTable, num_microbatches: int) -> Seconds:
 
 
 def _cycles_s(table: StageTable) -> Iterator[tuple[int, Seconds]]:
-    """For each number of stages from 1 to S: that number, and the seconds of the cycles of so many
-    stages, one row per first stage."""
+    """Yields each number of stages from 1 to S, with the seconds of the cycles of so many stages,
+    one row per first stage."""
     stage_s, trip_s = _stages_and_trips_s(table)
     until_s = np.vstack((np.zeros_like(stage_s[:1]), np.cumsum(stage_s + trip_s, axis=0)))
     for width in range(1, len(stage_s) + 1):

@@ -83,7 +83,7 @@ def least_split_s(costs: StageCosts, rows: Rows, num_microbatches: int) -> Secon
 
 
 def _before(seconds: Seconds) -> Seconds:
-    """For each row, the sum of the rows before it."""
+    """Table of the same shape, each row the sum of the rows before it."""
     sums: Seconds = np.cumsum(seconds, axis=0) - seconds
     return sums
 

@@ -32,7 +32,7 @@ class _Leg(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The hops of one more microbatch, up to the end of its route; the lesser of two is better.
+    """The rest of a route that one more microbatch may take; the lesser of two is the better one.
 
     Attributes:
         latest_s: latest time at which a rank of these hops has done all its work.

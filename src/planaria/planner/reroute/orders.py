@@ -25,7 +25,7 @@ from planaria.core.plan import Plan, Ticks
 # Of 27 runs on cases more than 5% above the optimum, 5 stayed there with 40, 5 with 200, and 2 with
 # 100.
 PATIENCE: Final = 100
-_FACTORS: Final = (0.5, 0.8, 0.9, 0.97, 1.03, 1.1, 1.25, 2.0)  # By which ticks are multiplied.
+_FACTORS: Final = (0.5, 0.8, 0.9, 0.97, 1.03, 1.1, 1.25, 2.0)  # Factors for ticks.
 
 
 class _Timed(NamedTuple):

@@ -5,14 +5,14 @@ layers of empty places are computed by other holders, each as far as its stage g
 where a peer's stage has the same boundaries, in several hops where they differ. No parameter moves.
 
 1. Microbatches are assigned one by one. Each takes the home and the detours with which the rank
-   that ends last ends earliest. A rank ends when it has done all its work, which begins only after
-   the time that a microbatch needs for the stages before it. So detours go to ranks that have time,
-   and fewer microbatches begin in pipelines with empty places.
+   that ends last ends earliest. The end of a rank is the seconds of all its work, plus those that a
+   microbatch needs to get to its stage and back. So detours go to ranks that have time, and fewer
+   microbatches begin in pipelines with empty places.
 2. Variants are made in which a few more or fewer microbatches begin in pipelines with empty places,
    or microbatches are numbered in reverse. Each is simulated in virtual time and the fastest is
    taken, because a schedule has gaps that loads do not show.
-3. Where the plans are small, other orders of actions are searched from the fastest ones
-   (planner/reroute/orders.py).
+3. If the routes have few enough hops, other orders of actions are searched, starting from the
+   fastest plans (planner/reroute/orders.py).
 
 Source: ReCycle (SOSP '24), adaptive pipelining.
 Differs: in ReCycle a microbatch stays in its pipeline, peers of the lost stage take equal parts,
@@ -56,8 +56,8 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Price
 
     Args:
         plan: plan with empty places; its own routes do not matter.
-        hops_max: about how many hops may be simulated, over all plans. The routes of step 1 are
-            always simulated; with 0 there are no others, and up to TRIES_HOPS_MAX no step 3.
+        hops_max: approximate bound on hops that are simulated, over all plans. The routes of step 1
+            are always simulated; with 0 there are no others, and up to TRIES_HOPS_MAX no step 3.
 
     Returns:
         None if a layer is in empty places only, or some device has no memory for one microbatch.
@@ -80,8 +80,8 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Price
 def _tries(
     problem: Problem, detours: Detours, first: tuple[Route, ...], num_tries: int
 ) -> list[tuple[Route, ...]]:
-    """At most num_tries variants of the routes: the first ones, others that begin in other
-    pipelines, and each in reverse order."""
+    """The given routes, variants that begin in other pipelines, and each of them in reverse order;
+    at most num_tries in all."""
     around = detours.num_around(first)
     nearest = [around + sign * step for step in range(1, num_tries) for sign in (-1, 1)]
     can = [number for number in nearest if detours.can_deal(problem.num_microbatches, number)]
@@ -217,8 +217,8 @@ def _split(problem: Problem, plan: Plan) -> Priced | None:
 
 
 def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
-    """The plan with split backwards, whose in_flight has for each stage the number of microbatches
-    for which it has memory; that may be 0 or less."""
+    """The plan with split backwards. Its in_flight has, by the first rank of each live stage, the
+    number of microbatches for which there is memory; below 1 if there is too little for one."""
     plan = replace(plan, splits_backward=True)
     firsts = plan.layers_by_rank.keys() & _limits_bytes(problem, plan).keys()
     return replace(plan, in_flight=_room(problem, plan, sorted(firsts)))
