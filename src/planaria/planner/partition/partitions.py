@@ -2,9 +2,9 @@
 
 With whole backwards it is the fastest template (templates.py), or a faster even partition. In an
 even partition the numbers of layers of two stages differ by one at most; all such partitions are
-tried. With split backwards the search simulates, in order of their lower bounds, the fastest
-partition with whole backwards, the even ones, and those that differ from the best so far by a small
-change.
+tried. With split backwards the search first simulates the partition for whole backwards. Then it
+simulates the even partitions, and those that differ from the best so far by a small change, in
+ascending order of their lower bounds.
 
 A partition must have memory for all microbatches of the job, as every template must: the next
 failure may leave them to a single pipeline.
@@ -63,7 +63,7 @@ class Partitions:
         return self._split.get(size) or self.whole(size)
 
     def improve_split(self, size: Size) -> Iterator[None]:
-        """Searches a faster partition for split backwards; yields after each one it simulates."""
+        """Looks for a faster partition for split backwards; yields after each one it simulates."""
         template = self.whole(size)
         if template is None or size in self._split:
             return
