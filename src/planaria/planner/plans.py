@@ -1,14 +1,15 @@
 """Plans: how many pipelines of which template, on which nodes, with how many microbatches each.
 
-In three steps, for the nodes that there are:
-1. Instantiation: the fastest set of pipelines that uses all nodes, f + 1 or more (sets.py).
-2. Microbatches: the distribution with which the slowest pipeline ends earliest (batches.py).
-3. Nodes, in their order.
+A plan for given nodes is made in three steps:
+1. Instantiation: find the fastest set of f + 1 or more pipelines that uses all nodes (sets.py).
+2. Microbatches: distribute them so that the slowest pipeline ends as early as possible
+   (batches.py).
+3. Binding: assign the nodes to the pipelines in ascending order.
 
-`every_plan` takes them for every number of nodes that failures may leave or joins may make,
-`foreseen_plans` for as many failures as a job tolerates.
+`every_plan` makes a plan for every number of nodes that failures may leave or joins may make;
+`foreseen_plans` for all nodes, for up to f failures, and for nodes that may join.
 
-The first two steps are planaria's own unless a `Method` says otherwise.
+A `Method` can replace how templates are made and how the first two steps are done.
 
 Source: Oobleck (SOSP '23), section 4.2.
 """
@@ -27,14 +28,19 @@ from planaria.planner.problem import Counts, Problem, batch_error
 from planaria.planner.templates import pipeline_template
 from planaria.planner.times import PlainTimes, pipelines_of
 
-FORESEEN_MAX: Final = 8  # A plan for 24 nodes of 8 devices takes 0.1 s.
+FORESEEN_MAX: Final = 8  # Bounds the time: one plan for 24 nodes of 8 devices takes 0.1 s.
 
 
 class Sets(Protocol):
     """Chooses sets of pipelines of some templates, with their microbatches."""
 
     def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
-        """The one for so many nodes, which uses all of them; None if there is none."""
+        """The chosen set for these numbers of nodes, all of which it uses; None if there is none.
+
+        Args:
+            nodes: number of nodes of each kind.
+            min_pipelines: lower bound on pipelines in the set.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +48,8 @@ class Method:
     """How plans are made.
 
     Attributes:
-        template: of so many nodes, None if there is none.
-        sets: of templates.
+        template: function that makes the template of a number of nodes, or None if there is none.
+        sets: function that makes what chooses sets of pipelines of given templates.
     """
 
     template: Callable[[Problem, int], PipelineTemplate | None]
@@ -55,13 +61,14 @@ METHOD: Final = Method(template=pipeline_template, sets=SetSearch)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EveryPlan:
-    """What a job can be re-formed to, computed at its start so that a failure finds it ready.
+    """The plans to which a job can be re-formed, computed at its start so that none has to be
+    computed after a failure.
 
     Attributes:
-        templates: by number of nodes; none where nodes differ.
-        plans: by the number of nodes that there are, on nodes 0, 1, ..; without it a job is
-            re-formed by Oobleck's three steps only.
-        times: of the templates.
+        templates: templates by number of nodes; empty where nodes differ.
+        plans: plans by the number of nodes left. Those for equal nodes are bound to nodes 0, 1, ..;
+            for a number without an entry only Oobleck's three steps re-form the job.
+        times: times of the templates' pipelines.
     """
 
     problem: Problem
@@ -72,7 +79,8 @@ class EveryPlan:
     def distribution(self, templates: Sequence[PipelineTemplate]) -> tuple[float, tuple[int, ...]]:
         """The iteration time of these pipelines, and how many microbatches each of them gets.
 
-        As `distribute_microbatches`; fast for templates that are known here.
+        `distribute_microbatches` decides the numbers. Fast for templates of these plans, whose
+        times are kept.
 
         Raises:
             ConfigError: there are fewer microbatches than pipelines.
@@ -90,14 +98,14 @@ def best_plan(
 ) -> Plan:
     """The plan with the lowest predicted iteration time in which every node works.
 
-    It depends on the set of nodes only.
+    The order of `nodes` does not matter.
 
     Args:
-        templates: by number of nodes.
+        templates: templates by number of nodes.
 
     Raises:
-        ConfigError: the templates make no f + 1 pipelines of that many nodes, or there are fewer
-            microbatches than pipelines.
+        ConfigError: no f + 1 or more pipelines of these templates use exactly that many nodes, or
+            there are fewer microbatches than pipelines.
     """
     min_pipelines = problem.failures_tolerated + 1
     check_microbatches(problem, min_pipelines)
@@ -114,15 +122,17 @@ def every_plan(
 ) -> EveryPlan:
     """The best plan for every number of nodes from num_nodes down to n0.
 
-    While (f + 1) * n0 nodes are left a plan has f + 1 pipelines or more; with fewer nodes it has as
-    many as fit. Where no pipelines of these templates add up to the number of nodes, as with more
-    nodes in a pipeline than the model has layers, the plan uses as many nodes as can work.
+    While (f + 1) * n0 or more nodes are left, a plan has f + 1 pipelines or more; with fewer nodes
+    it has at least as many as can hold the model. Where no set of these templates adds up to the
+    number of nodes, for instance because a pipeline cannot have more nodes than the model has
+    layers, the plan uses as many nodes as possible.
 
-    The templates get company: fewer than (f + 1) * n0 nodes may need one of up to 2 * n0 - 1.
+    Templates of up to 2 * n0 - 1 nodes are added, because fewer than (f + 1) * n0 nodes may need
+    one.
 
     Args:
-        num_nodes: N, of the cluster at its largest, once nodes have joined.
-        templates: by number of nodes, as `pipeline_templates` gives them.
+        num_nodes: N, the largest number of nodes that the cluster may have, joined nodes included.
+        templates: templates by number of nodes, as `pipeline_templates` gives them.
 
     Raises:
         ConfigError: some number of nodes works only in more pipelines than there are microbatches.
@@ -139,16 +149,17 @@ def foreseen_plans(
     max_nodes: int = 0,
     method: Method = METHOD,
 ) -> EveryPlan:
-    """The best plan for all nodes, for what one to f failures leave of them, and for more of them.
+    """The best plan for all nodes, for those left by 1 to f failures, and for up to max_nodes.
 
-    As `every_plan`, but all nodes work before the first failure, and of more than FORESEEN_MAX
-    numbers of failures, or of nodes that join, so many are looked at, from 1 to the most.
+    The plans are those of `every_plan`, with two differences. A plan in which not all num_nodes
+    nodes work is an error. Of the numbers of failures, and of the numbers of nodes that may join,
+    at most FORESEEN_MAX are planned for; 1 and the largest are always among them.
 
     Args:
-        max_nodes: nodes that there may be, if that is more.
+        max_nodes: number of nodes once others have joined; ignored if it is below num_nodes.
 
     Raises:
-        ConfigError: as `best_plan` and `every_plan`.
+        ConfigError: `best_plan` or `every_plan` would raise it.
     """
     f, n0 = problem.failures_tolerated, min(templates)
     check_microbatches(problem, f + 1)
@@ -166,7 +177,7 @@ def foreseen_plans(
 def every_plan_of(
     problem: Problem, templates: Mapping[int, PipelineTemplate], plans: Mapping[int, Plan]
 ) -> EveryPlan:
-    """What `every_plan` found, from its parts: the times follow from the templates."""
+    """An `EveryPlan` rebuilt from its templates and plans; the times follow from the templates."""
     times = PlainTimes(problem, templates.values())
     return EveryPlan(problem=problem, templates=templates, plans=plans, times=times)
 
@@ -174,7 +185,7 @@ def every_plan_of(
 def bind(
     problem: Problem, templates: Sequence[PipelineTemplate], nodes: Sequence[int], *, epoch: int
 ) -> Plan:
-    """The plan with one pipeline of each of these templates, on the nodes in their order.
+    """The plan with one pipeline of each of these templates, on consecutive nodes of the sequence.
 
     Raises:
         ConfigError: there are fewer microbatches than pipelines.
@@ -185,26 +196,26 @@ def bind(
 
 
 def pipeline_microbatches(plan: Plan) -> tuple[int, ...]:
-    """How many microbatches take each pipeline's own route."""
+    """How many microbatches of the plan take each pipeline's own route."""
     counts = Counter(plan.routes)
     return tuple(counts[pipeline.route()] for pipeline in plan.pipelines)
 
 
 def plan_iteration_s(plan: Plan, times: PlainTimes) -> float:
-    """The predicted iteration of a plan whose microbatches take plain routes."""
+    """The predicted iteration time of a plan in which every microbatch stays in one pipeline."""
     microbatches = pipeline_microbatches(plan)
     assert sum(microbatches) == len(plan.routes)
     return times.iteration_s([pipeline.template for pipeline in plan.pipelines], microbatches)
 
 
 def plan_bubble_share(plan: Plan, times: PlainTimes) -> float:
-    """The predicted part of an iteration in which the ranks that compute do not, 0 to 1."""
+    """The predicted share of an iteration, 0 to 1, in which the stages do not compute."""
     templates = [pipeline.template for pipeline in plan.pipelines]
     return times.bubble_share(templates, pipeline_microbatches(plan))
 
 
 def _some_up_to(most: int) -> Sequence[int]:
-    """1 to so many, or FORESEEN_MAX of these numbers, the first and the last among them."""
+    """The numbers 1 to most, or FORESEEN_MAX of them with the first and the last among them."""
     if most <= FORESEEN_MAX:
         return range(1, most + 1)
     steps = FORESEEN_MAX - 1
@@ -212,7 +223,7 @@ def _some_up_to(most: int) -> Sequence[int]:
 
 
 def _by_counts(templates: Mapping[int, PipelineTemplate]) -> dict[Counts, PipelineTemplate]:
-    """The templates where nodes are all of one kind."""
+    """The templates with tuples of one number as keys, since there is one kind of node."""
     return {(size,): template for size, template in templates.items()}
 
 
@@ -231,12 +242,16 @@ def _plans_for(
     templates: Mapping[int, PipelineTemplate],
     method: Method,
 ) -> EveryPlan:
-    """The best plan for each number of nodes, ascending, with as many of them as can work."""
+    """The best plan for each number of nodes, with as many of them at work as possible.
+
+    Args:
+        left: numbers of nodes, ascending.
+    """
     at_work = _nodes_at_work(problem, left, n0=min(templates), sizes=tuple(templates))
     times = PlainTimes(problem, templates.values())
     search = method.sets(problem, _by_counts(templates), times)
     plans = {}
-    # What is found for the most nodes helps with fewer.
+    # The largest number comes first, because its search serves all smaller ones.
     for num_left, (num_working, min_pipelines) in reversed(at_work.items()):
         best = search.fastest((num_working,), min_pipelines)
         assert best is not None
@@ -249,10 +264,10 @@ def _plans_for(
 def _nodes_at_work(
     problem: Problem, left: Sequence[int], *, n0: int, sizes: Sequence[int]
 ) -> dict[int, tuple[int, int]]:
-    """For each number of nodes left, how many can work, and in how many pipelines at least.
+    """How many nodes can work and the least number of pipelines, by number of nodes left.
 
     Raises:
-        ConfigError: there are fewer microbatches than pipelines.
+        ConfigError: some number of nodes needs more pipelines than there are microbatches.
     """
     counts = numbers_of_pipelines(left[-1], sizes)
     at_work = {}
@@ -271,7 +286,11 @@ def _nodes_at_work(
 
 
 def _fewest(numbers: int, min_pipelines: int) -> int:
-    """The fewest pipelines, of min_pipelines or more, in a set of numbers."""
+    """The smallest number of pipelines that is min_pipelines or more.
+
+    Args:
+        numbers: a set as an integer whose bit k is set if k pipelines are possible.
+    """
     above = numbers >> min_pipelines
     return min_pipelines + (above & -above).bit_length() - 1
 
@@ -279,7 +298,7 @@ def _fewest(numbers: int, min_pipelines: int) -> int:
 def _no_plan_error(
     problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
 ) -> ConfigError:
-    """Why no instantiation will do."""
+    """The error that says why no set of pipelines is a plan, and what would work."""
     min_pipelines = problem.failures_tolerated + 1
     most = 2 * num_nodes + max(templates, default=0)
     numbers = numbers_of_pipelines(most, sorted(templates))

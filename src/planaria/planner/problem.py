@@ -1,12 +1,12 @@
-"""What a plan has to satisfy, and what each stage that the model could have would cost.
+"""What a plan has to satisfy, and the costs of every possible stage of the model.
 
-A stage is layers [u, v) on some of the devices of one node. `StageCosts` has its seconds, the bytes
-on its links and the microbatches that its devices can keep in flight, as tables over u and v that
-every search of this package reads.
+A stage is layers [u, v) on some devices of one node. `StageCosts` holds the seconds of each stage,
+the seconds of the transfer to the next stage, and the number of microbatches that its devices can
+keep in flight. These are tables over u and v; every search of this package reads them.
 
-Nodes may differ in speed and memory. A group is a number that stands for the devices of a stage,
-how many they are and of which kind their node is: kind * (devices of a node + 1) + count. So where
-nodes are all of one kind a group is its count.
+Nodes may differ in speed and memory. A group is a number that encodes how many devices a stage has
+and of which kind their node is: kind * (devices per node + 1) + count. Where all nodes are of one
+kind, a group equals its count.
 
 Source: Oobleck (SOSP '23), section 4.1.2 (a stage lies in one node); Odyssey, equation 14 (memory).
 """
@@ -24,9 +24,9 @@ from planaria.estimator.memory import stage_bytes
 from planaria.schedule.buckets import ReductionOrder
 
 Seconds = NDArray[np.float64]
-# The layer behind each stage, and its group: one pair a stage.
+# One pair per stage: its end layer (exclusive) and its group.
 Shape = tuple[tuple[int, int], ...]
-Counts = tuple[int, ...]  # Nodes of each kind.
+Counts = tuple[int, ...]  # Number of nodes of each kind.
 Group = TypeVar("Group", int, NDArray[np.int64])
 
 UNLIMITED: Final = 1 << 40  # Microbatches in flight where memory sets no limit.
@@ -37,14 +37,15 @@ class Problem:
     """What a plan has to satisfy.
 
     Attributes:
-        num_microbatches: of the whole job, in one iteration.
+        num_microbatches: microbatches of the whole job in one iteration.
         failures_tolerated: f; a plan has f + 1 pipelines or more.
-        is_deterministic: gradients are summed in float64.
-        splits_backward: whether a plan may have the gradients of weights put off. Not with
-            activation checkpointing, which would run the forward anew for each of the two parts.
-        processors: that the ranks of all nodes share, as those of emulated nodes do; 0: each device
-            is one. Plans are sought for devices that are one each; what is predicted of a plan, and
-            which answer is taken, knows of it (estimator/sharing.py).
+        is_deterministic: whether gradients are summed in float64.
+        splits_backward: whether a plan may put off the gradients of weights. False with activation
+            checkpointing, which would repeat the forward for each of the two parts of a backward.
+        processors: number of processors that the ranks of all nodes share, as those of emulated
+            nodes do; 0: every device is a processor of its own. The search for plans assumes 0;
+            predictions for a plan, and the choice between answers to a failure, take the shared
+            processors into account (estimator/sharing.py).
     """
 
     profile: ModelProfile
@@ -64,18 +65,23 @@ class Problem:
 
     @property
     def gradient_copies(self) -> int:
-        """Gradients kept, in multiples of the parameters' bytes: float64 sums stand beside those
-        in float32."""
+        """Bytes of gradients kept per byte of parameters; 3 where float64 sums are kept beside the
+        float32 gradients."""
         return 3 if self.is_deterministic else 1
 
     @property
     def reduce_bytes_factor(self) -> float:
-        """Bytes that a reduction moves per byte of parameters, see `Reductions`."""
+        """Bytes that a reduction moves per byte of parameters; see `Reductions`."""
         return 1.5 if self.is_deterministic else 1.0
 
 
 def batch_error(problem: Problem, nearest: int, *, why: str) -> ConfigError:
-    """That the global batch will not do, and the nearest that would, in microbatches."""
+    """The error that refuses the global batch.
+
+    Args:
+        nearest: nearest number of microbatches that would work.
+        why: reason why the present number does not work.
+    """
     size = problem.profile.microbatch_size
     noun = "microbatch" if nearest == 1 else "microbatches"
     field = "training.global_batch_size"
@@ -88,21 +94,24 @@ def batch_error(problem: Problem, nearest: int, *, why: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCosts:
-    """The costs of every stage; tables over [u, v] are of shape [L + 1, L + 1].
+    """The costs of every stage. Tables [u, v] have shape [L + 1, L + 1], for layers [u, v).
 
     Attributes:
-        kinds: of nodes.
-        counts: of devices that a stage may have, ascending.
-        groups: every count of every kind, ascending.
-        forward_s, backward_s: by group; of one microbatch, infinite where there is no such stage.
-        seconds: their sums.
-        most_in_flight: by group, the microbatches for which a stage has memory; 0 where for none,
-            or where there is no such stage. A stage keeps as many as stages are left, itself
-            included, and at most the job's: a template outlives plans, and after failures one
-            pipeline may get them all.
-        has_memory_limit: there may be stages that do not fit.
-        transfer_s, latency_s: by whether the link lies between nodes; that an output, or its
-            gradient, occupies the link behind layer v - 1 (shape [L + 1]), and until it arrives.
+        kinds: node kinds.
+        counts: numbers of devices that a stage may have, ascending.
+        groups: the groups of every count of every kind, ascending.
+        forward_s, backward_s: seconds of one microbatch, a table [u, v] for each group; infinite
+            where there is no such stage.
+        seconds: sum of forward_s and backward_s.
+        most_in_flight: number of microbatches for which a stage has memory, a table [u, v] for each
+            group; 0 where even one does not fit, or where there is no such stage. A stage keeps as
+            many microbatches as there are stages from it to the last, itself included, and at most
+            all of the job's. All, because a template outlives plans: after failures one pipeline
+            may get them all.
+        has_memory_limit: whether there may be stages that do not fit.
+        transfer_s: seconds for which an output, or its gradient, occupies the link behind layer
+            v - 1, shape [L + 1]; first for a link within a node, then for one between nodes.
+        latency_s: seconds that a message needs beyond its transfer; ordered like transfer_s.
     """
 
     problem: Problem
@@ -126,25 +135,26 @@ class StageCosts:
         return self.problem.devices_per_node
 
     def group(self, kind: int, count: int) -> int:
-        """So many devices of a node of that kind."""
+        """The group of `count` devices of a node of this kind."""
         return kind * (self.devices_per_node + 1) + count
 
     def kind_of(self, group: int) -> int:
-        """The index of its node's kind."""
+        """Index of the kind of a group's node."""
         return group // (self.devices_per_node + 1)
 
     def count_of(self, group: Group) -> Group:
-        """Its devices; of each of many groups, too."""
+        """Number of devices of a group, or of each group in an array."""
         return group % (self.devices_per_node + 1)
 
     def round_trip_s(self, *, between_nodes: bool) -> Seconds:
-        """Of an output and its gradient over the link behind layer v - 1, shape [L + 1]."""
+        """Seconds to send an output over the link behind layer v - 1 and its gradient back, shape
+        [L + 1]."""
         times: Seconds = 2 * (self.transfer_s[between_nodes] + self.latency_s[between_nodes])
         return times
 
 
 def stage_costs(problem: Problem, kinds: Sequence[NodeKind] = (NodeKind(),)) -> StageCosts:
-    """The tables of a problem, on nodes of these kinds. O(L^2) for every count of every kind."""
+    """The tables of a problem on nodes of these kinds. O(L^2) for each group."""
     layers = problem.profile.layers
     counts = tuple(
         sorted({c for layer in layers for c in layer.forward_s if c <= problem.devices_per_node})
@@ -189,11 +199,11 @@ def _backward_s(layer: LayerProfile, count: int) -> float:
 
 
 def _sums(values: Sequence[float]) -> Seconds:
-    """[u, v] -> sum(values[u:v]), infinite where u >= v."""
+    """Table [u, v] of sum(values[u:v]); infinite where u >= v."""
     size = len(values) + 1
     table = np.full((size, size), np.inf)
     for first in range(size - 1):
-        # Not differences of one running sum: equal stages must get equal seconds.
+        # Differences of one running sum would give equal stages unequal seconds, by rounding.
         table[first, first + 1 :] = np.cumsum(values[first:])
     return table
 

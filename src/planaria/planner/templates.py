@@ -1,18 +1,19 @@
-"""Pipeline templates: for how many nodes, and how each cuts the model into stages.
+"""Pipeline templates: the numbers of nodes they have, and how each cuts the model into stages.
 
-Node specification (4.1.1): templates of n0, n0 + 1, .. N - f * n0 nodes, where n0 is the smallest
-number of nodes that can hold the model. f pipelines of n0 nodes and one of all the others use any
-number of nodes from (f + 1) * n0 to N, so no node ever idles. Where nodes may join, N is the most
-that there may be.
+Node specification (4.1.1): there are templates of n0, n0 + 1, .. N - f * n0 nodes, where n0 is the
+smallest number of nodes that can hold the model. f pipelines of n0 nodes and one of all other nodes
+use any number of nodes from (f + 1) * n0 to N, so no node is ever idle. Where nodes may join, N is
+the largest number of nodes that the job may come to have.
 
-Stage partition (4.1.2): the partition with the lowest bound at the microbatches that the pipeline
-would get, which is exact (bound.py), and from there the fastest nearby by simulated 1F1B with
-communication (refine.py). The bound says how far from the best it can be at most.
+Stage partition (4.1.2): bound.py finds the partition with the lowest lower bound for the number of
+microbatches that the pipeline would get; this minimum is exact. From there refine.py searches for
+the fastest partition nearby, by simulated 1F1B with communication. The bound limits how much slower
+than the best partition the result can be.
 
 Source: Oobleck (SOSP '23), section 4.1.
-Differs: the paper minimises T1 + T2 + T3 at N_b = 4S (paper.py), and leaves out transfers. Memory
-allows for all microbatches of the job, as a template outlives plans: after failures one pipeline
-may get them all.
+Differs: the paper minimises T1 + T2 + T3 at N_b = 4S (paper.py), and leaves out transfers. Here a
+template must have memory for all microbatches of the job, because it outlives plans: after failures
+one pipeline may get them all.
 """
 
 from collections.abc import Mapping
@@ -34,12 +35,13 @@ from planaria.planner.problem import Counts, Problem, Shape, StageCosts, stage_c
 
 @dataclass(frozen=True, slots=True)
 class RankedTemplate:
-    """A template and what is known of it.
+    """A template, its objective, and a lower bound on that.
 
     Attributes:
-        objective_s: what it was chosen by: its makespan at its microbatches, or T1 + T2 + T3.
-        bound_s: no template of so many nodes has less.
-        is_paper: it is T1 + T2 + T3.
+        objective_s: value that the choice minimised: the makespan with the template's number of
+            microbatches, or T1 + T2 + T3.
+        bound_s: lower bound on the objective of any template with as many nodes of each kind.
+        is_paper: whether the objective is T1 + T2 + T3.
     """
 
     template: PipelineTemplate
@@ -49,15 +51,15 @@ class RankedTemplate:
 
     @property
     def gap(self) -> float:
-        """By how much it can exceed the best at most, as a share of that."""
+        """Upper bound on (objective - best possible objective) / best possible objective."""
         return self.objective_s / self.bound_s - 1 if self.bound_s else 0.0
 
 
 def smallest_num_nodes(problem: Problem) -> int:
-    """n0: the fewest nodes of which a pipeline can hold the model.
+    """n0, the smallest number of nodes whose pipeline can hold the model.
 
     Raises:
-        ConfigError: no number of nodes can.
+        ConfigError: no number of nodes can hold the model.
     """
     n0 = _smallest(stage_costs(problem), len(problem.profile.layers))
     if n0 is None:
@@ -66,14 +68,17 @@ def smallest_num_nodes(problem: Problem) -> int:
 
 
 def template_sizes(problem: Problem, num_nodes: int, *, max_nodes: int = 0) -> tuple[int, ...]:
-    """n0 .. N - f * n0: the sizes of templates that keep all of at most N nodes at work.
+    """Template sizes in nodes: n0 to N - f * n0, where N is the larger of num_nodes and max_nodes.
+
+    Pipelines of these sizes can use all of any (f + 1) * n0 to N nodes.
 
     Args:
-        num_nodes: N, of the cluster.
-        max_nodes: N once nodes have joined, if that is more.
+        num_nodes: number of nodes of the cluster.
+        max_nodes: number of nodes once others have joined; ignored if it is below num_nodes.
 
     Raises:
-        ConfigError: N nodes are too few for f + 1 pipelines; it says which f, N or memory would do.
+        ConfigError: num_nodes is too small for f + 1 pipelines; the message says which f, number of
+            nodes or memory would work.
     """
     n0 = smallest_num_nodes(problem)
     if num_nodes < (problem.failures_tolerated + 1) * n0:
@@ -84,11 +89,11 @@ def template_sizes(problem: Problem, num_nodes: int, *, max_nodes: int = 0) -> t
 def pipeline_template(
     problem: Problem, num_nodes: int, *, num_pipelines: int = 1
 ) -> PipelineTemplate | None:
-    """The fastest stage partition of one pipeline, None where none fits or uses all devices.
+    """The fastest template for one pipeline; None if no partition uses all devices and fits.
 
     Args:
-        num_nodes: of the pipeline.
-        num_pipelines: such pipelines that share the job's microbatches.
+        num_nodes: number of nodes of the pipeline.
+        num_pipelines: number of such pipelines, which share the job's microbatches.
     """
     ranked = ranked_template(problem, num_nodes, num_pipelines=num_pipelines)
     return ranked.template if ranked is not None else None
@@ -97,7 +102,7 @@ def pipeline_template(
 def ranked_template(
     problem: Problem, num_nodes: int, *, num_pipelines: int = 1
 ) -> RankedTemplate | None:
-    """As `pipeline_template`, with what is known of it."""
+    """The template that `pipeline_template` gives, with its objective and bound."""
     num_microbatches = -(-problem.num_microbatches // num_pipelines)
     return fastest_templates(stage_costs(problem), {(num_nodes,): num_microbatches}).get(
         (num_nodes,)
@@ -107,16 +112,17 @@ def ranked_template(
 def pipeline_templates(
     problem: Problem, num_nodes: int, *, max_nodes: int = 0
 ) -> dict[int, PipelineTemplate]:
-    """By number of nodes, the templates for a cluster; sizes that cannot be are left out.
+    """Templates for a cluster, by number of nodes; sizes without a partition are left out.
 
-    Each is the fastest at the microbatches that it gets where the whole cluster is made of it; of
-    those that only more nodes need, the cluster of max_nodes.
+    Each template is the fastest for the number of microbatches that it would get if the whole
+    cluster consisted of its pipelines. The cluster has max_nodes nodes for those sizes that
+    num_nodes nodes do not need, and num_nodes for all others.
 
     Args:
-        num_nodes, max_nodes: as `template_sizes`.
+        num_nodes, max_nodes: those of `template_sizes`.
 
     Raises:
-        ConfigError: as `template_sizes`.
+        ConfigError: `template_sizes` raises it.
     """
     ranked = ranked_templates(problem, num_nodes, max_nodes=max_nodes)
     return {size: one.template for size, one in ranked.items()}
@@ -125,7 +131,7 @@ def pipeline_templates(
 def ranked_templates(
     problem: Problem, num_nodes: int, *, max_nodes: int = 0
 ) -> dict[int, RankedTemplate]:
-    """As `pipeline_templates`, with what is known of each."""
+    """The templates that `pipeline_templates` gives, each with its objective and bound."""
     sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
     largest = num_nodes - problem.failures_tolerated * sizes[0]
     microbatches: dict[Counts, int] = {
@@ -140,7 +146,11 @@ def ranked_templates(
 def fastest_templates(
     costs: StageCosts, microbatches: Mapping[Counts, int]
 ) -> dict[Counts, RankedTemplate]:
-    """By nodes of each kind the fastest at so many microbatches; none where nothing fits."""
+    """The fastest template for each entry of `microbatches`; entries where none fits are left out.
+
+    Args:
+        microbatches: number of microbatches of a pipeline, by its number of nodes of each kind.
+    """
     # Each node needs a stage, and each stage a layer.
     microbatches = {n: count for n, count in microbatches.items() if sum(n) <= costs.num_layers}
     if not microbatches:
@@ -148,7 +158,7 @@ def fastest_templates(
     search = BoundSearch(costs, microbatches)
     found = {counts: one for counts in microbatches if (one := search.lowest(counts)) is not None}
     starts = {counts: one.shapes for counts, one in found.items()}
-    # The last round is run for all that have as many microbatches at once.
+    # One simulation serves all partitions that get the same number of microbatches.
     finalists: dict[int, list[tuple[Counts, Shape]]] = {}
     for counts, shapes in nearby(costs, starts, microbatches).items():
         pairs = finalists.setdefault(microbatches[counts], [])
@@ -169,7 +179,7 @@ def fastest_templates(
 def paper_templates(
     problem: Problem, num_nodes: int, *, max_nodes: int = 0
 ) -> dict[int, RankedTemplate]:
-    """The templates that Oobleck's own objective chooses, without memory as there."""
+    """The templates that minimise Oobleck's own objective, which ignores memory limits."""
     sizes = template_sizes(problem, num_nodes, max_nodes=max_nodes)
     costs = stage_costs(_without_memory(problem))
     found = {size: paper_partition(costs, size) for size in sizes}
@@ -180,7 +190,8 @@ def paper_templates(
 
 
 def paper_template(problem: Problem, num_nodes: int) -> PipelineTemplate | None:
-    """One of them, of any number of nodes; None if there is no partition."""
+    """The template of any number of nodes that minimises Oobleck's own objective; None if there is
+    no partition."""
     costs = stage_costs(_without_memory(problem))
     found = paper_partition(costs, num_nodes)
     return None if found is None else template_of(costs, found[1])
@@ -206,7 +217,8 @@ def _without_memory(problem: Problem) -> Problem:
 
 
 def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
-    """The fewest nodes, of at most max_nodes, for which there is a partition."""
+    """The smallest number of nodes, up to max_nodes, for which a partition fits; None if there is
+    none."""
     fitting = Fitting(costs, Positions(costs, (max_nodes,)), windows(costs, 1, np.inf))
     return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible((n,))), None)
 
@@ -238,14 +250,15 @@ def _too_few_nodes_error(problem: Problem, num_nodes: int, n0: int) -> ConfigErr
 
 
 def _smallest_memory_bytes(problem: Problem, max_nodes: int) -> int | None:
-    """The device memory with which a pipeline of at most max_nodes nodes holds the model."""
+    """The least device memory with which a pipeline of at most max_nodes nodes can hold the model;
+    None if it cannot even without a memory limit."""
 
     def holds(memory_bytes: int) -> bool:
         profile = replace(problem.profile, device_memory_bytes=memory_bytes)
         costs = stage_costs(replace(problem, profile=profile))
         return _smallest(costs, max_nodes) is not None
 
-    if not holds(0):  # That is without a limit.
+    if not holds(0):  # 0 stands for no memory limit.
         return None
     most = 1
     while not holds(most):

@@ -1,9 +1,11 @@
-"""When a plan ends in which every microbatch keeps to a pipeline's own stages.
+"""Iteration times of plans in which every microbatch stays within one pipeline.
 
-Exactly what the estimator finds for its schedule, without building that: the stages' ends under
-1F1B are looked up, and reductions follow them in the order of their buckets.
+The results are exactly those of the estimator for the plan's schedule, but no schedule is built:
+the times at which stages end under 1F1B are looked up, and reductions follow in the order of their
+buckets.
 
-Source: Oobleck (SOSP '23), section 4.2.2, which takes the slowest pipeline for the whole.
+Source: Oobleck (SOSP '23), section 4.2.2.
+Differs: the paper takes the time of the slowest pipeline for that of the whole iteration.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +22,7 @@ from planaria.schedule.buckets import buckets_of
 
 
 class Reduction(NamedTuple):
-    """The reduction of a bucket, and when it runs."""
+    """The reduction of a bucket, with its start and end in seconds from the iteration's start."""
 
     bucket: Bucket
     start_s: float
@@ -32,8 +34,9 @@ class Iteration:
     """What follows the forwards and backwards of an iteration.
 
     Attributes:
-        reductions: in the order of their buckets, whose ranks are those of nodes 0, 1, .. in order.
-        end_s: of the commit vector.
+        reductions: reductions in the order of their buckets. Their ranks are those that the
+            pipelines would have on nodes 0, 1, .. in order.
+        end_s: seconds from the start of the iteration until its commit vector is summed.
     """
 
     reductions: tuple[Reduction, ...]
@@ -41,10 +44,10 @@ class Iteration:
 
 
 class PlainTimes:
-    """The times of a job's pipelines, alone and together.
+    """Times of a job's pipelines, each alone and all together.
 
     Args:
-        templates: that will be asked for; others may be.
+        templates: templates to compute in advance; others are computed when asked for.
     """
 
     def __init__(self, problem: Problem, templates: Iterable[PipelineTemplate] = ()) -> None:
@@ -53,20 +56,20 @@ class PlainTimes:
         self._add(templates)
 
     def ends(self, template: PipelineTemplate) -> StageEnds:
-        """When the template's stages end."""
+        """When the template's stages end, for every number of microbatches."""
         if template not in self._ends:
             self._add([template])
         return self._ends[template]
 
     def makespan_s(self, template: PipelineTemplate, num_microbatches: int) -> float:
-        """When a pipeline has done its last backward."""
+        """Seconds until a pipeline has done its last backward."""
         return float(self.ends(template).of(num_microbatches)[0])
 
     def of_each_number(self, template: PipelineTemplate, *, num_pipelines: int) -> Seconds:
-        """When a pipeline is through with its reductions, if all pipelines were of its template.
+        """Seconds until a pipeline has finished its reductions, if all pipelines have its template.
 
         Returns:
-            entry n - 1 is that of n microbatches; they never fall.
+            array whose entry n - 1 is for n microbatches; the entries never fall.
         """
         reduce_s = equal_reduce_s(
             self._problem.profile,
@@ -79,13 +82,17 @@ class PlainTimes:
     def iteration_s(
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> float:
-        """The iteration of pipelines of these templates, with so many microbatches each."""
+        """Iteration time of pipelines of these templates.
+
+        Args:
+            microbatches: number of microbatches of each pipeline.
+        """
         return self.iteration(templates, microbatches).end_s
 
     def iteration(
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> Iteration:
-        """As `iteration_s`, with its reductions."""
+        """Reductions and end of the iteration whose time `iteration_s` gives."""
         both = list(zip(templates, microbatches, strict=True))
         stages_s = {pair: self.ends(pair[0]).of(pair[1]).tolist() for pair in set(both)}
         return iteration_after(self._problem, templates, [stages_s[pair] for pair in both])
@@ -93,8 +100,8 @@ class PlainTimes:
     def bubble_share(
         self, templates: Sequence[PipelineTemplate], microbatches: Sequence[int]
     ) -> float:
-        """The part of the iteration in which the stages of these pipelines do not compute, 0 to 1,
-        as `Timeline.bubble_share`."""
+        """Share of the iteration in which the stages of these pipelines do not compute, 0 to 1; it
+        is defined as `Timeline.bubble_share` is."""
         both = zip(templates, microbatches, strict=True)
         busy_s = sum(count * self.computing_s(template) for template, count in both)
         num_stages = sum(len(template.stages) for template in templates)
@@ -102,7 +109,7 @@ class PlainTimes:
         return max(0.0, 1.0 - busy_s / all_s) if all_s else 0.0
 
     def computing_s(self, template: PipelineTemplate) -> float:
-        """Of the template's stages together, for one microbatch."""
+        """Seconds that all stages of the template together compute for one microbatch."""
         seconds = stage_seconds(self._problem.profile, template)
         return sum(seconds.forward_s) + sum(seconds.backward_s)
 
@@ -116,10 +123,10 @@ class PlainTimes:
 def iteration_after(
     problem: Problem, templates: Sequence[PipelineTemplate], ends_s: Sequence[Sequence[float]]
 ) -> Iteration:
-    """The reductions that follow the ends of stages, whatever schedule led to these.
+    """The reductions that follow when stages end at given times, whatever their schedule was.
 
     Args:
-        ends_s: by pipeline, when each of its stages has done its last backward.
+        ends_s: times at which each stage of each pipeline has done its last backward.
     """
     profile = problem.profile
     plan = Plan(0, pipelines_of(templates, range(sum(t.num_nodes for t in templates))), ())
@@ -129,7 +136,8 @@ def iteration_after(
         for ranks, end_s in zip(pipeline.ranks_by_stage(), stages_s, strict=True)
     }
     buckets = buckets_of(plan, tied=profile.tied, order=problem.reduction_order)
-    # A stage's other devices hand over at once: they add nothing to its first one's.
+    # A rank that is not the first of its stage has no entry. It hands its gradients over when the
+    # first one does, so it does not change the maximum.
     handed_over_s = [max(end_s_of.get(rank, 0.0) for rank in b.ranks) for b in buckets]
     reductions = Reductions(profile, plan, bytes_factor=problem.reduce_bytes_factor)
     reduce_s = [reductions.seconds(bucket) for bucket in buckets]
@@ -145,7 +153,7 @@ def iteration_after(
 def pipelines_of(
     templates: Sequence[PipelineTemplate], nodes: Sequence[int]
 ) -> tuple[Pipeline, ...]:
-    """One pipeline of each of these templates, on the nodes in their order."""
+    """One pipeline of each of these templates, on consecutive nodes of the sequence."""
     assert sum(template.num_nodes for template in templates) == len(nodes)
     unused = iter(nodes)
     return tuple(

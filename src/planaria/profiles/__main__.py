@@ -1,5 +1,5 @@
-"""`python -m planaria.profiles [DIRECTORY]` prints what the shipped profiles cost; with a directory
-it writes them there first, a file each (`make profiles`).
+"""`python -m planaria.profiles [DIRECTORY]` prints a table of what the shipped models cost. Given a
+directory, it first writes each profile to a file there (`make profiles`).
 """
 
 import sys
@@ -29,7 +29,7 @@ _HEADINGS = (
 
 
 def profiles_table() -> str:
-    """What each model costs, as a markdown table; seconds are of forward and backward."""
+    """Markdown table of what each model costs; seconds are those of forward and backward."""
     rows = [f"| {' | '.join(_HEADINGS)} |", "|---" * len(_HEADINGS) + "|"]
     for (shape, microbatch_size), profile in zip(SHIPPED, shipped_profiles(), strict=True):
         parameters = num_parameters(shape)

@@ -1,35 +1,38 @@
-"""What a transformer costs on devices that nobody has measured: a profile from its shape.
+"""Profiles of transformers computed from their shapes, for devices on which nobody measured them.
 
-The layers are the embedding, one for each block, and the head (final norm, logits and loss). Each
-has three parts of work: the forward, the gradient of its input, and that of its weights. On d
-devices of a node a part takes
+The layers are the embedding, one layer per block, and the head (final norm, logits and loss). The
+work of a layer has three parts: the forward, the gradient of its input, and that of its weights. On
+d devices of a node a part takes
 
     max(FLOPs / (attained share * peak), bytes moved / memory bandwidth) / d + all-reduces
 
-FLOPs: a product of an m x k with a k x n matrix has 2 m n k, and each of its two gradients as
+FLOPs: a product of an m x k with a k x n matrix takes 2 m n k, and each of its two gradients as
 many. Attention multiplies queries with keys, and scores with values: 4 s h for each token of a
-sequence of s, half of it where a token sees only those before it. It has no weights, so all of its
-backward is the gradient of the input: five products instead of two, as flash attention makes the
-scores again. Norms, activation functions and the loss have none; they are in the attained share.
+sequence of s, half of it where a token sees only those before it. Attention has no weights, so all
+of its backward is the gradient of the input: five products instead of two, as flash attention
+computes the scores again. Norms, activation functions and the loss count as 0 FLOPs; the attained
+share makes up for them.
 
-Bytes moved: the parameters once, and what is kept for the backward twice (written and read), in
-each part. The embedding reads and writes the rows that it needs, not its table.
+Bytes moved: each part moves the parameters once, and the activations kept for the backward twice
+(written and read). The embedding moves the rows that it needs, not its whole table.
 
 All-reduces: tensor parallelism sums the hidden states twice in a block's forward and twice in its
-backward, once behind the embedding and once in the head's backward; each takes two latencies and
-2 (d - 1) / d * bytes / bandwidth. The three sums of a few bytes a token in the loss are left out.
+backward, once behind the embedding and once in the head's backward. Each sum takes two latencies
+and 2 (d - 1) / d * bytes / bandwidth. The three sums of a few bytes per token in the loss are left
+out.
 
-Memory: parameters, their gradients and activations in bfloat16; the optimizer keeps a float32
-copy, m and v, 12 bytes a parameter. A block keeps the input of every matrix, norm and activation
-function, queries, keys and values, and a byte for each value that dropout may drop: for a GPT
-34 s b h bytes. Scores are not kept (flash attention), nor its 4 bytes for each head and token. The
-head keeps float32 logits of all tokens, also for an encoder.
+Memory: parameters, their gradients and activations are in bfloat16. The optimizer keeps a float32
+copy of the parameters, m and v: 12 bytes per parameter. A block keeps the input of every matrix,
+norm and activation function; queries, keys and values; and a byte for each value that dropout may
+drop. That is 34 s b h bytes for a GPT. Flash attention does not keep the scores; the 4 bytes that
+it keeps for each head and token are not counted. The head keeps float32 logits of all tokens, also
+for an encoder.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys
 '23), section 4: activations; Shoeybi et al., Megatron-LM (2019), section 3: where tensor
 parallelism sums; Dao, FlashAttention-2 (2023), section 4.1: five products for two.
-Differs: a term 5 a s / h of the first is left out with the scores; activations are those of one
-device, whole, also where several share a layer, as estimator/memory.py counts them.
+Differs: the first paper's term 5 a s / h is left out with the scores. Each device is taken to keep
+all activations of a layer, also where several devices share it, as in estimator/memory.py.
 """
 
 from collections.abc import Sequence
@@ -40,7 +43,7 @@ from planaria.core.plan import LayerProfile, Link, ModelProfile, TiedParameters
 
 DEVICE_COUNTS: Final = (1, 2, 4, 8)
 VALUE_BYTES: Final = 2  # bfloat16: a parameter, a gradient, an activation.
-OPTIMIZER_BYTES: Final = 12  # Of a parameter: float32 copy, m and v.
+OPTIMIZER_BYTES: Final = 12  # Bytes per parameter: float32 copy, m and v.
 LOGIT_BYTES: Final = 4
 MASK_BYTES: Final = 1
 TOKEN_BYTES: Final = 8
@@ -49,19 +52,21 @@ NUM_SEGMENTS: Final = 2  # An encoder's embedding tells two sentences apart.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """The sizes of a transformer; the defaults are what GPT-2 does.
+    """The sizes of a transformer; the defaults are those of GPT-2.
 
     Attributes:
-        num_kv_heads: heads of keys and values, fewer than num_heads where these are grouped.
-        feed_forward_size: values between the matrices of the feed-forward part.
+        num_kv_heads: number of heads of keys and values; below num_heads for grouped-query
+            attention.
+        feed_forward_size: number of values between the matrices of the feed-forward part.
         sequence_length: tokens in a sample.
-        is_encoder: every token sees all others, norms come last, and the head has a matrix of its
-            own before the logits (BERT); else a token sees those before it.
-        is_gated: a third matrix gates the feed-forward part (SwiGLU).
-        has_biases: in matrices and norms.
-        has_learned_positions: a table of them, else they are computed (rotary).
-        has_tied_embedding: the head's matrix is the embedding's table.
-        has_dropout: behind attention, feed-forward part and embedding.
+        is_encoder: whether every token sees all others, norms come last, and the head has an extra
+            matrix before the logits (BERT); else a token sees only those before it.
+        is_gated: whether a third matrix gates the feed-forward part (SwiGLU).
+        has_biases: whether matrices and norms have biases.
+        has_learned_positions: whether positions have a learned table; else they are computed
+            (rotary).
+        has_tied_embedding: whether the head's matrix is the embedding's table.
+        has_dropout: whether dropout follows attention, the feed-forward part and the embedding.
     """
 
     name: str
@@ -81,21 +86,22 @@ class TransformerShape:
 
     @property
     def kv_size(self) -> int:
-        """Values of a token's keys, and of its values."""
+        """Size of a token's keys in all heads together, and of its values."""
         return self.hidden_size // self.num_heads * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A cluster in the figures of its data sheets.
+    """The nodes of a cluster, as their data sheets describe them.
 
     Attributes:
-        flops_per_s_peak: of a device, in bfloat16 without sparsity.
-        attained_share: of that peak, 0 to 1, in a layer's own work.
-        bandwidth_bytes_per_s: of a device's memory.
-        memory_bytes: that a job may use of a device.
-        intra_node: from device to device in a node; inter_node: between nodes; device_to_host:
-            to the node's own memory. One direction.
+        flops_per_s_peak: peak of a device in bfloat16 without sparsity.
+        attained_share: share of that peak, 0 to 1, that a layer attains in its own work.
+        bandwidth_bytes_per_s: bandwidth of a device's memory.
+        memory_bytes: memory of a device that a job may use.
+        intra_node: link from device to device in a node, one direction.
+        inter_node: link between nodes, one direction.
+        device_to_host: link from a device to the node's own memory, one direction.
     """
 
     name: str
@@ -108,14 +114,14 @@ class Machine:
     device_to_host: Link
 
     def seconds(self, num_flops: int, moved_bytes: int) -> float:
-        """The time of so much work on one device."""
+        """Seconds of the work on one device."""
         return max(
             num_flops / (self.flops_per_s_peak * self.attained_share),
             moved_bytes / self.bandwidth_bytes_per_s,
         )
 
     def all_reduce_s(self, num_bytes: int, num_devices: int) -> float:
-        """The time in which devices of a node sum num_bytes, as estimator/reductions.py has it."""
+        """Seconds in which devices of a node sum num_bytes, as in estimator/reductions.py."""
         if num_devices == 1:
             return 0.0
         share = 2 * (num_devices - 1) / num_devices
@@ -127,9 +133,9 @@ class Machine:
 def analytic_profile(
     shape: TransformerShape, machine: Machine, *, microbatch_size: int
 ) -> ModelProfile:
-    """The profile of a transformer on a machine, seconds to four digits.
+    """The profile of a transformer on a machine, with seconds rounded to four digits.
 
-    Device counts are those of 1, 2, 4 and 8 that share the heads evenly.
+    Its device counts are those of 1, 2, 4 and 8 that divide the numbers of heads.
     """
     num_tokens = microbatch_size * shape.sequence_length
     hidden_bytes = VALUE_BYTES * num_tokens * shape.hidden_size
@@ -165,7 +171,8 @@ def analytic_profile(
 
 
 def num_parameters(shape: TransformerShape) -> int:
-    """Of the whole model, a shared table counted once."""
+    """Number of parameters of the whole model; a table that embedding and head share counts
+    once."""
     counted = sum(
         count * work.num_parameters for count, work in _works(shape, shape.sequence_length)
     )
@@ -173,7 +180,8 @@ def num_parameters(shape: TransformerShape) -> int:
 
 
 def sample_flops(shape: TransformerShape) -> int:
-    """Forward and backward of one sample, with the scores that attention makes again."""
+    """FLOPs of the forward and backward of one sample, scores that attention computes again
+    included."""
     return sum(
         count * sum(part.num_flops for part in (work.forward, work.to_input, work.to_weight))
         for count, work in _works(shape, shape.sequence_length)
@@ -185,7 +193,7 @@ class _Part:
     """A part of a layer's work on one microbatch.
 
     Attributes:
-        num_reductions: all-reduces of hidden states where several devices share it.
+        num_reductions: number of all-reduces of hidden states if several devices share the part.
     """
 
     num_flops: int
@@ -195,10 +203,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What one layer does with one microbatch, and holds.
+    """The work of one layer on one microbatch, and what it keeps in memory.
 
     Attributes:
-        to_input, to_weight: the gradients.
+        activation_bytes: bytes kept from the forward to the backward.
+        to_input, to_weight: parts of the backward: gradients of the input and of the weights.
     """
 
     name: str
@@ -210,7 +219,7 @@ class _Work:
 
 
 def _works(shape: TransformerShape, num_tokens: int) -> tuple[tuple[int, _Work], ...]:
-    """How many of each kind of layer, and its work."""
+    """Pairs for each kind of layer: number of such layers, and the work of one."""
     return (
         (1, _embedding(shape, num_tokens)),
         (shape.num_blocks, _block(shape, num_tokens)),
@@ -241,12 +250,13 @@ def _embedding(shape: TransformerShape, num_tokens: int) -> _Work:
 
 def _block(shape: TransformerShape, num_tokens: int) -> _Work:
     h, kv, f = shape.hidden_size, shape.kv_size, shape.feed_forward_size
-    num_wide = 2 if shape.is_gated else 1  # Matrices from h to f; one leads back.
+    num_wide = 2 if shape.is_gated else 1  # Number of h x f matrices; one f x h matrix follows.
     weights = h * (h + 2 * kv) + h * h + (num_wide + 1) * h * f
     biases = shape.has_biases * (h + 2 * kv + h + num_wide * f + h)
-    # In the order of their use: a norm's input, the input of query, key and value, these three,
-    # the input of the projection; a norm's input, that of the wide matrices, what these put out,
-    # the input of the last matrix. An activation function's output is that, or is made again.
+    # The values kept per token are, in the order of their use: the input of a norm; the input of
+    # the query, key and value matrices; queries, keys and values; the input of the projection; the
+    # input of a norm; the input and the outputs of the wide matrices; the input of the last matrix.
+    # The output of the activation function is the last of these, or is computed again.
     values = 2 * h + (h + 2 * kv) + h + 2 * h + num_wide * f + f
     kept = VALUE_BYTES * values + shape.has_dropout * MASK_BYTES * 2 * h
     activation_bytes = num_tokens * kept
@@ -269,11 +279,11 @@ def _head(shape: TransformerShape, num_tokens: int) -> _Work:
     h, vocabulary = shape.hidden_size, shape.vocabulary_size
     weights = vocabulary * h
     biases = 0
-    values = 2 * h  # The norm's input, and that of the last matrix.
+    values = 2 * h  # The inputs of the norm and of the last matrix.
     if shape.is_encoder:
         weights += h * h
         biases = h + vocabulary
-        values += 2 * h  # The input of the matrix before, and of its activation function.
+        values += 2 * h  # The inputs of the matrix before the last, and of its activation function.
     activation_bytes = num_tokens * (VALUE_BYTES * values + LOGIT_BYTES * vocabulary)
     parameters = weights + biases + _norm_parameters(shape)
     moved_bytes = VALUE_BYTES * parameters + 2 * activation_bytes
@@ -324,5 +334,5 @@ def _layer_profile(
 
 
 def _rounded(seconds: float) -> float:
-    """To four digits; the model has not as many that are right."""
+    """The seconds rounded to four digits, which is more than the model is accurate to."""
     return float(f"{seconds:.4g}")

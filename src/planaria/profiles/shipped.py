@@ -1,19 +1,21 @@
 """The profiles that come with planaria: made by profiles/analytic.py, not measured.
 
-The shapes are those that their papers give, GPT-3 with dense attention in every block. The machine
-is nodes of NVIDIA A100 SXM 80 GB:
+The shapes are those that the models' papers give; GPT-3 has dense attention in every block. The
+machine has nodes with devices of the type NVIDIA A100 SXM 80 GB:
 
-- 312e12 FLOP/s in bfloat16, 2.039e12 bytes/s of memory, NVLink of 300e9 bytes/s in one direction
-  (data sheet of the A100);
-- one 200 Gb/s port of HDR InfiniBand for each device (DGX A100): 25e9 bytes/s;
-- PCIe 4.0 x16 to the node's memory: 31.5e9 bytes/s, of which 25e9 are counted on;
-- half of the peak: Megatron-LM trains at 44% to 52% of it from end to end (Narayanan et al., SC
-  '21, table 1), bubbles and messages included;
-- 80e9 of its 85.9e9 bytes of memory, for the runtime and the messages in flight need the rest;
-- latencies of 5 us in a node, 10 us between nodes and to the host: assumed.
+- compute and memory: 312e12 FLOP/s in bfloat16, 2.039e12 bytes/s of memory bandwidth, NVLink of
+  300e9 bytes/s in one direction (data sheet of the A100);
+- network: one 200 Gb/s port of HDR InfiniBand per device (DGX A100): 25e9 bytes/s;
+- host: PCIe 4.0 x16 to the node's memory, 31.5e9 bytes/s, of which 25e9 are assumed;
+- attained share: half of the peak. Megatron-LM trains at 44% to 52% of it from end to end
+  (Narayanan et al., SC '21, table 1), bubbles and messages included;
+- memory for a job: 80e9 of the device's 85.9e9 bytes; the runtime and messages in flight need the
+  rest;
+- latencies: 5 us in a node, 10 us between nodes and to the host; assumed.
 
-Samples in a microbatch are those of Oobleck's table 1 for its five models, 1 for the others.
-`python -m planaria.profiles` prints what they cost, and writes them (`make profiles`).
+A microbatch has as many samples as in Oobleck's table 1 for its five models, and one for the
+others. `python -m planaria.profiles` prints what the models cost; given a directory, it also writes
+the profiles there (`make profiles`).
 """
 
 from pathlib import Path
@@ -75,7 +77,8 @@ def _gpt(
     )
 
 
-# Each shape with the samples of a microbatch. Oobleck's GPT-2 is the medium one of the four.
+# Pairs of a shape and the number of samples in a microbatch. Oobleck's GPT-2 is the medium one of
+# the four sizes.
 SHIPPED: Final = (
     (BERT_LARGE, 32),
     (_gpt("gpt2", num_blocks=24, hidden_size=1024, num_heads=16, sequence_length=1024), 32),
@@ -90,7 +93,8 @@ NOT_FOUND: Final = f"no such file, and no shipped profile of that name: {', '.jo
 
 
 def shipped_profiles() -> tuple[ModelProfile, ...]:
-    """What the analytic model gives; the files of this folder hold the same."""
+    """The shipped profiles, computed by the analytic model; the files of this folder hold the
+    same."""
     return tuple(
         analytic_profile(shape, A100, microbatch_size=microbatch_size)
         for shape, microbatch_size in SHIPPED
@@ -104,10 +108,11 @@ def shipped_path(name: str) -> Path:
 
 
 def profile_path(directory: Path, name: str) -> Path:
-    """The file that a user's word for a profile means.
+    """The file of the profile that a user names.
 
     Args:
-        name: a path, relative to directory; or a shipped profile's name if there is no such file.
+        name: path relative to directory, or name of a shipped profile; an existing file takes
+            precedence.
     """
     path = Path(directory, name)
     return path if path.is_file() or name not in NAMES else shipped_path(name)

@@ -1,19 +1,21 @@
 """How many microbatches each pipeline gets.
 
-`fastest_distribution` gives the next one to the pipeline that would end first with it. A pipeline
-never ends earlier with one more, so it takes the ends in ascending order, and the last one is as
-early as can be: exact for the time of the slowest pipeline, fill and drain included.
+`fastest_distribution` gives each microbatch to the pipeline that would end first with it. A
+pipeline never ends earlier with one more, so end times are used in ascending order, and the last
+one is as early as possible. So the result is exact for the time of the slowest pipeline, warmup and
+cooldown included.
 
-`levelled_distribution` is Oobleck's, exact as well: it minimises the sum of (N_i * T_i - M)^2,
-where M is their mean. For a given M each pipeline has a term of its own, convex in N_i, so the best
-are the microbatches that add least, T_i^2 * (2 n + 1) - 2 * M * T_i for one more than n. As M grows
-slower pipelines become cheaper, and microbatches move to them one by one. The mean is the M with
-the lowest sum, so the answer is among the distributions that are passed on the way.
+`levelled_distribution` is Oobleck's, and is exact as well: it minimises the sum of
+(N_i * T_i - M)^2, where M is the mean of the N_i * T_i. For a given M each pipeline has a term of
+its own, convex in N_i. So it is best to add, one by one, the microbatch that increases the sum
+least; one more than n increases it by T_i^2 * (2 n + 1) - 2 * M * T_i. As M grows, slower pipelines
+become cheaper, and microbatches move to them one by one. For a given distribution the sum is lowest
+if M is its mean, so the answer is among the distributions that occur as M grows.
 
 Source: Oobleck (SOSP '23), section 4.2.2, equation 6.
-Differs: N_b * T ignores that a pipeline fills and drains; plans are made with the first, and with
-the second to compare (paper_sets.py). The constraint of equation 6 sums over templates where it
-means pipelines.
+Differs: N_b * T ignores warmup and cooldown of a pipeline. Plans are made with the first function;
+the second serves for comparison (paper_sets.py). The constraint of equation 6 sums over templates
+where it means pipelines.
 """
 
 from collections.abc import Sequence
@@ -28,11 +30,12 @@ _ROUNDING: Final = 1e-9
 
 
 def fastest_distribution(times_s: Sequence[Seconds], num_microbatches: int) -> tuple[int, ...]:
-    """The microbatches of each pipeline, at least one, with which the last one ends earliest.
+    """The number of microbatches of each pipeline, at least one, with which the last pipeline ends
+    earliest.
 
     Args:
-        times_s: by pipeline; entry n - 1 is when it ends with n microbatches: they never fall.
-        num_microbatches: as many as pipelines or more.
+        times_s: end times of each pipeline; entry n - 1 is for n microbatches. They never fall.
+        num_microbatches: number of microbatches to distribute, at least that of pipelines.
     """
     counts = [1] * len(times_s)
     if num_microbatches == len(counts):
@@ -42,30 +45,33 @@ def fastest_distribution(times_s: Sequence[Seconds], num_microbatches: int) -> t
     for _ in range(num_microbatches - len(counts)):
         _, index = ends_s[0]
         counts[index] += 1
-        # The last entry stands in for one more than all microbatches, which nobody is given.
+        # A pipeline that has all microbatches gets no other, so its next end time does not matter.
         next_count = min(counts[index] + 1, num_microbatches)
         heapreplace(ends_s, (float(times_s[index][next_count - 1]), index))
     return tuple(counts)
 
 
 def levelled_distribution(seconds: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
-    """The microbatches of each pipeline, at least one, that level their products with seconds.
+    """The number of microbatches N_i of each pipeline, at least one, for which the products
+    N_i * T_i differ least (equation 6).
 
     Args:
-        seconds: T by pipeline, of one microbatch; above 0.
-        num_microbatches: as many as pipelines or more.
+        seconds: T_i, seconds of one microbatch in each pipeline; above 0.
+        num_microbatches: number of microbatches to distribute, at least that of pipelines.
     """
     rates = [1 / one_s for one_s in seconds]
     middle_s = num_microbatches / sum(rates)
     best = _cheapest(seconds, num_microbatches, middle_s)
-    # Microbatches are products times rates. So the mean of the answer is off the middle by the mean
-    # of what its products are off times what their rates are: by Cauchy and Schwarz no more than
+    # Let r_i = 1 / T_i be the rates, and N_i * T_i = M + d_i the products of the answer. The sum of
+    # the d_i is 0, so M differs from the middle by the sum of d_i * (r_i - mean of the rates),
+    # divided by the sum of the rates. The sum of the d_i^2 is not above that of `best`. So by
+    # Cauchy and Schwarz M differs from the middle by no more than
     spread_s = sqrt(_unevenness(seconds, best) / len(seconds)) * pstdev(rates) / fmean(rates)
     spread_s += _ROUNDING * middle_s
     counts = list(_cheapest(seconds, num_microbatches, middle_s - spread_s))
     while True:
         best = min(best, tuple(counts), key=lambda found: _unevenness(seconds, found))
-        # Of pipelines that are alike one stands for all.
+        # One pipeline stands for all that have the same seconds and as many microbatches.
         alike = {pair: i for i, pair in enumerate(zip(seconds, counts, strict=True))}.values()
         moves = [
             (_turn_s(seconds, counts, source, target), source, target)
@@ -84,7 +90,7 @@ def check_microbatches(problem: Problem, num_pipelines: int) -> None:
     """Refuses fewer microbatches than pipelines.
 
     Raises:
-        ConfigError: there are; it names the nearest global batch that works.
+        ConfigError: there are fewer; the message names the nearest global batch that works.
     """
     if problem.num_microbatches < num_pipelines:
         why = f"each of {num_pipelines} pipelines needs a microbatch"
@@ -104,19 +110,20 @@ def _cheapest(seconds: Sequence[float], num_microbatches: int, mean_s: float) ->
 
 
 def _cost(one_s: float, count: int, mean_s: float) -> float:
-    """What one microbatch more than so many adds to a pipeline's term."""
+    """What one microbatch more than `count` adds to a pipeline's term."""
     return one_s * one_s * (2 * count + 1) - 2 * mean_s * one_s
 
 
 def _turn_s(seconds: Sequence[float], counts: Sequence[int], source: int, target: int) -> float:
-    """The mean from which on a microbatch of source is cheaper in target, the slower one."""
+    """The mean above which the sum gets lower if a microbatch moves from source to target, the
+    slower pipeline."""
     taken_s = seconds[source] ** 2 * (2 * counts[source] - 1)
     given_s = seconds[target] ** 2 * (2 * counts[target] + 1)
     return (given_s - taken_s) / (2 * (seconds[target] - seconds[source]))
 
 
 def _unevenness(seconds: Sequence[float], counts: Sequence[int]) -> float:
-    """Equation 6: the sum of squared distances from the mean."""
+    """The sum of squared distances of the products from their mean (equation 6)."""
     products_s = [one_s * count for one_s, count in zip(seconds, counts, strict=True)]
     mean_s = sum(products_s) / len(products_s)
     return sum((product_s - mean_s) ** 2 for product_s in products_s)

@@ -1,7 +1,8 @@
-"""Over how many pipelines nodes may be spread, how deep each, and with how many microbatches.
+"""How to spread nodes over pipelines: how many pipelines, and how many nodes in each.
 
-Ways to spread nodes are taken the most even first, for pipelines of one depth seldom wait for each
-other; of many pipelines there are more ways than can be looked at.
+The depth of a pipeline is its number of nodes. The most even spreads come first, because pipelines
+of equal depth seldom wait for each other; for many pipelines there are more spreads than can be
+looked at.
 
 Source: Odyssey, section IV-A: DP/PP parallelism and batch distribution.
 """
@@ -14,16 +15,16 @@ from typing import Final
 from planaria.planner.problem import Problem
 from planaria.planner.templates import smallest_num_nodes
 
-DEPTHS_MAX: Final = 512  # Ways to spread nodes over one number of pipelines that are looked at.
+DEPTHS_MAX: Final = 512  # Bound on the spreads over one number of pipelines.
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """How far a layout may be from what there is.
+    """How far a layout may differ from the present pipelines and from even depths.
 
     Attributes:
-        dp: pipelines more or fewer.
-        pp: nodes of a pipeline more or fewer than its even share.
+        dp: largest difference from the present number of pipelines.
+        pp: largest difference of a depth from an even share of the nodes.
     """
 
     dp: int = 2
@@ -34,10 +35,13 @@ class Ranges:
 
 
 def by_share(depths: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
-    """Microbatches by the share of nodes, the rest to whoever lacks most; none has none.
+    """Microbatches of each pipeline in proportion to its nodes, at least one each.
+
+    Those that rounding down leaves over go to the pipelines with the largest remainders.
 
     Args:
-        num_microbatches: as many as pipelines, or more.
+        depths: number of nodes of each pipeline.
+        num_microbatches: number of microbatches to distribute, at least that of pipelines.
     """
     assert num_microbatches >= len(depths)
     num_nodes = sum(depths)
@@ -55,7 +59,10 @@ def by_share(depths: Sequence[int], num_microbatches: int) -> tuple[int, ...]:
 def numbers_of_pipelines(
     problem: Problem, num_nodes: int, num_present: int, ranges: Ranges
 ) -> list[int]:
-    """Those within the range that the nodes, layers and microbatches allow, the nearest first."""
+    """The numbers of pipelines to try, the nearest to num_present first.
+
+    They are within the range, and the nodes, layers and microbatches allow them.
+    """
     most = min(num_nodes // smallest_num_nodes(problem), problem.num_microbatches)
     num_layers = len(problem.profile.layers)
     fewest = max(1, min(problem.failures_tolerated + 1, most), -(-num_nodes // num_layers))
@@ -69,7 +76,8 @@ def numbers_of_pipelines(
 def spreads(
     problem: Problem, num_nodes: int, num_pipelines: int, *, range_of_depths: int
 ) -> Iterator[tuple[int, ...]]:
-    """The nodes of each pipeline, ascending, in all ways within the range; the most even first."""
+    """Spreads within the range, at most DEPTHS_MAX, the most even first; each gives the number of
+    nodes of every pipeline, ascending."""
     each, num_more = divmod(num_nodes, num_pipelines)
     first = max(1, each - range_of_depths)
     last = min(len(problem.profile.layers), each + (num_more > 0) + range_of_depths)
@@ -77,8 +85,8 @@ def spreads(
     counts[each - first] = num_pipelines - num_more
     if num_more:
         counts[each + 1 - first] = num_more
-    # Any other way is reached from the even one by taking a node from the lesser of two pipelines
-    # for the larger one.
+    # Every other spread is reached from the even one by steps that move a node from a pipeline to
+    # one that is at least as deep.
     ahead = [(_unevenness(counts), tuple(counts))]
     seen = {tuple(counts)}
     for _ in range(DEPTHS_MAX):
@@ -102,5 +110,9 @@ def spreads(
 
 
 def _unevenness(counts: Sequence[int]) -> int:
-    """The sum of squared depths but for what all ways have in common."""
+    """The sum of squared depths, less what is the same for all spreads.
+
+    Args:
+        counts: number of pipelines of each depth, from the smallest depth on.
+    """
     return sum(number * index * index for index, number in enumerate(counts))

@@ -1,14 +1,15 @@
 """How many pipelines of which template: sets of sizes that use all nodes, and the fastest of them.
 
-In a time T a pipeline of each template ends so many microbatches, its capacity. A set of pipelines
-is fast enough if their capacities add up to the job's microbatches. The most that n nodes can end
-is found for all n at once by a dynamic program over nodes (Oobleck's coin change, with the largest
-sum in place of a list of all sets), and the smallest T for which that suffices by bisection over
-the times there are. So hundreds of nodes, with more sets than could ever be listed, are answered
-exactly. What was tried for one number of nodes serves all others.
+The capacity of a template is the number of microbatches that a pipeline of it finishes in a time T.
+A set of pipelines is fast enough if its capacities add up to the job's microbatches. A dynamic
+program over nodes finds the largest sum of capacities for each number of nodes n at once; it is
+Oobleck's coin change with a maximum in place of a list of all sets. Bisection over the times at
+which pipelines can end finds the smallest T that suffices. So the answer is exact for hundreds of
+nodes, whose sets are too many to list. A time that was tried for one number of nodes serves all
+others.
 
 Source: Oobleck (SOSP '23), section 4.2.1, equation 5 and its two requirements.
-Differs: equation 5 lists all sets, and 4.2.2 prices each; here none but the fastest is looked at.
+Differs: equation 5 lists all sets, and section 4.2.2 prices each; here only the fastest is built.
 """
 
 from bisect import bisect_left
@@ -32,7 +33,7 @@ _LOW_STEPS: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """How many pipelines a set may have; `most` is None where there is no limit."""
+    """How many pipelines a set may have; `most` is None if there is no upper limit."""
 
     fewest: int
     most: int | None
@@ -43,11 +44,12 @@ def instantiations(
 ) -> Iterator[tuple[int, ...]]:
     """Every multiset of sizes that sums to num_nodes and has min_pipelines members or more.
 
-    Equation 5 of Oobleck: with the smallest size at least once, or without it. Equation 5 counts
-    pipelines by template; these are the templates' sizes, ascending, one entry a pipeline.
+    Equation 5 of Oobleck, a recursion: sets with the smallest size at least once, and sets without
+    it. Equation 5 counts pipelines by template; here a set is a tuple of sizes, ascending, with one
+    entry per pipeline.
 
     Args:
-        sizes: of the templates, in nodes; each once.
+        sizes: numbers of nodes of the templates, each once.
     """
     for found in sets_of((num_nodes,), [(size,) for size in sizes], min_pipelines=min_pipelines):
         yield tuple(size for (size,) in found)
@@ -56,14 +58,20 @@ def instantiations(
 def sets_of(
     nodes: Counts, sizes: Collection[Counts], *, min_pipelines: int
 ) -> Iterator[tuple[Counts, ...]]:
-    """As `instantiations`, of nodes of several kinds: every node of every kind is used."""
+    """Every multiset of sizes that uses all nodes of every kind and has min_pipelines members or
+    more; `instantiations` is the case of one kind."""
     in_order = tuple(sorted(sizes, key=_order))
     reachable = None if len(nodes) == 1 else _reachable(nodes, in_order)
     yield from _sets(nodes, in_order, min_pipelines, reachable)
 
 
 def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
-    """For 0, 1, .. num_nodes nodes: bit k is set if some k of these sizes have so many together."""
+    """The possible numbers of pipelines, for each number of nodes from 0 to num_nodes.
+
+    Returns:
+        a set of bits for each number of nodes: bit k is set if some k of the sizes, repeats
+        allowed, add up to it.
+    """
     numbers = [1]
     for total in range(1, num_nodes + 1):
         numbers.append(0)
@@ -74,17 +82,19 @@ def numbers_of_pipelines(num_nodes: int, sizes: Sequence[int]) -> list[int]:
 
 
 def first_gap(num_nodes: int, sizes: Sequence[int], *, min_pipelines: int) -> range:
-    """The first numbers above num_nodes to which no min_pipelines or more of these sizes add up.
+    """The first run of numbers of nodes above num_nodes that no set of min_pipelines or more
+    pipelines of these sizes uses.
 
-    Empty if there are none, as where the sizes are n0 consecutive numbers from n0 on.
+    Empty if there is none, as where the sizes are n0 consecutive numbers from n0 on.
 
     Args:
-        sizes: ascending; sets of them add up to num_nodes.
+        sizes: sizes in nodes, ascending; sets of them add up to num_nodes.
     """
     n0 = sizes[0]
     if tuple(sizes[:n0]) == tuple(range(n0, 2 * n0)):
         return range(0)
-    # To what n adds up n + n0 does too, so the first gap is less than n0 away.
+    # If a set uses n nodes, the set with one more pipeline of n0 nodes uses n + n0. So the first
+    # gap begins less than n0 above num_nodes.
     numbers = numbers_of_pipelines(num_nodes + n0, sizes)
     gaps = [n for n in range(num_nodes + 1, num_nodes + n0) if not numbers[n] >> min_pipelines]
     if not gaps:
@@ -94,15 +104,18 @@ def first_gap(num_nodes: int, sizes: Sequence[int], *, min_pipelines: int) -> ra
 
 
 class SizeSearch:
-    """The fastest multisets of sizes that use all of some nodes, for any part of the nodes.
+    """The fastest multisets of sizes that use all of some nodes, for any part of the given nodes.
 
-    What a time suffices for is kept, for all parts at once: so the search for one part begins
-    between times that were tried for others, which for a few nodes more or less are close by.
+    A part is a number of nodes of each kind. For every time that was tried, the parts that it
+    suffices for are kept. So the search for one part begins between times that were tried for
+    others; for a few nodes more or less these are close to each other.
 
     Args:
-        nodes: the most that will be asked for, of each kind.
-        times_s: by size; entry n - 1 is when a pipeline with n microbatches ends; they never fall.
-        pipelines: how many a set may have; `most` must keep them from outnumbering microbatches.
+        nodes: largest number of nodes of each kind that will be asked for.
+        times_s: end times of a pipeline, by size; entry n - 1 is for n microbatches. They never
+            fall.
+        pipelines: range of the number of pipelines in a set. Its `most` must ensure that no set has
+            more pipelines than there are microbatches.
     """
 
     def __init__(
@@ -118,21 +131,21 @@ class SizeSearch:
         self._tables = [times_s[size] for size in self._sizes]
         self._ends_s = np.sort(np.concatenate(self._tables)) if self._tables else np.zeros(0)
         self._sums = _Sums(nodes, self._sizes, pipelines) if self._sizes else None
-        # By time, ascending: for which parts it suffices.
+        # Pairs of a time and, for each part, whether the time suffices; ascending by time.
         self._tried: list[tuple[float, NDArray[np.bool_]]] = []
 
     def fastest(
         self, nodes: Counts, *, below_s: float = np.inf
     ) -> tuple[float, tuple[Counts, ...]] | None:
-        """When the slowest pipeline ends in the fastest multiset, and that, ascending.
+        """The time of the slowest pipeline in the fastest multiset, and that multiset, ascending.
 
-        Of equals the first in order. O(V * sizes * pipelines.fewest) for each of the times that are
-        tried, some 20 for the first part, where V is the number of parts that nodes of several
-        kinds have: n + 1 of n alike.
+        Of equally fast ones it is the first in order. O(V * sizes * pipelines.fewest) for each time
+        that is tried, some 20 for the first part. V is the number of parts of the nodes: n + 1 for
+        n nodes of one kind.
 
         Args:
-            nodes: all of each kind, which the pipelines use.
-            below_s: there is none unless it is faster than that.
+            nodes: number of nodes of each kind, all of which the pipelines use.
+            below_s: exclusive upper bound on the time; the result is None if no set is faster.
         """
         if self._sums is None:
             return None
@@ -149,7 +162,7 @@ class SizeSearch:
             too_fast_s = _too_fast_s(sum(nodes), in_nodes, self._tables, self._num_microbatches)
         while (next_s := _largest_below(self._ends_s, fast_enough_s)) > too_fast_s:
             middle_s = (too_fast_s + next_s) / 2
-            if middle_s <= too_fast_s:  # There is no number between them.
+            if middle_s <= too_fast_s:  # No float lies between the two.
                 middle_s = next_s
             time_s = _largest_below(self._ends_s, np.nextafter(middle_s, np.inf))
             if time_s > too_fast_s and self._suffices(time_s, part):
@@ -169,10 +182,10 @@ class SizeSearch:
 
 
 class _Sums:
-    """What sets of pipelines end together, for capacities that change.
+    """How many microbatches sets of pipelines finish together, for any capacities.
 
-    Parts of the nodes are counted: the part without any first, all nodes last. In a row over parts
-    an entry that stands for none is in front.
+    The parts of the nodes are numbered, from 0 for no nodes to the last for all nodes. A row over
+    parts has one entry more, in front, which stands for no such part; part v is at index 1 + v.
     """
 
     def __init__(self, nodes: Counts, sizes: Sequence[Counts], pipelines: Range) -> None:
@@ -181,7 +194,7 @@ class _Sums:
         self._shape = tuple(count + 1 for count in nodes)
         parts = np.array(list(product(*map(range, self._shape))))
         self._steps = [prod(self._shape[kind + 1 :]) for kind in range(len(nodes))]
-        # [v, i]: where part v without size i stands in a row.
+        # [v, i]: index in a row of part v less the nodes of size i; 0 if v has too few nodes.
         self._less = parts @ self._steps + 1 - (np.array(sizes) @ self._steps)[:, None]
         for kind in range(len(nodes)):
             self._less[parts[:, kind] < np.array(sizes)[:, None, kind]] = 0
@@ -189,19 +202,24 @@ class _Sums:
         self._jumps = tuple(_jumps(sizes, self._shape))
 
     def part(self, nodes: Counts) -> int:
-        """The number of the part with so many nodes of each kind."""
+        """The number of the part that has `nodes[k]` nodes of each kind k."""
         return sum(count * step for count, step in zip(nodes, self._steps, strict=True))
 
     def most(self, capacities: Numbers, num_microbatches: int) -> Numbers:
-        """[v]: the most that a set of part v ends; less if no set of any part ends so many."""
+        """Array over parts: the most microbatches that a set of a part finishes.
+
+        The entries may be too low if no set of any part finishes num_microbatches.
+        """
         most = self._pipelines.most
         if most is not None and most * int(capacities.max()) < num_microbatches:
             return np.full(len(self._less), _NEVER)
         return self._rests(self._rows(capacities), capacities, 0)[0, 1:]
 
     def first(self, part: int, capacities: Numbers, num_microbatches: int) -> tuple[Counts, ...]:
-        """Of the sets of a part that end so many the first in order: the smallest sizes first."""
-        # More than the fewest needed make no difference where there is no limit.
+        """The first in order, smallest sizes first, of the sets of a part that finish
+        num_microbatches; there must be one."""
+        # Where there is no upper limit, it does not matter how far the number of pipelines exceeds
+        # the fewest needed.
         last = self._pipelines.most or self._pipelines.fewest
         rests = self._rests(self._rows(capacities), capacities, last)
         chosen: list[Counts] = []
@@ -215,7 +233,7 @@ class _Sums:
         return tuple(chosen)
 
     def _rows(self, capacities: Numbers) -> Numbers:
-        """[k, 1 + v]: the most that k pipelines of part v together end."""
+        """Table [k, 1 + v]: the most microbatches that k pipelines of part v finish together."""
         number = self._pipelines.fewest if self._pipelines.most is None else self._pipelines.most
         rows = np.full((number + 1, len(self._less) + 1), _NEVER)
         rows[0, 1] = 0
@@ -224,8 +242,8 @@ class _Sums:
         return rows
 
     def _rests(self, rows: Numbers, capacities: Numbers, last: int) -> Numbers:
-        """[used, 1 + v]: the most that part v ends, with as many pipelines as may follow so many,
-        of which there are 0, 1, .. last."""
+        """Table [used, 1 + v]: the most microbatches that part v finishes in pipelines that, added
+        to `used` others, are within the range of a set; `used` is from 0 to last."""
         fewest, most = self._pipelines.fewest, self._pipelines.most
         if most is None:
             return self._any_more(rows[fewest - last : fewest + 1][::-1], capacities)
@@ -234,7 +252,7 @@ class _Sums:
         return np.stack([rows[a:b].max(axis=0) for a, b in zip(first, ends, strict=True)])
 
     def _any_more(self, rows: Numbers, capacities: Numbers) -> Numbers:
-        """The most where any number of pipelines may be added to each row."""
+        """The rows, with the entries that result if any number of pipelines may be added."""
         grid = np.array(rows[:, 1:]).reshape(-1, *self._shape)
         each = capacities.tolist()
         for index, number, ahead, behind in self._jumps:
@@ -247,8 +265,14 @@ class _Sums:
 def _jumps(
     sizes: Sequence[Counts], shape: Counts
 ) -> Iterator[tuple[int, int, tuple[slice, ...], tuple[slice, ...]]]:
-    """For each size, by its index, 1, 2, 4, .. of it at once, as far as they are in the grid of all
-    parts: from which parts to which they lead. All of them in turn add any number."""
+    """Steps over the grid of all parts that add 1, 2, 4, .. pipelines of each size at once.
+
+    Taken in order, they can add any number of pipelines of any sizes.
+
+    Yields:
+        index of the size, number of pipelines, slices of the parts after the step, and slices of
+        those before it.
+    """
     for index, size in enumerate(sizes):
         number = 1
         while all(number * count < end for count, end in zip(size, shape, strict=True)):
@@ -259,13 +283,14 @@ def _jumps(
 
 
 def _capacities(tables: Sequence[Seconds], time_s: float) -> Numbers:
-    """Microbatches that a pipeline of each template ends in a time; _NEVER for none."""
+    """Number of microbatches that a pipeline of each template finishes in a time; _NEVER if it
+    finishes none."""
     ended = np.array([table.searchsorted(time_s, side="right") for table in tables])
     return np.where(ended > 0, ended, _NEVER)
 
 
 def _largest_below(ends_s: Seconds, time_s: float) -> float:
-    """The largest time below another, 0 if there is none."""
+    """The largest of the times that is below time_s; 0 if there is none."""
     index = int(ends_s.searchsorted(time_s, side="left"))
     return float(ends_s[index - 1]) if index else 0.0
 
@@ -273,8 +298,8 @@ def _largest_below(ends_s: Seconds, time_s: float) -> float:
 def _too_fast_s(
     num_nodes: int, sizes: Sequence[int], tables: Sequence[Seconds], num_microbatches: int
 ) -> float:
-    """A time in which no set ends all microbatches: not if each node were worth as many as one of
-    the best template."""
+    """A time in which no set can finish all microbatches, not even if every node finished as many
+    as a node of the best template does."""
     of_size = np.array(sizes)
     low_s, high_s = 0.0, max(float(table[-1]) for table in tables)
     for _ in range(_LOW_STEPS):
@@ -291,16 +316,22 @@ def _sets(
     min_pipelines: int,
     reachable: Collection[Counts] | None,
 ) -> Iterator[tuple[Counts, ...]]:
-    """Sets of these sizes, ascending; `reachable` are the nodes that there are sets for."""
-    # A stack, as a set may have more pipelines than Python has frames; a set that is not whole
-    # yet is a chain, the last pipeline first, for there are far more of these.
+    """Sets of sizes that use all nodes, each ascending.
+
+    Args:
+        sizes: sizes, sorted by `_order`.
+        reachable: parts of the nodes that some set uses; None: not known.
+    """
+    # This is a stack and no recursion, because a set may have more pipelines than Python has
+    # frames. An incomplete set is a linked chain, the last pipeline first, which costs no copy:
+    # there are far more incomplete sets than complete ones.
     open_sets: list[tuple[Counts, int, int, _Chain]] = [(nodes, 0, 0, None)]
     while open_sets:
         left, index, used, chosen = open_sets.pop()
         missing = min_pipelines - used
         if not any(left) and missing <= 0:
             yield _unchained(chosen)
-        # The rest is at least as large as the smallest size, and cannot be that often.
+        # The missing pipelines need at least this size each, and too few nodes are left for that.
         if index == len(sizes) or sum(left) < sum(sizes[index]) * max(1, missing):
             continue
         if reachable is not None and left not in reachable:
@@ -338,5 +369,5 @@ def _is_part(size: Counts, nodes: Counts) -> bool:
 
 
 def _order(size: Counts) -> tuple[int, Counts]:
-    """By nodes, then by kind."""
+    """Sort key of sizes: the total number of nodes, then that of each kind."""
     return sum(size), size

@@ -1,19 +1,20 @@
-"""Oobleck's own choice of a set of pipelines and of their microbatches, to compare.
+"""Oobleck's own choice of a set of pipelines and of their microbatches, for comparison.
 
-Of all sets of equation 5 that have f + 1 pipelines or more it takes the one whose slowest pipeline
-is through first, N_b * T of it, with the microbatches that equation 6 gives. T is what a microbatch
-takes in a template by the paper's own measure: T1 + T2 + T3 at N_b = 4S, over 4S.
+Of all sets of equation 5 that have f + 1 pipelines or more, it is the one whose slowest pipeline
+ends first. A pipeline ends after N_b * T, with the microbatches N_b that equation 6 gives it. T is
+the time of a microbatch in a template by the paper's own measure: T1 + T2 + T3 at N_b = 4S, divided
+by 4S.
 
-No set is through before its pipelines would be if microbatches could be cut. In the order of that
-sets are looked at until no further one can be faster: exact. More than LISTED_MAX sets are not
-listed; of these it is the one that would be fastest with its best distribution (instantiate.py),
-and it gets that of equation 6.
+No set ends earlier than its pipelines would if microbatches were divisible. Sets are looked at in
+ascending order of that time, until no further one can be faster: the result is exact. If there are
+more than LISTED_MAX sets, they are not listed. Then the set is taken that would be fastest with its
+best distribution (instantiate.py), and it gets the distribution of equation 6.
 
 Source: Oobleck (SOSP '23), section 4.2.
 Differs: the paper calls T the iteration time of a pipeline with a single microbatch. That hardly
-depends on the number of stages, and would give a small pipeline as much work as a large one;
-Oobleck's code has (T1 + T2 + T3) / S, which is this but for a constant. Of equally fast sets the
-one with more pipelines is taken, as in sets.py.
+depends on the number of stages, and would give a small pipeline as much work as a large one.
+Oobleck's code has (T1 + T2 + T3) / S, which is the T used here times a constant. Of equally fast
+sets the one with more pipelines is taken, as in sets.py.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ from planaria.planner.times import PlainTimes
 
 LISTED_MAX: Final = 10_000
 _ROUNDING: Final = 1e-9
-_LEAST_S: Final = 1e-15  # Layers of a profile may take no time.
+_LEAST_S: Final = 1e-15  # Keeps T above 0, as all layers of a profile may take no time.
 
 
 class PaperSets:
@@ -48,8 +49,11 @@ class PaperSets:
         }
 
     def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
-        """The set that is fastest by the paper's measure, which is its `iteration_s`, and uses all
-        of so many nodes; None if there is none."""
+        """The set that is fastest by the paper's measure and uses all of these numbers of nodes;
+        None if there is none.
+
+        Its `iteration_s` is the paper's measure.
+        """
         sizes = [size for size in self._microbatch_s if sum(size) <= sum(nodes)]
         every = sets_of(nodes, sizes, min_pipelines=min_pipelines)
         listed = list(islice(every, LISTED_MAX + 1))
@@ -65,7 +69,7 @@ class PaperSets:
         return best
 
     def _level_s(self, sizes: tuple[Counts, ...]) -> float:
-        """When all pipelines would be through if microbatches could be cut."""
+        """Seconds after which all pipelines would end together if microbatches were divisible."""
         return self._num_microbatches / sum(1 / self._microbatch_s[size] for size in sizes)
 
     def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
@@ -89,7 +93,7 @@ class PaperSets:
 
 
 def paper_microbatch_s(problem: Problem, template: PipelineTemplate) -> float:
-    """T of equation 6: T1 + T2 + T3 of a template's 4S microbatches, for each of them."""
+    """T of equation 6: T1 + T2 + T3 of a template for 4S microbatches, divided by 4S."""
     seconds = stage_seconds(problem.profile, template)
     stage_s = [sum(both) for both in zip(seconds.forward_s, seconds.backward_s, strict=True)]
     return max(_LEAST_S, paper_iteration_s(stage_s) / (4 * len(stage_s)))

@@ -1,22 +1,25 @@
-"""The search for a layout: how many pipelines, how deep each, which layers, how many microbatches.
+"""The search for a layout: how many pipelines, and nodes, layers and microbatches of each.
 
-1. Parallelism: all ways to spread the nodes over pipelines, within a range of what there is: so
-   many pipelines more or fewer, and depths so many nodes off an even share. The most even first.
-2. Batch: microbatches by the share of nodes, none left without; then such that the last pipeline
-   ends earliest.
-3. Layers: for each pipeline the partition that suits its nodes and microbatches (partitions.py);
-   or, so that little moves, that of a pipeline that there is.
-4. Estimate: the whole iteration under the schedule itself, with whole and with split backwards.
+1. Parallelism: spread the nodes over pipelines in all ways within two ranges: how far the number of
+   pipelines may differ from the present one, and a depth from an even share of the nodes. The most
+   even spreads come first.
+2. Batch: distribute microbatches in proportion to nodes, at least one to each pipeline; then so
+   that the last pipeline ends as early as possible.
+3. Layers: for each pipeline take the partition that suits its nodes and microbatches
+   (partitions.py); or that of a present pipeline, so that few layers move.
+4. Estimate: compute the time of the whole iteration under its own schedule, with whole backwards
+   and with split ones.
 
-What cannot be faster than the best is not looked at: n microbatches on d devices take no less than
-n times the busiest stage, and that one no less than the work of a device if all had as much. The
-search can be stopped at any step and has an answer from one of the first on; what it finds depends
-on its arguments alone.
+Depths that cannot be faster than the best layout are skipped: n microbatches take a pipeline at
+least n times the seconds of its busiest stage, and these are at least the whole work divided by its
+devices. The search can be stopped at any step, and has an answer after one of the first. What it
+finds depends on its arguments alone.
 
 Source: Odyssey, section IV-A and algorithm 1.
-Differs: algorithm 1 compares plans for 1 .. N_f losses with each other, and so always prefers one
-for nodes that are no more; here the nodes are those that there are. Its time is that of the slowest
-pipeline; here reductions count, too, and gradients of weights may be put off into bubbles.
+Differs: algorithm 1 compares plans for 1 .. N_f losses with each other, and so always prefers a
+plan for nodes that are lost; here a plan is for the nodes that there are. Its time is that of the
+slowest pipeline; here reductions count as well, and gradients of weights may be put off into
+bubbles.
 """
 
 from collections import Counter
@@ -35,18 +38,18 @@ from planaria.planner.partition.partitions import Partitions, Size
 from planaria.planner.problem import Problem, stage_costs
 from planaria.planner.times import PlainTimes, iteration_after
 
-FRONT_MAX: Final = 4
+FRONT_MAX: Final = 4  # Bound on the layouts in the front that are doubled, and on the others.
 _RECUTS_MAX: Final = 3
-_CUT_ANEW: Final = 6  # Of all layouts, for which partitions are searched beyond the first ones.
+_CUT_ANEW: Final = 6  # Number of fastest spreads whose partitions are improved in the end.
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Pipelines that are bound to no nodes.
+    """Pipelines that are not bound to nodes.
 
     Attributes:
-        microbatches: of each.
-        num_kept: of the templates are those of pipelines that there are.
+        microbatches: number of microbatches of each pipeline.
+        num_kept: number of pipelines whose template is that of a present pipeline.
     """
 
     templates: tuple[PipelineTemplate, ...]
@@ -57,7 +60,7 @@ class Layout:
 
     @property
     def is_doubled(self) -> bool:
-        """Whether every layer has a second holder, which a single pipeline lacks."""
+        """Whether every layer has a second holder; not so in a single pipeline."""
         return len(self.templates) > 1
 
 
@@ -70,13 +73,12 @@ def layouts(
 ) -> Iterator[tuple[Layout, ...]]:
     """Ever better layouts that use all nodes, in steps of a few ms for tens of nodes.
 
-    Each step yields the best so far, none at first: the fastest, then those that are slower but
-    keep more of the pipelines that there are, or hold layers twice where the fastest does not. A
-    layout has f + 1 pipelines, or as many as there can be.
+    Each step yields the best layouts so far, at first none: the fastest one, then slower ones that
+    keep more of the present pipelines, or that have two holders of each layer where the fastest one
+    does not. A layout has f + 1 pipelines or more, or as many as there can be.
 
     Args:
-        present: the templates of the pipelines that there are; of nodes that all are as the profile
-            says.
+        present: templates of the present pipelines, whose nodes must all be as the profile says.
     """
     assert not any(template.kinds for template in present)
     numbers = numbers_of_pipelines(problem, num_nodes, len(present), ranges)
@@ -92,14 +94,14 @@ def layouts(
         yield search.front
 
 
-_Key = tuple[int, tuple[PipelineTemplate, ...]]  # Nodes, and what there is.
+_Key = tuple[int, tuple[PipelineTemplate, ...]]  # Number of nodes, templates that are present.
 
 
 class Searched:
-    """What was found so far, for one number of nodes after the other.
+    """Results of the searches for several numbers of nodes, so far.
 
-    A search goes on where it was left, so that what is looked for between failures is there when
-    one strikes.
+    A search goes on where it was left. So searches can run between failures, and their results are
+    ready when a failure happens.
     """
 
     def __init__(self, problem: Problem, ranges: Ranges) -> None:
@@ -109,11 +111,11 @@ class Searched:
         self._searches: dict[_Key, Iterator[tuple[Layout, ...]]] = {}
 
     def front(self, num_nodes: int, present: Sequence[PipelineTemplate]) -> tuple[Layout, ...]:
-        """The layouts that are known, see `layouts`; none if nothing was looked for."""
+        """The layouts that the search for these nodes has found so far, see `layouts`."""
         return self._fronts.get((num_nodes, tuple(sorted(present))), ())
 
     def steps(self, num_nodes: int, present: Sequence[PipelineTemplate]) -> Iterator[None]:
-        """Goes on with the search, to its end if nobody stops."""
+        """Goes on with the search for these nodes; yields after each step, until its end."""
         key = num_nodes, tuple(sorted(present))
         if key not in self._searches:
             self._searches[key] = layouts(
@@ -125,7 +127,12 @@ class Searched:
 
 
 class _Slot(NamedTuple):
-    """A pipeline of so many nodes that is to be, with the template of one that there is, if any."""
+    """A pipeline of a future layout.
+
+    Attributes:
+        num_nodes: number of its nodes.
+        template: template of a present pipeline that it takes over; None: a new one is made.
+    """
 
     num_nodes: int
     template: PipelineTemplate | None
@@ -135,11 +142,11 @@ Looked = Generator[None, None, Layout | None]
 
 
 class _Search:
-    """What is known so far.
+    """The state of a search.
 
     Attributes:
-        front: the layouts than which none is faster, keeps as much and holds layers as often, the
-            fastest first.
+        front: layouts that no other known layout equals or beats in speed, num_kept and is_doubled
+            at once; the fastest first.
     """
 
     def __init__(self, problem: Problem, present: Sequence[PipelineTemplate]) -> None:
@@ -157,7 +164,7 @@ class _Search:
         self.front: tuple[Layout, ...] = ()
 
     def look_at(self, depths: tuple[int, ...]) -> Iterator[None]:
-        """The layouts with these depths, a step for each piece of work."""
+        """Adds the layouts with these depths to the front; yields after each piece of work."""
         anew = tuple(_Slot(depth, None) for depth in depths)
         found = []
         for slots in dict.fromkeys((self._keeping(depths), anew)):
@@ -175,7 +182,7 @@ class _Search:
             self._seconds[depths] = min((one.iteration_s for one in found if one), default=inf)
 
     def improve_partitions(self) -> Iterator[None]:
-        """Cuts pipelines anew for split backwards, the fastest layouts first."""
+        """Improves partitions for split backwards, the fastest spreads first."""
         if not self._problem.splits_backward:
             return
         for depths in sorted(self._seconds, key=lambda one: (self._seconds[one], one))[:_CUT_ANEW]:
@@ -183,7 +190,10 @@ class _Search:
                 yield from self._improve(depths)
 
     def _improve(self, depths: tuple[int, ...]) -> Iterator[None]:
-        """The layout with these depths, its pipelines cut for what they get then."""
+        """Adds layouts with these depths and split backwards to the front.
+
+        Their partitions are improved for the microbatches that the pipelines get.
+        """
         slots = [_Slot(depth, None) for depth in depths]
         done: set[Size] = set()
         shares = set(zip(depths, self._by_share(slots), strict=True))
@@ -193,7 +203,7 @@ class _Search:
             yield
             wanted = set(shares)
             if layout is not None:
-                # Whoever is cut better may take one more.
+                # A pipeline with a better partition may get one microbatch more.
                 for depth, count in zip(depths, layout.microbatches, strict=True):
                     wanted |= {(depth, count), (depth, count + 1)}
             sizes = wanted - done
@@ -204,7 +214,7 @@ class _Search:
             done |= sizes
 
     def _keeping(self, depths: Sequence[int]) -> tuple[_Slot, ...]:
-        """Pipelines of these depths, as many as can be with templates that there are."""
+        """Pipelines of these depths, as many as possible with the templates of present ones."""
         unused = sorted(self._present.elements())
         slots = []
         for depth in depths:
@@ -215,17 +225,19 @@ class _Search:
         return tuple(slots)
 
     def _best_s(self, depths: Sequence[int]) -> float:
-        """Of the layouts that hold layers as often as pipelines of these depths."""
+        """Shortest iteration in the front, of the layouts that have two holders of each layer if
+        pipelines of these depths do; infinite if there is none."""
         is_doubled = len(depths) > 1
         return min(
             (one.iteration_s for one in self.front if one.is_doubled >= is_doubled), default=inf
         )
 
     def _least_s(self, depths: Sequence[int], *, is_split: bool) -> float:
-        """No iteration of pipelines of these depths takes less.
+        """Lower bound on the iteration time of pipelines of these depths.
 
-        With x the seconds of the busiest stage a pipeline ends T / x microbatches in a time T at
-        most, and with whole backwards (T - W) / x + 1, W being those of one microbatch alone.
+        Let x be the seconds of the busiest stage. A pipeline finishes at most T / x microbatches in
+        a time T. With whole backwards it finishes at most (T - W) / x + 1, where W are the seconds
+        of one microbatch alone.
         """
         devices = self._problem.devices_per_node
         rates = [
@@ -239,8 +251,11 @@ class _Search:
         return max(alone_s, alone_s + (num_microbatches - len(depths)) / sum(rates))
 
     def _whole(self, slots: Sequence[_Slot]) -> Looked:
-        """With whole backwards: cut for the microbatches that pipelines get, until nothing is
-        faster."""
+        """Finds a layout with whole backwards; returns None if some pipeline has no partition.
+
+        Partitions and microbatches are fitted to each other in turn, until that makes the layout no
+        faster.
+        """
         best: Layout | None = None
         microbatches = self._by_share(slots)
         for _ in range(_RECUTS_MAX):
@@ -266,10 +281,14 @@ class _Search:
         return best
 
     def _split(self, slots: Sequence[_Slot]) -> Looked:
-        """With split backwards: a microbatch of the pipeline that ends last goes to another one,
-        as long as that one ends earlier with it."""
+        """Finds a layout with split backwards; returns None if some pipeline does not fit.
+
+        A microbatch of the pipeline that ends last moves to another one, as long as the other one
+        with it ends earlier than that.
+        """
         counts = list(self._by_share(slots))
-        while True:  # The ends, the latest first, get less in order with each turn.
+        # This ends: the end times in descending order get lexicographically smaller in each turn.
+        while True:
             pairs = list(zip(slots, counts, strict=True))
             ends_s: dict[tuple[_Slot, int], float] = {}
             for pair in dict.fromkeys(pairs):
@@ -288,7 +307,8 @@ class _Search:
             counts[pairs.index(taker)] += 1
         templates = [one for pair in pairs if (one := self._cut_for_split(*pair))]
         layout = self._layout(templates, counts, is_split=True)
-        # Whoever ends earlier is not the one to wait for, but equal cuts have fewer reductions.
+        # A pipeline that ends earlier does not have to be as fast as it can. With the partition of
+        # the one that ends last it may be slower, but equal partitions need fewer reductions.
         slowest = templates[pairs.index(last)]
         alike = [
             slowest if pair[0] == last[0] else one
@@ -307,7 +327,7 @@ class _Search:
         return by_share([slot.num_nodes for slot in slots], self._problem.num_microbatches)
 
     def _end_s(self, slot: _Slot, count: int) -> Generator[None, None, float]:
-        """When a pipeline ends with split backwards; infinite if it cannot be had."""
+        """Seconds until a pipeline ends with split backwards; infinite if it does not fit."""
         template = self._cut_for_split(slot, count)
         if template is None:
             return inf
@@ -325,7 +345,7 @@ class _Search:
         *,
         is_split: bool,
     ) -> Layout:
-        """The layout with its price."""
+        """The layout of these pipelines with its iteration time."""
         if is_split:
             runs = [
                 self._partitions.split_times.ends_s(*pair)
@@ -339,7 +359,11 @@ class _Search:
         return Layout(tuple(templates), tuple(microbatches), is_split, iteration_s, num_kept)
 
     def _add(self, layout: Layout | None) -> None:
-        """Takes it into the front; of too many the slowest goes, but not that which keeps most."""
+        """Puts a layout into the front, unless one there is as good.
+
+        Layouts in the front that are no better than it go. If there are still too many, the slowest
+        go, except for the one that keeps the most pipelines.
+        """
         if layout is None or any(_is_as_good(one, layout) for one in self.front):
             return
         left = [one for one in self.front if not _is_as_good(layout, one)]

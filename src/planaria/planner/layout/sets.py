@@ -1,11 +1,12 @@
 """The fastest set of pipelines that uses all nodes: how many of which template.
 
-What reductions take after a pipeline's last backward depends on the number of pipelines. So the
-fastest set is found for each number of them, with reductions as among pipelines of one template,
-and of these sets the one with the lowest iteration time is taken, which is exact (times.py). It is
-ranked, not proved, in two points: pipelines of several templates wait for each other in reductions
-that they share, and more than NUMBERS_APART pipelines are priced as one more than these. Where
-there are no more than LISTED_MAX sets, each of them is priced.
+The seconds of the reductions after a pipeline's last backward depend on the number of pipelines. So
+for each number of pipelines the fastest set is found, with reductions as among pipelines of one
+template. Of these sets the one with the lowest iteration time is taken; that time is exact
+(times.py). The result is not proved to be the fastest set, for two reasons. Pipelines of several
+templates wait for each other in reductions that they share. And all numbers of pipelines above
+NUMBERS_APART are searched together, with the reductions of the smallest of these numbers. Where
+there are no more than LISTED_MAX sets, the iteration time of each is computed instead.
 
 Source: Oobleck (SOSP '23), section 4.2.
 """
@@ -29,8 +30,17 @@ NUMBERS_APART: Final = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Instantiated:
-    """A set of pipelines. Of equally fast ones the least has more pipelines, which keeps more of
-    them alive, and is the first in order."""
+    """A set of pipelines; the lesser of two is the better one.
+
+    Of equally fast sets that is the one with more pipelines, as more of them survive a failure, and
+    then the first in order.
+
+    Attributes:
+        iteration_s: seconds of an iteration.
+        num_fewer: the negative number of pipelines.
+        sizes: number of nodes of each kind, by pipeline.
+        microbatches: number of microbatches, by pipeline.
+    """
 
     iteration_s: float
     num_fewer: int
@@ -50,7 +60,7 @@ class SetSearch:
         self._searches: dict[Range, tuple[Counts, SizeSearch]] = {}
 
     def fastest(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
-        """The fastest set that uses all of so many nodes; None if there is none."""
+        """The fastest set that uses all of these numbers of nodes; None if there is none."""
         sizes = [size for size in self._templates if sum(size) <= sum(nodes)]
         every = sets_of(nodes, sizes, min_pipelines=min_pipelines)
         listed = list(islice(every, LISTED_MAX + 1))
@@ -62,7 +72,7 @@ class SetSearch:
     def _fastest_of_many(self, nodes: Counts, min_pipelines: int) -> Instantiated | None:
         best: Instantiated | None = None
         for pipelines in self._ranges(sum(nodes), min_pipelines):
-            # Also what is as fast, and has more pipelines.
+            # An equally fast set with more pipelines is better, so the bound is just above.
             below_s = np.nextafter(best.iteration_s, np.inf) if best else np.inf
             found = self._search(nodes, pipelines).fastest(nodes, below_s=below_s)
             if found is not None:
@@ -71,7 +81,10 @@ class SetSearch:
         return best
 
     def _search(self, nodes: Counts, pipelines: Range) -> SizeSearch:
-        """One for these nodes; kept, so that it is best to ask for the most nodes first."""
+        """A search that covers these nodes.
+
+        It is kept and serves fewer nodes, so it is best to ask for the most nodes first.
+        """
         most, search = self._searches.get(pipelines, ((0,) * len(nodes), None))
         if search is None or any(there > known for there, known in zip(nodes, most, strict=True)):
             num_pipelines = pipelines.fewest
@@ -88,8 +101,11 @@ class SetSearch:
         return search
 
     def _ranges(self, num_nodes: int, fewest: int) -> Iterator[Range]:
-        """The numbers of pipelines: many at once, then the others one by one, the most first. In a
-        large cluster the many are faster, and then little is tried for the others."""
+        """The ranges of numbers of pipelines to search, largest numbers first.
+
+        All numbers above NUMBERS_APART are one range, each other number is a range of its own. In a
+        large cluster the first range has the fastest set, and little is then tried for the others.
+        """
         would_fit = num_nodes // min(map(sum, self._templates))
         most = min(would_fit, self._problem.num_microbatches)
         many = max(fewest, NUMBERS_APART + 1)
@@ -108,7 +124,7 @@ class SetSearch:
 def distribute_microbatches(
     problem: Problem, templates: Sequence[PipelineTemplate], *, times: PlainTimes
 ) -> tuple[int, ...]:
-    """How many microbatches each pipeline gets, at least one, so that the last ends earliest.
+    """How many microbatches each pipeline gets, at least one, so that the last one ends earliest.
 
     Raises:
         ConfigError: there are fewer microbatches than pipelines.

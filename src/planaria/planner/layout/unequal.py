@@ -1,12 +1,13 @@
 """Plans for nodes that differ in speed and memory.
 
-As for equal nodes, with a template for each way to take nodes of each kind: its nodes stand in the
-order that suits them, a slow one gets fewer layers, and a pipeline of slow ones fewer microbatches.
-Templates are made for the microbatches that a pipeline of their speed would get; those of the set
-that is chosen are made anew for what they get there, as long as that is faster.
+The method is that for equal nodes, with one template for each combination of numbers of nodes of
+each kind. The nodes of a template are in the order that makes it fastest; a slow node gets fewer
+layers, and a pipeline of slow nodes fewer microbatches. A template is made for the microbatches
+that a pipeline of its speed would get. The templates of the chosen set are made again for the
+microbatches that they get there, as long as that makes the set faster.
 
-Ranked, not proved: against all sets, orders, partitions and batches of small clusters see
-tests/planner/layout/test_unequal.py.
+Not proved to find the best plan; tests/planner/layout/test_unequal.py compares it with all sets,
+orders, partitions and batches of small clusters.
 
 Source: none of the papers; they assume equal nodes.
 """
@@ -32,20 +33,20 @@ from planaria.planner.problem import Counts, Problem, stage_costs
 from planaria.planner.templates import RankedTemplate, fastest_templates
 from planaria.planner.times import PlainTimes
 
-PARTS_MAX: Final = 1500
+PARTS_MAX: Final = 1500  # Bound on combinations of numbers of nodes of each kind.
 EFFORT_MAX: Final = 16_000  # Half a second; 24 nodes and 34 layers are 39,000 and take 1.1 s.
-_ROUNDING: Final = 1e-9  # Of sums of speeds.
+_ROUNDING: Final = 1e-9  # Tolerance for rounding errors in sums of speeds.
 
 
 class UnequalPlanner:
-    """Plans for some of these nodes, as they are left.
+    """Plans for any of the given nodes that are left.
 
     Args:
-        nodes: their kinds, by number.
+        nodes: kinds of the nodes, by node number.
 
     Attributes:
-        times: of the templates.
-        ranked: what is known of the templates so far.
+        times: times of the templates' pipelines.
+        ranked: objective and bound of each template made so far.
 
     Raises:
         ConfigError: there are too many kinds, or no pipeline of these nodes holds the model.
@@ -70,8 +71,8 @@ class UnequalPlanner:
         """The plan with the lowest predicted iteration time in which each of the nodes works.
 
         Raises:
-            ConfigError: the nodes make no so many pipelines that hold the model, or there are fewer
-                microbatches than pipelines.
+            ConfigError: no min_pipelines or more pipelines that hold the model use all nodes, or
+                there are fewer microbatches than pipelines.
         """
         check_microbatches(self._problem, min_pipelines)
         counts = self._counts(nodes)
@@ -92,12 +93,14 @@ class UnequalPlanner:
     def templates(
         self, nodes: Collection[int], *, min_pipelines: int
     ) -> Sequence[PipelineTemplate]:
-        """Those of the plan with the lowest predicted iteration time; empty if there is none."""
+        """Templates of the plan with the lowest predicted iteration time; empty if there is no
+        plan."""
         best = self._search.fastest(self._counts(nodes), min_pipelines)
         return self._suited(best)[0] if best is not None else ()
 
     def most_pipelines(self, nodes: Collection[int], *, at_most: int) -> int:
-        """So many pipelines of these nodes hold the model, with all of them at work; 0 for none."""
+        """The largest n up to at_most for which n or more pipelines that hold the model use all of
+        these nodes; 0 if there is none."""
         sizes, counts = list(self._templates), self._counts(nodes)
         for number in range(at_most, 0, -1):
             if next(sets_of(counts, sizes, min_pipelines=number), None) is not None:
@@ -109,8 +112,11 @@ class UnequalPlanner:
         return tuple(kinds[kind] for kind in self._costs.kinds)
 
     def _microbatches(self, nodes: Counts) -> dict[Counts, int]:
-        """Of a pipeline where all were as fast, by its nodes of each kind: those that hold the
-        model, up to all nodes but those of f of the smallest."""
+        """Number of microbatches that a pipeline would get if all pipelines were as fast, by its
+        number of nodes of each kind.
+
+        It has all pipelines that hold the model and leave enough nodes for f of the smallest ones.
+        """
         costs = self._costs
         fitting = Fitting(costs, Positions(costs, nodes), windows(costs, 1, np.inf))
         parts = product(*(range(count + 1) for count in nodes))
@@ -134,8 +140,10 @@ class UnequalPlanner:
         return {part: one.template for part, one in ranked.items()}
 
     def _suited(self, best: Instantiated) -> tuple[Sequence[PipelineTemplate], tuple[int, ...]]:
-        """Templates for the microbatches that they get, and what they get, until nothing is
-        faster."""
+        """Templates of a set and the number of microbatches of each pipeline.
+
+        They are fitted to each other in turn, as long as that makes the set faster.
+        """
         templates: Sequence[PipelineTemplate] = [self._templates[size] for size in best.sizes]
         iteration_s, microbatches = best.iteration_s, best.microbatches
         while True:
@@ -152,7 +160,7 @@ class UnequalPlanner:
             iteration_s, templates, microbatches = next_s, suited, dealt
 
     def _no_plan_error(self, nodes: Collection[int], min_pipelines: int) -> ConfigError:
-        """Why no pipelines of these nodes will do."""
+        """The error that says why no set of pipelines uses these nodes, and what would work."""
         would_do = self.most_pipelines(nodes, at_most=min_pipelines)
         if would_do == min_pipelines:
             size = self._problem.profile.microbatch_size
@@ -171,7 +179,7 @@ class UnequalPlanner:
 
 
 def planning_effort(problem: Problem, nodes: Mapping[int, NodeKind]) -> int:
-    """What it takes to plan for these nodes: pipelines that they can make x nodes x layers."""
+    """Measure of the time to plan for these nodes: possible pipelines x nodes x layers."""
     num_parts = prod(count + 1 for count in Counter(nodes.values()).values())
     return num_parts * len(nodes) * len(problem.profile.layers)
 
@@ -179,13 +187,14 @@ def planning_effort(problem: Problem, nodes: Mapping[int, NodeKind]) -> int:
 def unequal_plans(
     problem: Problem, nodes: Mapping[int, NodeKind]
 ) -> tuple[EveryPlan, tuple[RankedTemplate, ...]]:
-    """The best plan for all nodes, and for what one to f failures of the fastest leave of them; and
-    the templates that all nodes use.
+    """The best plans for all nodes and for those left when the 1 to f fastest nodes fail; and the
+    templates that the plan for all nodes uses.
 
-    Where too few are left for f + 1 pipelines there are as many as can be; none has no plan.
+    Where too few nodes are left for f + 1 pipelines, the plan has as many as possible; there is no
+    plan where no pipelines use all nodes that are left.
 
     Raises:
-        ConfigError: as `UnequalPlanner`.
+        ConfigError: `UnequalPlanner` or its `plan` raises it.
     """
     planner = UnequalPlanner(problem, nodes)
     min_pipelines = problem.failures_tolerated + 1

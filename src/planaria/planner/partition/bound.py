@@ -1,27 +1,29 @@
-"""The partition with the lowest bound: a closed form that no 1F1B iteration can beat.
+"""The partition with the lowest bound, a closed form below which no 1F1B makespan can be.
 
-With t_i the seconds of a microbatch in stage i (forward and backward) and c_i those of its way to
-the next stage and of its gradient's way back,
+Let t_i be the seconds of a microbatch in stage i (forward and backward), and c_i those of sending
+its output to the next stage and the gradient back. Then
 
-    bound = max over stages k of  sum of t_i + c_i over i < k,  and  N_b * t_k.
+    bound = max over stages k of  (sum over i < k of (t_i + c_i))  +  N_b * t_k.
 
-The first microbatch reaches stage k only after the stages above it have done its forward, stage k
-is busy with all N_b, and the last one's backward passes all stages above k on its way out. It is
-the makespan where stages are equal and transfers free, and lies below it elsewhere.
+The reason: the first microbatch reaches stage k only after the stages before it have done its
+forward, stage k is busy with all N_b microbatches, and the backward of the last one then passes all
+stages before k. The bound equals the makespan where stages are equal and transfers take no time;
+elsewhere the makespan may be longer.
 
-The bound of a tail (the stages from layer u on) is the larger of N_b * t and t + c + that of the
-tail after its first stage. So it has optimal substructure, and a dynamic program over (first layer,
-position) finds the lowest one without knowing the number of stages, nor in which order nodes of
-different kinds are to stand. One table serves pipelines of all sizes (positions.py).
+The bound of a tail (the stages from layer u on) is the larger of N_b * t and t + c + the bound of
+the tail behind its first stage. So the problem has optimal substructure, and a dynamic program over
+(first layer, position) finds the lowest bound. It need not know the number of stages, nor the order
+of nodes of different kinds. One table serves pipelines of all sizes (positions.py).
 
-Memory is relaxed first: the stages left are at least as many as nodes. Only where the partition
-found so does not fit is the program run that knows the stages left (memory_bound.py).
+At first the memory limit is relaxed: a tail is assumed to have as few stages as it has nodes. Only
+if the partition found so does not fit, a slower program runs that counts the stages of each tail
+(memory_bound.py).
 
 Exact: `lowest` is the minimum over all partitions that fit (test_partitions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, for the problem.
-Differs: its T1 + T2 + T3 at N_b = 4S (paper.py) leaves out transfers and memory, and can exceed the
-truth as well as fall below it.
+Differs: its T1 + T2 + T3 at N_b = 4S (paper.py) leaves out transfers and memory, and can be above
+the makespan as well as below it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,24 +41,27 @@ from planaria.planner.partition.refine import steady_s, table_of
 from planaria.planner.partition.windows import Windows, behind, widest, windows
 from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 
-# A limit begins as so many times what no partition can do without, and grows until there is one.
+# Stages are looked at only up to a limit. It begins at _LIMIT_FACTOR times a time that no partition
+# can go below, and grows by _LIMIT_GROWTH until a partition is found.
 _LIMIT_FACTOR: Final = 1.5
 _LIMIT_GROWTH: Final = 1.5
 _LIMIT_TRIES: Final = 8
-_STEP: Final = 1.02  # The factor by which a time grows until a partition is found that keeps it.
-_TINY_S: Final = 1e-12  # The least that is told from no time at all.
-MANY_MICROBATCHES: Final = 1 << 20  # With so many, the bound is that of the busiest stage.
+_STEP: Final = 1.02  # The times that `_soonest` tries are powers of it, in seconds.
+_TINY_S: Final = 1e-12  # Shorter times are taken for this one, as 0 has no logarithm.
+MANY_MICROBATCHES: Final = 1 << 20  # So many that the busiest stage alone decides the bound.
 
 
 class _Shapes(Protocol):
     def shape(self, counts: Counts) -> Shape | None:
-        """A partition for so many nodes that keeps some time."""
+        """A partition for these numbers of nodes that keeps within some time; None if none is
+        found."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The lowest bound, the partition that has it, and others that may be faster in truth."""
+    """The lowest bound, and partitions: first the one that has it, then others that may have a
+    shorter makespan."""
 
     bound_s: float
     shapes: tuple[Shape, ...]
@@ -66,8 +71,8 @@ class BoundSearch:
     """Lowest bounds for pipelines of several numbers of nodes.
 
     Args:
-        microbatches: by nodes of each kind, of the pipelines that will be asked for. Those with
-            equal numbers of microbatches share a table.
+        microbatches: number of microbatches of each pipeline that will be asked for, by its number
+            of nodes of each kind. Pipelines with equal numbers of microbatches share a table.
     """
 
     def __init__(self, costs: StageCosts, microbatches: Mapping[Counts, int]) -> None:
@@ -82,7 +87,7 @@ class BoundSearch:
         self._rates_by_steps: dict[int, Rates] = {}
 
     def lowest(self, counts: Counts) -> Found | None:
-        """The lowest bound of a pipeline of so many nodes; None if no partition fits."""
+        """The lowest bound of a pipeline of these numbers of nodes; None if no partition fits."""
         if sum(counts) > self._costs.num_layers:  # Each node needs a stage.
             return None
         shape, lowest_s = self._relaxed_shape(counts, self._microbatches[counts])
@@ -95,8 +100,11 @@ class BoundSearch:
         return Found(lowest_s, (shape, *others))
 
     def _many(self, counts: Counts) -> tuple[Shape, ...]:
-        """Partitions for very many microbatches that fit: the fastest one may lie nearer to one of
-        them than to that with the lowest bound."""
+        """One or two partitions that fit and are good for very many microbatches.
+
+        The fastest partition may be more similar to one of them than to the partition with the
+        lowest bound.
+        """
         shape, lowest_s = self._relaxed_shape(counts, MANY_MICROBATCHES)
         least_s = lowest_s / MANY_MICROBATCHES
         if shape is None or not fitting(self._costs, rows_of([shape]))[0]:
@@ -108,7 +116,11 @@ class BoundSearch:
         return (shape,) if steady is None else (shape, steady)
 
     def _held(self, counts: Counts, some: Shape) -> tuple[float, Shape]:
-        """The lowest bound of the partitions that fit, and one that has it, given any of them."""
+        """The lowest bound of the partitions that fit, and a partition that has it.
+
+        Args:
+            some: any partition that fits; its bound limits the search.
+        """
         num_microbatches = self._microbatches[counts]
         limit_s = _bound_s(self._costs, some, num_microbatches) * (1 + 1e-9)
         held = Held(
@@ -123,7 +135,7 @@ class BoundSearch:
         return held.lowest()
 
     def _fitting_at(self, steps: int) -> Fitting:
-        """With stages that take no longer than so many steps."""
+        """The fewest stages of tails whose stages take at most _STEP ** steps seconds each."""
         if steps not in self._fitting_by_steps:
             some = windows(self._costs, 1, _STEP**steps)
             self._fitting_by_steps[steps] = Fitting(self._costs, self._positions, some)
@@ -135,14 +147,15 @@ class BoundSearch:
         return self._rates_by_steps[steps]
 
     def _relaxed_shape(self, counts: Counts, num_microbatches: int) -> tuple[Shape | None, float]:
-        """The partition with the lowest bound without memory, None if there is none; its bound."""
+        """The partition with the lowest bound under the relaxed memory limit, or None; and that
+        bound."""
         position = self._positions.of(counts)
         tails = self._relaxed_tails(position, num_microbatches)
         lowest_s = tails.lowest_s(position)
         return (tails.shape(position) if np.isfinite(lowest_s) else None), lowest_s
 
     def _relaxed_tails(self, position: int, num_microbatches: int) -> "_Tails":
-        """The tails without memory, which know this position."""
+        """Tails under the relaxed memory limit, whose lowest bound at this position is right."""
         factors = self._factors.setdefault(num_microbatches, _growing(_LIMIT_FACTOR, _LIMIT_GROWTH))
         tails = self._relaxed.get(num_microbatches)
         while tails is None or not tails.knows(position):
@@ -154,8 +167,12 @@ class BoundSearch:
         return tails
 
     def _least_s(self, num_microbatches: int) -> Seconds:
-        """Where a limit begins, by position up to the last that is asked for: that of the slowest
-        pipeline that has as many nodes; no time where none has."""
+        """Time from which the limit at each position grows, up to the last position asked for.
+
+        For each pipeline there is a time that the bound of none of its partitions goes below. A
+        position has the largest of these times over the pipelines that contain its nodes, and -inf
+        if none does.
+        """
         asked = np.array(
             [
                 counts
@@ -179,7 +196,13 @@ class BoundSearch:
 def _soonest(
     at: Callable[[int], _Shapes], counts: Counts, least_s: float, end_s: float
 ) -> Shape | None:
-    """The partition for the fewest steps that have one, from least_s on and before end_s."""
+    """The partition found within the shortest time, between least_s and end_s, in which there is
+    one; None if there is none.
+
+    Args:
+        at: function that gives, for a number of steps, what finds partitions within _STEP ** steps
+            seconds.
+    """
     first, end, width = _steps_to(least_s), _steps_to(end_s), 1
     found = None
     while first < end:
@@ -197,19 +220,20 @@ def _steps_to(seconds: float) -> int:
 
 
 def _growing(first: float, growth: float) -> Iterator[float]:
-    """A limit and ever larger ones, the last of which is none: what is 0 does not grow."""
+    """Growing factors of a limit; the last one is infinite, since a limit of 0 never grows."""
     for index in range(_LIMIT_TRIES):
         yield first * growth**index
     yield np.inf
 
 
 class _Tails:
-    """The lowest bound of layers [u, L) by u and position, without memory: the stages left are
-    taken for as few as nodes.
+    """The lowest bound of layers [u, L) for each u and position, under a relaxed memory limit.
+
+    Relaxed: a stage is taken to fit if it would with as few stages left as there are nodes left.
 
     Args:
-        limits_s: by position; never above that of a position on the way. Bounds above need not be
-            right.
+        limits_s: limit on the bounds at each position, never above the limit of a position that a
+            stage can lead to. Bounds above their limit need not be right.
     """
 
     def __init__(
@@ -234,16 +258,18 @@ class _Tails:
             self._behind_s.append(behind(self._bounds_s[-1], costs.num_layers))
 
     def knows(self, position: int) -> bool:
-        """Whether the lowest bound at a position is right: it is not above the limit."""
+        """Whether the lowest bound of the whole model at a position is right, because it does not
+        exceed the limit."""
         limit_s = self._limits_s[position]
         return limit_s == np.inf or self.lowest_s(position) <= limit_s
 
     def lowest_s(self, position: int) -> float:
-        """The lowest bound of the whole model on all of it; infinite if there is none."""
+        """The lowest bound of the whole model at a position; infinite if no partition is known."""
         return float(self._bounds_s[position][0])
 
     def shape(self, position: int) -> Shape:
-        """The partition behind a finite bound of the whole model."""
+        """The partition of the whole model with the lowest bound at a position, which must be
+        finite."""
         shape: list[tuple[int, int]] = []
         first = 0
         while position:
@@ -268,7 +294,8 @@ class _Tails:
         return bounds_s
 
     def _options(self, position: int, option: Option, layers: slice) -> Seconds:
-        """[w, u]: the bounds if the first stage has layers [u, u + w + 1)."""
+        """Table [w, u] of the lowest bounds of layers [u, L) if the first stage has layers
+        [u, u + w + 1)."""
         window = self._windows[option.group]
         width = window.width(self._limits_s[position])
         through_s = window.through_s[option.between_nodes][:width, layers]
@@ -281,8 +308,11 @@ class _Tails:
 
 
 def _layers_before_s(costs: StageCosts) -> Seconds:
-    """Of the layers before each: one microbatch alone, and its seconds on a device of speed 1;
-    shape [2, L + 1]."""
+    """Sums over the layers before each layer, for one microbatch, shape [2, L + 1].
+
+    Row 0 has the least seconds that these layers take one after the other; row 1 the least
+    device-seconds that they cost on devices of speed 1.
+    """
     layers = np.arange(costs.num_layers)
     by_group = {group: costs.seconds[group][layers, layers + 1] for group in costs.groups}
     alone_s = np.min(list(by_group.values()), axis=0)
@@ -293,7 +323,7 @@ def _layers_before_s(costs: StageCosts) -> Seconds:
 
 
 def _bound_s(costs: StageCosts, shape: Shape, num_microbatches: int) -> float:
-    """The bound of a partition."""
+    """The bound of a partition, in seconds."""
     bound_s = way_s = 0.0
     first = device = 0
     for end, group in shape:

@@ -1,9 +1,10 @@
-"""Which partitions fit into memory, and in how few stages the model fits on so many nodes.
+"""Which partitions fit into memory, and the fewest stages in which the model fits on given nodes.
 
-A stage keeps as many microbatches in flight as stages are left. So of two tails of the model at
-the same position that with fewer stages lets more fit in front of it, and it is enough to know the
-fewest stages in which layers [u, L) fit there: one number for each u and position, which follows
-from those of the tails behind the first stage.
+A stage keeps as many microbatches in flight as there are stages from it to the last. So of two
+tails of the model at the same position, the one with fewer stages leaves more memory to the stages
+in front of it. It is therefore enough to know the fewest stages in which layers [u, L) fit at a
+position: one number for each u and position, which a dynamic program computes from the numbers of
+the tails behind the first stage.
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,14 @@ from planaria.planner.partition.positions import Option, Positions
 from planaria.planner.partition.windows import Windows, behind, widest
 from planaria.planner.problem import Counts, Shape, StageCosts
 
-NEVER: Final = 1 << 30  # Stages of a tail that does not fit.
+NEVER: Final = 1 << 30  # Number of stages that stands for a tail that does not fit.
 
 
 class Fitting:
-    """The fewest stages that fit.
+    """The fewest stages in which tails of the model fit into memory.
 
     Args:
-        some: the stages that there may be.
+        some: tables of the stages that a partition may have.
     """
 
     def __init__(self, costs: StageCosts, positions: Positions, some: Windows) -> None:
@@ -36,23 +37,24 @@ class Fitting:
         no_layers = self._nothing.copy()
         no_layers[costs.num_layers] = 0
         self._fewest = [no_layers]
-        # By position: the tails that fit begin in layers [first, end), if in any.
+        # For each position, the range [first, end) of the layers in which tails that fit begin;
+        # an empty range if none fits.
         self._layers = [(costs.num_layers, costs.num_layers + 1)]
 
     def is_feasible(self, counts: Counts) -> bool:
-        """Whether a pipeline of so many nodes has a partition that fits."""
+        """Whether a pipeline of these numbers of nodes has a partition that fits."""
         if sum(counts) > self._costs.num_layers:  # Each node needs a stage.
             return False
         return bool(self.fewest(self._positions.of(counts))[0] < NEVER)
 
     def fewest(self, position: int) -> NDArray[np.int32]:
-        """[u]: the fewest stages of layers [u, L) at a position, or NEVER."""
+        """Array over u: the fewest stages in which layers [u, L) fit at a position, or NEVER."""
         while len(self._fewest) <= position:
             self._append_next()
         return self._fewest[position][: self._costs.num_layers + 1]
 
     def shape(self, counts: Counts) -> Shape | None:
-        """A partition with the fewest stages, None if there is none."""
+        """A partition that fits, with the fewest stages; None if there is none."""
         if not self.is_feasible(counts):
             return None
         shape: list[tuple[int, int]] = []
@@ -85,8 +87,8 @@ class Fitting:
         self._layers.append((int(there[0]), int(there[-1]) + 1) if len(there) else (num_layers, 0))
 
     def _options(self, option: Option, first: int, end: int) -> NDArray[np.int32]:
-        """[w, u]: the fewest stages of the tail from layer first + u on, whose first stage has
-        w + 1 layers."""
+        """Table [w, u]: the fewest stages of the tail that begins at layer first + u with a stage
+        of w + 1 layers, or NEVER."""
         most = self._windows[option.group].stages_left[:, first:end]
         rest = behind(self._fewest[option.after], self._costs.num_layers)
         stages = rest[: len(most), first:end] + np.int32(1)
@@ -95,8 +97,11 @@ class Fitting:
 
 
 class Rows(NamedTuple):
-    """Partitions, a column each: first layer, end layer and group of their stages. In front of the
-    short ones all three are 0."""
+    """The first layer, end layer and group of each stage of several partitions.
+
+    Each partition is a column, and each stage a row. A partition with fewer stages than others has
+    rows in front in which all three are 0.
+    """
 
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
@@ -115,7 +120,7 @@ def rows_of(shapes: Sequence[Shape]) -> Rows:
 
 
 def fitting(costs: StageCosts, rows: Rows) -> NDArray[np.bool_]:
-    """Which of the partitions fit into memory."""
+    """Array over partitions: whether each fits into memory."""
     stages_left = len(rows.ends) - np.arange(len(rows.ends))[:, None]
     in_flight = np.minimum(stages_left, costs.problem.num_microbatches)
     most: NDArray[np.int64] = np.where(rows.groups, 0, in_flight)

@@ -1,14 +1,15 @@
-"""The lowest bound where memory binds: with what stages hold in flight.
+"""The lowest bound of the partitions that fit, where the memory limit excludes some.
 
-A stage holds as many microbatches as stages are left, so the program over tails gets a third
-dimension: the most stages that a tail may have. What keeps it small is a limit, the bound of some
-partition that fits. For partitions that stay below it
+A stage keeps as many microbatches in flight as there are stages from it to the last. So the dynamic
+program over tails (bound.py) gets a third dimension: an upper bound on the stages of a tail. It
+stays small because only partitions below a limit matter, the bound of some partition that fits. For
+these there are, for layers [u, L) at a position,
 
-- layers [u, L) have at least so many stages at a position (fitting.py), and
-- at most so many, or what lies in front of them does not fit (`_most_stages`).
+- a least number of stages, as fewer do not fit themselves (fitting.py), and
+- a largest number of stages, as with more the stages in front do not fit (`_most_stages`).
 
-Between the two lie few layers u for each position, and few numbers of stages. Exact: no partition
-with a lower bound than the limit is left out.
+At each position the first is not above the second for few layers u only, and few numbers of stages
+lie between them. Exact: no partition with a bound below the limit is left out.
 
 Source: Odyssey, equation 14, for what a stage holds.
 """
@@ -27,11 +28,11 @@ from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Band:
-    """The lowest bounds of tails at a position; those outside are infinite.
+    """The lowest bounds of tails at a position; tails that are not in the table have none.
 
     Attributes:
-        bounds_s: [r, u], of layers [first_layer + u, L) in at most first_stages + r stages. What
-            holds for the last r holds for more, too.
+        bounds_s: [r, u], lowest bound of layers [first_layer + u, L) in at most first_stages + r
+            stages, in seconds; infinite if there is none. The last row also holds for more stages.
     """
 
     first_layer: int
@@ -40,12 +41,13 @@ class _Band:
 
 
 class Held:
-    """The lowest bound of the whole model on so many nodes.
+    """The lowest bound of the whole model on given nodes, of the partitions that fit.
 
     Args:
-        limit_s: of bounds; some partition that fits must have one as low.
-        fewest: stages of tails, if stages may be as slow as the limit lets them be.
-        above_s: [u], what a microbatch takes at least for the layers above u and back.
+        limit_s: upper bound on the result, in seconds; some partition that fits must have a bound
+            as low.
+        fewest: the fewest stages of tails, over at least all stages that the limit allows.
+        above_s: [u], least seconds of a microbatch, forward and backward, in the layers before u.
     """
 
     def __init__(
@@ -71,13 +73,14 @@ class Held:
             self._bands.append(self._band(position, least, most[position]))
 
     def lowest(self) -> tuple[float, Shape]:
-        """The lowest bound and a partition that has it, with the fewest stages that it needs."""
+        """The lowest bound, in seconds, and a partition that has it in the fewest stages."""
         band = self._bands[-1]
         row = int(band.bounds_s[:, 0].argmin())
         return float(band.bounds_s[row, 0]), self._shape(band.first_stages + row)
 
     def _shape(self, stages_left: int) -> Shape:
-        """A partition with the lowest bound of those whose first stage fits with so many stages."""
+        """A partition with the lowest bound of those that have at most stages_left stages, and
+        whose first stage fits with as many."""
         shape: list[tuple[int, int]] = []
         first, position = 0, len(self._bands) - 1
         while position:
@@ -95,13 +98,18 @@ class Held:
         return tuple(shape)
 
     def _stages_needed(self, position: int, first: int, most: int) -> int:
-        """The fewest stages with which a tail has the same bound as with at most so many."""
+        """The fewest stages with which a tail has the same bound as with `most` stages."""
         band = self._bands[position]
         bounds_s = band.bounds_s[: most - band.first_stages + 1, first - band.first_layer]
         return band.first_stages + int(np.argmax(bounds_s == bounds_s[-1]))
 
     def _band(self, position: int, least: NDArray[np.int32], most: NDArray[np.int32]) -> _Band:
-        """The bounds of tails at a position that need no more stages than they may have."""
+        """The lowest bounds of tails at a position.
+
+        Args:
+            least: [u], the fewest stages in which layers [u, L) fit.
+            most: [u], the most stages of layers [u, L) with which stages in front of them fit.
+        """
         layers = np.flatnonzero(least <= most)
         if not len(layers):
             return _Band(0, 0, np.full((1, 1), np.inf))
@@ -114,8 +122,8 @@ class Held:
         return _Band(first, int(stages[0]), np.minimum.accumulate(bounds_s, axis=0))
 
     def _options(self, option: Option, layers: slice, stages: NDArray[np.int64]) -> Seconds:
-        """[w, r, u]: the bounds if the first stage has layers [u, u + w + 1), and fits with
-        stages[r] stages left."""
+        """Table [w, r, u] of the lowest bounds of layers [u, L) if the first stage has layers
+        [u, u + w + 1) and must fit with stages[r] stages from it to the last."""
         window = self._windows[option.group]
         stages_left = window.stages_left[:, layers]
         fit = np.flatnonzero((stages_left >= stages[0]).any(axis=1))
@@ -130,7 +138,8 @@ class Held:
     def _behind(
         self, position: int, width: int, layers: slice, stages: NDArray[np.int64]
     ) -> Seconds:
-        """[w, r, u]: the bound of the tail from layer u + w + 1 in at most stages[r] - 1 stages."""
+        """Table [w, r, u] of the lowest bounds of layers [u + w + 1, L) in at most stages[r] - 1
+        stages."""
         band = self._bands[position]
         num_rows, num_columns = band.bounds_s.shape
         num_layers = layers.stop - layers.start
@@ -149,7 +158,8 @@ class Held:
 
 
 def _reached(window: Window, limits_s: Seconds) -> Window:
-    """The window without stages that are busy for longer than the limit of their first layer."""
+    """The window with stages_left 0 for stages that are busy for longer than the limit of their
+    first layer."""
     below = window.busy_s <= limits_s
     return replace(window, stages_left=np.where(below, window.stages_left, np.int32(0)))
 
@@ -157,8 +167,14 @@ def _reached(window: Window, limits_s: Seconds) -> Window:
 def _most_stages(
     num_layers: int, positions: Positions, some: Windows, start: int
 ) -> list[NDArray[np.int32]]:
-    """By position, up to that of the whole pipeline, [u]: the most stages of layers [u, L) with
-    which some stages above fit."""
+    """The most stages of layers [u, L) with which some stages for the layers before u fit.
+
+    Args:
+        start: position of the whole pipeline.
+
+    Returns:
+        an array over u for each position from 0 to start; 0 where no stages fit.
+    """
     most = [np.zeros(num_layers + 1, dtype=np.int32) for _ in range(start + 1)]
     most[start][0] = num_layers
     skewed = np.zeros((widest(some), 2 * num_layers), dtype=np.int32)
@@ -169,7 +185,8 @@ def _most_stages(
         for option in positions.options(position):
             stages_left = some[option.group].stages_left
             width = len(stages_left)
-            # The stage of layers [u, u + w + 1) ends where that of w - 1 from u + 1 on does.
+            # Stages [w, u] and [w - 1, u + 1] end at the same layer. In this skewed view all stages
+            # with one end are written to one column of `skewed`.
             by_first = as_strided(skewed, (width, num_layers), (row_step + step, step))
             np.minimum(stages_left, most[position][:-1], out=by_first)
             ends = skewed[:width, :num_layers].max(axis=0, initial=0) - 1

@@ -1,25 +1,26 @@
 """Oobleck's own objective, T1 + T2 + T3 at N_b = 4S, and the partition that minimises it.
 
-With t_i the seconds of a microbatch in stage i (forward and backward), and k* the slowest stage,
-the rightmost of equals, counted from 0:
+Let t_i be the seconds of a microbatch in stage i (forward and backward), and k* the slowest stage,
+counted from 0 (the last of them if several are equally slow). Then
 
     T1 = sum of all t_i        T2 = (4S - S + k* - 1) * t_k*        T3 = sum of t_i from k* on
 
-For a given k* of t* seconds that is additive over stages: t_i + 4 t* before k*, 2 t_i + 3 t* from
-k* on, less t*. So a dynamic program over (first layer, devices left), with k* ahead or behind,
-finds the best partition for one t*; with an interval [a, b] for t*, taken as a where it costs and
-as b where it limits, it finds a lower bound for all t* in there. Intervals whose bound is no better
-than the best partition so far are dropped, the others are cut, down to single values, where the
-bound is exact. One run of the program treats many intervals.
+Let t* be the seconds of stage k*. For a given t* the objective is a sum over stages, less t*: a
+stage before k* adds t_i + 4 t*, any other stage 2 t_i + 3 t*. So a dynamic program finds the best
+partition for one t*. Its state is the first layer, the devices left, and whether k* is still to
+come. For an interval [a, b] of values of t* the program finds a lower bound: it takes t* as a where
+t* is a cost, and as b where t* limits the stages. Intervals whose bound is no better than the best
+partition so far are dropped. The others are divided, down to single values, for which the bound is
+exact. One run of the program treats many intervals.
 
 Exact: the minimum over all partitions (tests/planner/partition/test_partitions.py).
 
 Source: Oobleck (SOSP '23), section 4.1.2, equations 1 - 4.
-Differs: equations 1 and 3 start the second half at layer k + 1, which skips layer k; T2 is computed
-for the whole pipeline, for it is not the sum of those of its halves. The paper's divide and conquer
-keeps the best of each half only, which need not give the best whole; this does not. Communication
-and memory are left out, as there. Used for comparison, as `paper_sets.py` is: planaria plans by
-`templates.py` and `sets.py`.
+Differs: equations 1 and 3 start the second half at layer k + 1, which skips layer k. T2 is computed
+for the whole pipeline, because it is not the sum of the values of its halves. The paper's divide
+and conquer keeps only the best of each half, which need not give the best whole; this program does
+not have that flaw. As in the paper, communication and memory are left out. This module serves only
+for comparison, as `paper_sets.py` does: planaria plans with `templates.py` and `sets.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from planaria.planner.partition.bound import MANY_MICROBATCHES, BoundSearch
 from planaria.planner.partition.positions import Positions
 from planaria.planner.problem import Seconds, Shape, StageCosts
 
-_INTERVALS: Final = 32  # That one run of the program treats.
+_INTERVALS: Final = 32  # Bound on intervals that one run of the program treats.
 
 
 def paper_s(costs: StageCosts, shape: Shape) -> float:
@@ -47,7 +48,11 @@ def paper_s(costs: StageCosts, shape: Shape) -> float:
 
 
 def paper_iteration_s(stage_s: Sequence[float]) -> float:
-    """T1 + T2 + T3 at N_b = 4S of stages that take so long for a microbatch."""
+    """T1 + T2 + T3 at N_b = 4S.
+
+    Args:
+        stage_s: seconds of a microbatch in each stage, forward and backward.
+    """
     num_stages = len(stage_s)
     slowest = max(range(num_stages), key=lambda i: (stage_s[i], i))
     steady_s = (3 * num_stages + slowest - 1) * stage_s[slowest]
@@ -55,14 +60,14 @@ def paper_iteration_s(stage_s: Sequence[float]) -> float:
 
 
 def paper_partition(costs: StageCosts, num_nodes: int) -> tuple[float, Shape] | None:
-    """The lowest T1 + T2 + T3 of a pipeline of so many nodes, and its partition; None if there is
-    no partition."""
+    """The lowest T1 + T2 + T3 of a pipeline of num_nodes nodes, and its partition; None if there
+    is no partition."""
     start = BoundSearch(costs, {(num_nodes,): MANY_MICROBATCHES}).lowest((num_nodes,))
     if start is None:
         return None
     best = min((paper_s(costs, shape), shape) for shape in start.shapes)
     times_s = np.unique(np.concatenate([t[np.isfinite(t)] for t in costs.seconds.values()]))
-    # Each of n stages or more takes t* thrice and some time of its own: T2, T3 and T1.
+    # T1 + T2 + T3 is at least 3 S t*, and there are num_nodes stages or more.
     times_s = times_s[times_s <= best[0] / (3 * num_nodes)]
     intervals = _cut(0, len(times_s) - 1, _INTERVALS)
     while intervals:
@@ -82,7 +87,12 @@ def _cut(first: int, last: int, parts: int) -> list[tuple[int, int]]:
 
 
 class _Run:
-    """One run of the program, for several intervals of times of the slowest stage."""
+    """One run of the program, for several intervals of t*.
+
+    Args:
+        times_s: possible values of t*, ascending.
+        intervals: pairs of the first and the last index into times_s.
+    """
 
     def __init__(
         self,
@@ -95,22 +105,25 @@ class _Run:
         self._intervals = intervals
         self._least_s = times_s[[first for first, _ in intervals]]
         self._most_s = times_s[[last for _, last in intervals]]
-        # Stages after the slowest one are faster; that can be said where its time is known.
+        # Stages behind the slowest one are faster than t*. That can be required only where the
+        # interval is a single value.
         self._is_exact = self._least_s == self._most_s
         self._windows = {count: self._window(count) for count in costs.counts}
         self._num_devices = num_nodes * costs.devices_per_node
         self._positions = Positions(costs, (num_nodes,))
         shape = (self._num_devices + 1, len(intervals), 2 * costs.num_layers + 1)
-        # [d, i, u]: layers [u, L) on the last d devices, all behind k*; or with k* among them.
+        # [d, i, u]: the least cost of layers [u, L) on the last d devices in interval i; in the
+        # first table all stages are behind k*, in the second k* is among them.
         self._behind_s, self._with_s = np.full((2, *shape), np.inf)
         self._behind_s[0, :, costs.num_layers] = 0.0
         for devices_left in range(1, self._num_devices + 1):
             self._fill(devices_left)
-        # For each interval, no partition whose slowest stage is in there has less.
+        # For each interval, a lower bound for the partitions whose t* is in it.
         self._bounds_s = self._with_s[-1, :, 0] - self._least_s
 
     def promising(self) -> Iterator[tuple[float, Shape]]:
-        """The partitions behind the lowest bound, and behind the lowest one that is exact."""
+        """The partitions that have the lowest bound, and the lowest exact bound, with their
+        T1 + T2 + T3."""
         exact_s = np.where(self._is_exact, self._bounds_s, np.inf)
         for bounds_s in (self._bounds_s, exact_s):
             interval = int(np.argmin(bounds_s))
@@ -119,7 +132,7 @@ class _Run:
                 yield paper_s(self._costs, shape), shape
 
     def alive(self, limit_s: float) -> list[tuple[int, int]]:
-        """The intervals that may hold something better than the limit."""
+        """The intervals of several values that may hold a partition better than the limit."""
         is_alive = (self._bounds_s < limit_s) & ~self._is_exact
         return [self._intervals[index] for index in np.flatnonzero(is_alive).tolist()]
 
@@ -140,7 +153,12 @@ class _Run:
         return tuple(shape)
 
     def _window(self, count: int) -> tuple[Seconds, Seconds, Seconds, NDArray[np.int64]]:
-        """What a stage adds, before, as and after k*: [i, u, w], for layers [u, u + w + 1)."""
+        """What a stage of `count` devices adds to the objective, and where it ends.
+
+        Returns:
+            three tables [i, u, w] for layers [u, u + w + 1) in interval i, if the stage is before
+            k*, if it is k*, and if it is behind k*; and a table [u, w] of its end layer.
+        """
         num_layers = self._costs.num_layers
         table = self._costs.seconds[count]
         width = int((table <= self._most_s.max()).sum(axis=1).max())
@@ -161,7 +179,15 @@ class _Run:
     def _options(
         self, devices_left: int, count: int, *, is_behind: bool
     ) -> list[tuple[bool, Seconds]]:
-        """By whether all that follows is behind k*, the costs by first stage: [i, u, w]."""
+        """Costs of a tail whose first stage has `count` devices.
+
+        Args:
+            is_behind: whether the tail lies behind k*.
+
+        Returns:
+            pairs: whether the rest of the tail lies behind k*, and a table [i, u, w] of the costs
+            in interval i if the first stage has layers [u, u + w + 1).
+        """
         before_s, slowest_s, after_s, ends = self._windows[count]
         rest_s = self._behind_s[devices_left - count][:, ends]
         if is_behind:

@@ -1,15 +1,17 @@
-"""The partitions that a search over layouts chooses from, by nodes and microbatches of a pipeline.
+"""The partition that a search over layouts uses for a pipeline of n nodes and m microbatches.
 
-With whole backwards it is the fastest template (templates.py), or one whose layers are shared out
-evenly, if that is faster: of the layers that are left over each stage gets one more or none, in all
-ways there are. With split backwards these are run in virtual time, those that can be the fastest
-first, and then those that differ from the best by a small change.
+With whole backwards it is the fastest template (templates.py), or a faster even partition. In an
+even partition the numbers of layers of two stages differ by one at most; all such partitions are
+tried. With split backwards the search first simulates the partition for whole backwards. Then it
+simulates the even partitions, and those that differ from the best so far by a small change, in
+ascending order of their lower bounds.
 
-Memory is that for all microbatches of the job, as for every template: the next failure may leave
-them to a single pipeline.
+A partition must have memory for all microbatches of the job, as every template must: the next
+failure may leave them to a single pipeline.
 
 Source: Odyssey, section IV-A, layer distribution.
-Differs: Odyssey tries even shares alone, which seldom suit a model with an embedding and a head.
+Differs: Odyssey tries even partitions alone, which seldom suit a model with an embedding and a
+head.
 """
 
 from collections.abc import Iterator
@@ -25,17 +27,18 @@ from planaria.planner.partition.split_times import SplitTimes, least_split_s
 from planaria.planner.problem import Problem, Shape, stage_costs
 from planaria.planner.templates import fastest_templates, template_of
 
-EVEN_MAX: Final = 2000  # Ways to share out layers; of 34 over 16 stages there are 120.
-RUNS_MAX: Final = 48  # Of one number of nodes and microbatches; one takes a few ms.
+# Bound on even partitions; 34 layers over 16 stages have 120. Where there are more, none is tried.
+EVEN_MAX: Final = 2000
+RUNS_MAX: Final = 48  # Bound on simulations for one size; a simulation takes a few ms.
 
-Size = tuple[int, int]  # Nodes of a pipeline, and its microbatches.
+Size = tuple[int, int]  # Number of nodes of a pipeline, and of its microbatches.
 
 
 class Partitions:
-    """Partitions for nodes that are all as the profile says, each found once.
+    """Partitions for nodes that are all as the profile says; each search is made only once.
 
     Attributes:
-        split_times: of whatever was run.
+        split_times: end times of the pipelines that were simulated with split backwards.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -45,21 +48,22 @@ class Partitions:
         self.split_times = SplitTimes(problem)
 
     def knows(self, size: Size) -> bool:
-        """Whether `whole` needs no search for it."""
+        """Whether `whole` has its answer for this size already."""
         return size in self._whole
 
     def whole(self, size: Size) -> PipelineTemplate | None:
-        """The fastest with whole backwards, None if none fits."""
+        """The fastest partition with whole backwards; None if none fits."""
         if size not in self._whole:
             self._whole[size] = self._fastest_whole(size)
         return self._whole[size]
 
     def split(self, size: Size) -> PipelineTemplate | None:
-        """The fastest with split backwards that is known so far, at first that with whole ones."""
+        """The fastest partition with split backwards that is known so far; `whole` before
+        `improve_split` has ended. None if none fits."""
         return self._split.get(size) or self.whole(size)
 
     def improve_split(self, size: Size) -> Iterator[None]:
-        """Looks for a faster one, a run each step."""
+        """Looks for a faster partition for split backwards; yields after each one it simulates."""
         template = self.whole(size)
         if template is None or size in self._split:
             return
@@ -95,7 +99,8 @@ class Partitions:
         return template_of(self._costs, shapes[int(seconds.argmin())])
 
     def _even(self, shape: Shape) -> list[Shape]:
-        """On the same devices, the shares of layers that differ by one at most, and fit."""
+        """The even partitions on the devices of a given one that fit; none if there are more than
+        EVEN_MAX."""
         num_stages = len(shape)
         each, num_more = divmod(self._costs.num_layers, num_stages)
         if comb(num_stages, num_more) > EVEN_MAX:
@@ -109,7 +114,7 @@ class Partitions:
         return [shape for shape, does in zip(shapes, fits, strict=True) if does]
 
     def _promising(self, shapes: list[Shape], count: int) -> list[tuple[float, Shape]]:
-        """Those that fit, with what they take at least, the least first."""
+        """Pairs of a lower bound in seconds and a partition that fits, in ascending order."""
         if not shapes:
             return []
         rows = rows_of(shapes)

@@ -1,11 +1,12 @@
-"""Where in a pipeline's nodes its stages may begin, counted from the end.
+"""Positions: numbers that say which nodes and devices are left for a tail of the model.
 
-All that a program over tails of the model has to know of the nodes in front of a tail is what the
-tail has left: nodes of each kind, and devices of the node that it begins in. Each such remainder
-is a position, a number; a stage on some of the node's devices leads to one that is smaller. One
-table over positions serves pipelines of all numbers of nodes, in all orders of kinds.
+A dynamic program places the layers from u on (a tail) on the nodes that the layers before u do not
+use. It has to know only what is left for the tail: the number of whole nodes of each kind, and the
+free devices of the node that the tail begins in. Each such remainder has a number, its position. A
+stage uses some devices of one node, so it leads from a position to a smaller one. One table over
+positions serves pipelines of all numbers of nodes, in all orders of kinds.
 
-Where nodes are all of one kind a position is the number of devices left.
+Where all nodes are of one kind, a position equals the number of devices left.
 """
 
 from itertools import product
@@ -19,12 +20,12 @@ from planaria.planner.problem import Counts, StageCosts
 
 
 class Option(NamedTuple):
-    """One way for a stage to begin at a position.
+    """A choice of devices for the stage that begins at a position.
 
     Attributes:
-        group: the devices of the stage.
-        after: the position behind it.
-        between_nodes: whether what follows lies in another node.
+        group: group of the stage.
+        after: position behind the stage.
+        between_nodes: whether the next stage lies in another node.
     """
 
     group: int
@@ -33,15 +34,15 @@ class Option(NamedTuple):
 
 
 class Positions:
-    """The positions of pipelines of at most so many nodes of each kind.
+    """The positions of pipelines whose number of nodes of each kind is limited.
 
     Args:
-        most: at most.
+        most: upper bound on nodes of each kind in one pipeline.
     """
 
     def __init__(self, costs: StageCosts, most: Counts) -> None:
         self._costs = costs
-        self._inner = costs.devices_per_node - 1  # Positions inside a node of each kind.
+        self._inner = costs.devices_per_node - 1  # Positions inside a node, for each kind.
         self._each = 1 + len(most) * self._inner
         sizes = [count + 1 for count in most]
         self._steps = tuple(prod(sizes[kind + 1 :]) for kind in range(len(sizes)))
@@ -49,18 +50,19 @@ class Positions:
         self._options: dict[int, tuple[Option, ...]] = {}
 
     def of(self, counts: Counts) -> int:
-        """That of whole nodes, so many of each kind."""
+        """The position at which exactly `counts[k]` whole nodes of kind k are left."""
         steps = zip(counts, self._steps, strict=True)
         return sum(count * step for count, step in steps) * self._each
 
     def options(self, position: int) -> tuple[Option, ...]:
-        """The stages that may begin there."""
+        """The choices of devices for a stage that begins at a position."""
         if position not in self._options:
             self._options[position] = tuple(self._found(position))
         return self._options[position]
 
     def nodes_left(self) -> NDArray[np.int64]:
-        """[p, k]: nodes of each kind left at a position, the one that it lies in included."""
+        """Table [p, k]: number of nodes of kind k left at position p, a partly used node
+        included."""
         vectors = np.array(list(product(*(range(count + 1) for count in self._most))))
         nodes = np.repeat(vectors, self._each, axis=0)
         for kind in range(len(self._most)):
@@ -81,7 +83,13 @@ class Positions:
         ]
 
     def _in_node(self, behind: int, kind: int, free: int) -> list[Option]:
-        """The stages on a node with so many free devices, before all nodes of a vector."""
+        """The choices for a stage on a node of which some devices are free.
+
+        Args:
+            behind: index of the combination of whole nodes that are left besides this node.
+            kind: index of the node's kind.
+            free: number of its free devices.
+        """
         base = behind * self._each
         found = []
         for count in self._costs.counts:

@@ -1,18 +1,20 @@
 """The partition with the highest steady rate, for very many microbatches and slow transfers.
 
-Stages k to j hand j - k + 1 microbatches around in a cycle, which takes all their seconds and a
-round trip over each link between them. 1F1B ends a microbatch in `rate_s` if no cycle takes more
-than that for each of its stages:
+Stages k to j pass j - k + 1 microbatches around in a cycle. One turn takes the seconds t_i of all
+these stages and a round trip c_i over each link between them. 1F1B finishes one microbatch every
+`rate_s` seconds if no cycle takes longer than that per stage:
 
-    sum of t_i over k <= i <= j, and of c_i over k <= i < j,  <=  (j - k + 1) * rate_s.
+    sum of t_i over k <= i <= j, plus sum of c_i over k <= i < j,  <=  (j - k + 1) * rate_s.
 
-Of the cycles that begin with the first stage k of a tail, the largest excess over the right side is
+The excess of a cycle is the left side minus the right side. Of the cycles that begin with the first
+stage k of a tail, the largest excess is
 
-    t_k - rate_s + max(0, c_k + excess of the tail behind it).
+    t_k - rate_s + max(0, c_k + largest excess of the tail behind stage k).
 
-So a dynamic program over (first layer, position) finds the tail with the least excess, exactly.
-With memory it knows the stages of that one tail only, and may miss a partition that there is: what
-it finds is where a search begins (refine.py), no bound.
+So a dynamic program over (first layer, position) finds the tail with the least such excess. Without
+a memory limit that is exact. With one, the program knows for each entry only the number of stages
+of that one tail, and may miss a partition that exists. So the result is a start for the search of
+refine.py, and no bound.
 """
 
 import numpy as np
@@ -23,7 +25,7 @@ from planaria.planner.problem import Counts, Seconds, Shape, StageCosts
 
 
 class Rates:
-    """Partitions that end a microbatch in so many seconds."""
+    """Partitions that finish one microbatch every rate_s seconds or faster."""
 
     def __init__(self, costs: StageCosts, positions: Positions, rate_s: float) -> None:
         self._costs = costs
@@ -36,14 +38,17 @@ class Rates:
         }
         self._stages_left = {group: window.stages_left for group, window in some.items()}
         self._nothing = np.full(costs.num_layers + widest(some), np.inf)
-        # By position and layer: the least excess, and the stages of the tail that has it.
+        # For each position and layer, the least excess and the number of stages of its tail.
         no_layers = self._nothing.copy()
         no_layers[costs.num_layers] = -np.inf
         self._excess_s = [no_layers]
         self._stages = [np.zeros(len(no_layers), dtype=np.int32)]
 
     def shape(self, counts: Counts) -> Shape | None:
-        """A partition, None if there is none; with memory, or if none is found."""
+        """A partition for these numbers of nodes; None if none is found.
+
+        With a memory limit there may be a partition although none is found.
+        """
         first, position = 0, self._positions.of(counts)
         while len(self._excess_s) <= position:
             self._append_next()
@@ -77,8 +82,8 @@ class Rates:
         self._stages.append(stages)
 
     def _options(self, option: Option, first: int, end: int) -> Seconds:
-        """[w, u]: the excess of the tail from layer first + u on, if its first stage has w + 1
-        layers; infinite above 0, and where the stage does not fit."""
+        """Table [w, u]: the least excess of the tail that begins at layer first + u with a stage of
+        w + 1 layers; infinite if it is above 0, or if the stage does not fit into memory."""
         num_layers = self._costs.num_layers
         over_s = self._over_s[option.group][:, first:end]
         rest_s = behind(self._excess_s[option.after], num_layers)[: len(over_s), first:end]
@@ -94,6 +99,6 @@ class Rates:
 
 
 def _difference_s(through_s: Seconds, stage_s: Seconds) -> Seconds:
-    """The round trips alone; 0 where there is no such stage."""
+    """Seconds of the round trips alone; 0 where there is no such stage."""
     nothing = np.zeros_like(stage_s)
     return np.subtract(through_s, stage_s, out=nothing, where=np.isfinite(stage_s))

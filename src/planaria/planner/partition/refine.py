@@ -1,18 +1,20 @@
-"""From partitions with a low bound to the fastest one nearby, by simulated 1F1B.
+"""Local search for the fastest partition by simulated 1F1B, from partitions with a low bound.
 
-A bound leaves out what transfers and unequal stages cost a real schedule. So the partitions that
-`BoundSearch` finds are only where this search begins: it times them, then those that differ from
-the best one by a small change, then those near the next best, until nothing near the best few is
-left to look at or the budget is spent. A change moves the cuts of neighbouring stages by a layer,
-moves devices of a node from stage to stage, splits a stage, joins two or all of a node, or
-exchanges two nodes of different kinds with all that they hold. Changes that a closed form shows to
-be slower than the best few are not timed (`least_s`).
+A bound leaves out some of what transfers and unequal stages cost a real schedule. So the partitions
+that `BoundSearch` finds are only the start of this search. It times them, then those that differ
+from the best one by a small change, then those near the next best. It ends when nothing near the
+best few is left to time, or the budget is spent. A small change moves the cuts of neighbouring
+stages by a layer, moves devices of a node from stage to stage, splits a stage, joins two or all
+stages of a node, or exchanges two neighbouring nodes of different kinds with their stages. Changes
+that a closed form shows to be slower than the best few are not timed (`least_s`).
 
-Ranked, not proved: against exhaustive search on small instances see docs/PLANNER.md. With many
-microbatches a partition is timed for fewer here, and the rest taken at the steady rate of its
-slowest cycle; the few that remain are then timed in full (templates.py).
+Not proved to find the fastest; docs/PLANNER.md compares it with exhaustive search on small
+instances. With many microbatches, a partition is timed here for some of them, and the others are
+counted at the steady rate of its slowest cycle; the few partitions that remain are then timed in
+full (templates.py).
 
-Source: Oobleck (SOSP '23), section 4.1.2, which takes the best by T1 + T2 + T3 at N_b = 4S instead.
+Source: Oobleck (SOSP '23), section 4.1.2.
+Differs: the paper takes the partition with the least T1 + T2 + T3 at N_b = 4S.
 """
 
 from bisect import insort
@@ -26,26 +28,26 @@ from planaria.estimator.makespan import Seconds, StageTable, makespans_of_each
 from planaria.planner.partition.fitting import Rows, fitting, rows_of
 from planaria.planner.problem import Counts, Shape, StageCosts
 
-NUM_KEPT: Final = 5  # The best ones, near which to look.
+NUM_KEPT: Final = 5  # Number of best partitions near which the search looks.
 ROUNDS_MAX: Final = 12
-BUDGET: Final = 2_000_000  # Stage ticks of one number of nodes.
-_FEWEST: Final = 16  # That may be timed of any changes.
-_CHANGES_MAX: Final = 256
-_CUTS_MAX: Final = 9
-_SETTLED_STAGES: Final = 2  # Microbatches per stage after which the rate is steady.
+BUDGET: Final = 2_000_000  # Simulated ticks x stages for one pipeline size.
+_FEWEST: Final = 16  # Number of changes that may be timed however little budget is left.
+_CHANGES_MAX: Final = 256  # About how many changes move cuts by one layer.
+_CUTS_MAX: Final = 9  # Number of cuts tried between two stages whose devices change.
+_SETTLED_STAGES: Final = 2  # Microbatches per stage after which the rate is taken for steady.
 
 
 def nearby(
     costs: StageCosts, starts: Mapping[Counts, Sequence[Shape]], microbatches: Mapping[Counts, int]
 ) -> dict[Counts, list[Shape]]:
-    """The few partitions near these that seem to be the fastest, by nodes of each kind.
+    """The few partitions near given ones that seem to be the fastest, by nodes of each kind.
 
-    All of them are searched at once: a tick of a simulation costs little more for
+    All numbers of nodes are searched at once, because a tick of a simulation costs little more for
     hundreds of partitions than for ten.
 
     Args:
-        starts: partitions that fit.
-        microbatches: of a pipeline of so many nodes.
+        starts: partitions that fit, by nodes of each kind.
+        microbatches: number of microbatches of a pipeline, by its nodes of each kind.
     """
     searches = {counts: _Search(costs, microbatches[counts]) for counts in starts}
     asked = [(searches[counts], shape) for counts, shapes in starts.items() for shape in shapes]
@@ -69,18 +71,19 @@ class _Search:
         self._done: set[Shape] = set()
 
     def best(self) -> list[Shape]:
-        """The fastest so far, best first."""
+        """The fastest partitions so far, the best one first."""
         return [shape for _, shape in self._best]
 
     def learn(self, shape: Shape, seconds: float, stage_ticks: int) -> None:
-        """Keeps it if it is one of the best."""
+        """Records how long a partition takes, and charges the budget for its simulation."""
         self._seen.add(shape)
         insort(self._best, (seconds, shape))
         del self._best[NUM_KEPT:]
         self._budget -= stage_ticks
 
     def next_shapes(self) -> list[Shape]:
-        """What is worth timing near the best one near which nobody has looked."""
+        """The partitions worth timing near the best one that has any; empty if the search is
+        over."""
         for shape in self.best():
             if self._budget > 0 and shape not in self._done:
                 self._done.add(shape)
@@ -90,7 +93,10 @@ class _Search:
         return []
 
     def _promising(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Those that are new, fit, and may be among the best; of too many the most promising."""
+        """The partitions that are new, fit, and may be among the best, by ascending lower bound.
+
+        Those with the highest lower bounds are left out where the budget does not suffice for all.
+        """
         new = [shape for shape in shapes if shape not in self._seen]
         self._seen.update(new)
         if not new:
@@ -107,7 +113,7 @@ class _Search:
 
 
 def _time(costs: StageCosts, asked: Sequence[tuple[_Search, Shape]]) -> None:
-    """Tells the searches how long their partitions take."""
+    """Simulates partitions and tells their searches how long they take."""
     steady = _SETTLED_STAGES * max(len(shape) for _, shape in asked)
     groups: dict[int, list[tuple[_Search, Shape]]] = {}
     for search, shape in asked:
@@ -136,13 +142,13 @@ def changed(costs: StageCosts, shape: Shape) -> list[Shape]:
 
 
 def _moved_cuts(shape: Shape) -> Iterator[Shape]:
-    """A run of neighbouring cuts moved by a layer, or one by two."""
+    """Partitions with a run of neighbouring cuts moved by one layer, or a single cut by two."""
     num_cuts = len(shape) - 1
     longest = max(1, _CHANGES_MAX // (2 * max(1, num_cuts)))
     edges = (0, *(end for end, _ in shape))
     for first in range(num_cuts):
         for last in range(first, min(num_cuts, first + longest)):
-            # Layers of the stages at either side of the run, of which one must stay.
+            # Layers of the stages at either side of the run; at least one layer must remain.
             before = edges[first + 1] - edges[first]
             after = edges[last + 2] - edges[last + 1]
             for step in (-1, 1) if last > first else (-1, 1, -2, 2):
@@ -152,7 +158,8 @@ def _moved_cuts(shape: Shape) -> Iterator[Shape]:
 
 
 def _moved_devices(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
-    """Two neighbouring stages of a node joined, or with their devices dealt anew."""
+    """Partitions with two neighbouring stages of a node joined, or with their devices and layers
+    divided in another way."""
     first, device = 0, 0
     for index, ((cut, group), (end, next_group)) in enumerate(pairwise(shape)):
         device += costs.count_of(group)
@@ -168,7 +175,7 @@ def _moved_devices(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
 
 
 def _split(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
-    """A stage of several devices made two."""
+    """Partitions with a stage of several devices split into two."""
     first = 0
     for index, (end, group) in enumerate(shape):
         for one, other in _halves(costs, group):
@@ -178,7 +185,7 @@ def _split(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
 
 
 def _halves(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
-    """Two groups of the same node that have the devices of one together."""
+    """Pairs of groups of the same node that together have the devices of a given group."""
     none = costs.group(costs.kind_of(group), 0)
     for count in costs.counts:
         if costs.count_of(group) - count in costs.counts:
@@ -186,7 +193,10 @@ def _halves(costs: StageCosts, group: int) -> Iterator[tuple[int, int]]:
 
 
 def _whole_nodes(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
-    """A node of three stages or more made one stage; of two, it is joined as any two are."""
+    """Partitions with all stages of a node, three or more, joined into one.
+
+    `_moved_devices` joins the stages of a node that has two.
+    """
     if costs.devices_per_node not in costs.counts:
         return
     index = 0
@@ -199,7 +209,7 @@ def _whole_nodes(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
 
 
 def _exchanged(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
-    """Two neighbouring nodes of different kinds exchanged, with all that they hold."""
+    """Partitions with two neighbouring nodes of different kinds exchanged, stages included."""
     if len(costs.kinds) == 1:
         return
     nodes = _nodes(costs, shape)
@@ -211,7 +221,7 @@ def _exchanged(costs: StageCosts, shape: Shape) -> Iterator[Shape]:
 
 
 def _nodes(costs: StageCosts, shape: Shape) -> list[list[tuple[int, int]]]:
-    """Of each node the number of layers and the group of its stages."""
+    """The stages of each node, as pairs of number of layers and group."""
     nodes: list[list[tuple[int, int]]] = []
     device = first = 0
     for end, group in shape:
@@ -224,7 +234,8 @@ def _nodes(costs: StageCosts, shape: Shape) -> list[list[tuple[int, int]]]:
 
 
 def _cuts(costs: StageCosts, first: int, end: int, group: int, next_group: int) -> Iterator[int]:
-    """Cuts between two stages; where there are many, those that share the time most evenly."""
+    """The cuts of layers [first, end) between two stages; if there are more than _CUTS_MAX, those
+    that divide the time most evenly."""
     cuts = np.arange(first + 1, end)
     uneven_s = np.maximum(costs.seconds[group][first, cuts], costs.seconds[next_group][cuts, end])
     best = np.argsort(uneven_s, kind="stable")[:_CUTS_MAX]
@@ -232,7 +243,7 @@ def _cuts(costs: StageCosts, first: int, end: int, group: int, next_group: int) 
 
 
 def table_of(costs: StageCosts, rows: Rows) -> StageTable:
-    """The seconds of partitions, a column each."""
+    """The seconds of the stages and links of partitions, one column per partition."""
     firsts, ends, groups = rows
     forward_s, backward_s = np.zeros((2, *ends.shape))
     for group in costs.groups:
@@ -256,34 +267,34 @@ def table_of(costs: StageCosts, rows: Rows) -> StageTable:
 
 
 def steady_s(table: StageTable) -> Seconds:
-    """The time from microbatch to microbatch once 1F1B is steady, of each pipeline.
+    """Seconds per microbatch of each pipeline once 1F1B is steady.
 
-    Stages k to j hand j - k + 1 microbatches around in a cycle, which takes all their seconds and
-    a round trip over each link between them; the slowest cycle sets the rate. Transfers that follow
-    each other on a link do, too.
+    Stages k to j pass j - k + 1 microbatches around in a cycle. One turn takes the seconds of all
+    these stages and a round trip over each link between them. The slowest cycle sets the rate,
+    unless the transfers on a link take longer, since they follow one another.
 
     Returns:
-        shape [C].
+        array of shape [C].
     """
     rates_s: Seconds = np.maximum(table.transfer_s.max(axis=0), slowest_cycle_s(table))
     return rates_s
 
 
 def slowest_cycle_s(table: StageTable) -> Seconds:
-    """Of each pipeline the most that a cycle takes for each of its stages, shape [C]."""
+    """Seconds per stage of each pipeline's slowest cycle, shape [C]."""
     means_s = (cycles_s.max(axis=0) / width for width, cycles_s in _cycles_s(table))
     slowest_s: Seconds = np.max(list(means_s), axis=0)
     return slowest_s
 
 
 def least_s(table: StageTable, num_microbatches: int) -> Seconds:
-    """What each pipeline takes at least; nearer to the truth than the bound of bound.py.
+    """Lower bound on the makespan of each pipeline; not lower than the bound of bound.py.
 
-    The last microbatch goes all the way down and up. Before it the cycle of stages k to j, which is
-    closed from microbatch S - 1 - j on, turns once for every j - k + 1 microbatches.
+    The last microbatch passes all stages forward and backward. Before it, the cycle of stages k to
+    j turns once for every j - k + 1 microbatches; it is closed from microbatch S - 1 - j on.
 
     Returns:
-        shape [C].
+        array of shape [C], in seconds.
     """
     stage_s, trip_s = _stages_and_trips_s(table)
     num_stages = len(stage_s)
@@ -297,7 +308,8 @@ def least_s(table: StageTable, num_microbatches: int) -> Seconds:
 
 
 def _cycles_s(table: StageTable) -> Iterator[tuple[int, Seconds]]:
-    """For 1, 2, .. stages what a cycle of so many takes, a row for each first one."""
+    """Yields each number of stages from 1 to S, with the seconds of the cycles of so many stages,
+    one row per first stage."""
     stage_s, trip_s = _stages_and_trips_s(table)
     until_s = np.vstack((np.zeros_like(stage_s[:1]), np.cumsum(stage_s + trip_s, axis=0)))
     for width in range(1, len(stage_s) + 1):
@@ -305,5 +317,6 @@ def _cycles_s(table: StageTable) -> Iterator[tuple[int, Seconds]]:
 
 
 def _stages_and_trips_s(table: StageTable) -> tuple[Seconds, Seconds]:
-    """Of a microbatch forward and backward: in each stage, and from it to the next and back."""
+    """Seconds of a microbatch, forward and backward, in each stage; and those of its round trip
+    from each stage to the next."""
     return table.forward_s + table.backward_s, 2 * (table.transfer_s + table.latency_s)[1:]

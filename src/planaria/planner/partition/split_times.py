@@ -1,14 +1,18 @@
-"""When a pipeline's stages end with split backwards, and which partitions suit these.
+"""When a pipeline's stages end with split backwards, and a lower bound on that.
 
-There is no closed form for a schedule that puts gradients of weights off (schedule/routed.py), so
-pipelines are run in virtual time, each by itself: plain ones never meet. What a run takes at least
-follows from the stages' seconds, and says which partitions need not be run: with F_i, I_i and W_i
-the seconds of stage i for the forward and both parts of the backward, c_i those of one way to the
-next stage, stage k can begin when a forward has come to it, has n microbatches to do, and the last
-of their gradients has to go all the way up:
+There is no closed form for a schedule that puts off gradients of weights (schedule/routed.py). So
+each pipeline is simulated in virtual time. It is simulated alone, because pipelines whose
+microbatches stay in them do not affect each other before their reductions. A lower bound on the
+result follows from the stages' seconds, and shows which partitions need no simulation.
 
-    sum over i < k of F_i + c_i, and the larger of n * (F_k + I_k + W_k)
-                                 and n * (F_k + I_k) + sum over i < k of c_i + I_i, + W_0 if k > 0.
+Stage i takes F_i seconds for a forward, I_i for the gradient of its input and W_i for that of its
+weights; a transfer from stage i to stage i + 1, or back, takes c_i. Stage k can begin once the
+first forward has reached it, must process n microbatches, and the gradient of the last one must
+pass all stages before k. So for every k the pipeline takes at least
+
+    sum over i < k of (F_i + c_i)
+    + max(n * (F_k + I_k + W_k),
+          n * (F_k + I_k) + sum over i < k of (c_i + I_i) + (W_0 if k > 0)).
 
 Source: ReCycle (SOSP '24), decoupled backpropagation; Odyssey has whole backwards only.
 """
@@ -26,15 +30,15 @@ from planaria.schedule.lower import unchecked
 
 
 class SplitTimes:
-    """The runs of pipelines with split backwards, each made once."""
+    """End times of pipelines with split backwards; each pipeline is simulated only once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._ends_s: dict[tuple[PipelineTemplate, int], tuple[float, ...] | None] = {}
 
     def ends_s(self, template: PipelineTemplate, num_microbatches: int) -> tuple[float, ...] | None:
-        """When each stage has done its last backward; None if a device has no memory for one
-        microbatch and its gradients."""
+        """Seconds until each stage has done its last backward; None if some device has no memory
+        for one microbatch and its gradients."""
         pair = template, num_microbatches
         if pair not in self._ends_s:
             self._ends_s[pair] = self._run(*pair)
@@ -56,7 +60,7 @@ class SplitTimes:
 
 
 def least_split_s(costs: StageCosts, rows: Rows, num_microbatches: int) -> Seconds:
-    """What a pipeline of each of these partitions takes at least, shape [C]."""
+    """Lower bound on the seconds that a pipeline of each partition takes, shape [C]."""
     firsts, ends, groups = rows
     table = table_of(costs, rows)
     input_s = np.zeros_like(table.forward_s)
@@ -67,7 +71,7 @@ def least_split_s(costs: StageCosts, rows: Rows, num_microbatches: int) -> Secon
     way_s = (table.transfer_s + table.latency_s)[1:]
     before_s = _before(table.forward_s + way_s)
     up_s = _before(way_s + input_s)
-    # Stages in front of the first one fill the table up and take no time.
+    # Rows in front of a partition's first stage are padding, and take no time.
     first = (groups > 0).argmax(axis=0)
     columns = np.arange(groups.shape[1])
     last_s = (table.backward_s - input_s)[first, columns]
@@ -79,13 +83,14 @@ def least_split_s(costs: StageCosts, rows: Rows, num_microbatches: int) -> Secon
 
 
 def _before(seconds: Seconds) -> Seconds:
-    """Of each row, the sum of those in front of it."""
+    """Table of the same shape, each row the sum of the rows before it."""
     sums: Seconds = np.cumsum(seconds, axis=0) - seconds
     return sums
 
 
 def _input_s(costs: StageCosts, group: int) -> Seconds:
-    """[u, v]: of a backward's first part on one microbatch; 0 where there is no such stage."""
+    """Table [u, v]: seconds that a stage takes for the gradient of its input, for one microbatch;
+    0 where there is no such stage."""
     count, speed = costs.count_of(group), costs.kinds[costs.kind_of(group)].speed
     layers = costs.problem.profile.layers
     until_s = np.cumsum([0.0, *(layer.backward_input_s.get(count, 0.0) for layer in layers)])

@@ -1,8 +1,10 @@
-"""The stages that may stay below a limit, by their number of layers and their first layer.
+"""Tables of the stages whose time stays below a limit, by number of layers and first layer.
 
-A program over tails of the model asks for all stages that begin at a layer, of all widths. In
-tables [w, u], of layers [u, u + w + 1), what it reads for all u at once lies side by side; and what
-is known of the layers behind such stages is a sliding window over a row by layer (`behind`).
+The dynamic programs of this package work on tails of the model, that is on layers [u, L). At each
+layer u they need the stages of every width that begin there. Entry [w, u] of a table here is the
+stage of layers [u, u + w + 1): a program reads a row for all u at once, and a row is contiguous in
+memory. An array over layers, read at the end layer of each such stage, is a sliding window over
+that array (`behind`).
 """
 
 from collections.abc import Mapping
@@ -19,15 +21,18 @@ Number = TypeVar("Number", np.float64, np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
-    """The stages of one group; infinite, or 0, behind the end of the model.
+    """The stages of one group. Entry [w, u] of a table is the stage of layers [u, u + w + 1).
+
+    Seconds are infinite, and stages_left is 0, where u + w + 1 exceeds the number of layers.
 
     Attributes:
-        busy_s: [w, u], of a stage with all microbatches.
-        through_s: [w, u], of one microbatch in the stage, to the next one and back; by whether the
-            link between them lies between nodes.
-        stages_left: [w, u], the most with which a stage fits into memory, itself included; 0 for
-            those above the limit.
-        least_s: [w], the least of busy_s; never falls.
+        busy_s: [w, u], seconds that the stage takes for all microbatches.
+        through_s: two tables [w, u], seconds of one microbatch in the stage (forward and backward)
+            plus the round trip to the next stage; first for a link within a node, then for one
+            between nodes.
+        stages_left: [w, u], the largest number of stages from this one to the last, itself
+            included, with which the stage fits into memory; 0 if busy_s is above the limit.
+        least_s: [w], minimum of busy_s over u; it never falls as w grows.
     """
 
     busy_s: Seconds
@@ -36,28 +41,32 @@ class Window:
     least_s: Seconds
 
     def width(self, limit_s: float) -> int:
-        """How many layers a stage has at most that stays below a limit."""
+        """The largest number of layers with which some stage has busy_s of at most limit_s."""
         return int(np.searchsorted(self.least_s, limit_s, side="right"))
 
 
-Windows = Mapping[int, Window]  # By group.
+Windows = Mapping[int, Window]  # The keys are groups.
 
 
 def windows(costs: StageCosts, num_microbatches: int, limit_s: float) -> Windows:
-    """The stages that need no more than limit_s for all microbatches; some others among them."""
+    """Tables with every stage that fits into memory and takes at most limit_s for all microbatches.
+
+    They also contain slower stages of the same widths; these have stages_left 0.
+    """
     return {group: _window(costs, group, num_microbatches, limit_s) for group in costs.groups}
 
 
 def widest(some: Windows) -> int:
-    """The layers of the widest stage, at least 1."""
+    """Number of layers of the widest stage in any of the tables, at least 1."""
     return max(1, *(len(window.busy_s) for window in some.values()))
 
 
 def behind(row: NDArray[Number], num_layers: int) -> NDArray[Number]:
-    """[w, u]: what a row by layer has for layer u + w + 1; a view of it."""
+    """View [w, u] of an array over layers, whose entry is row[u + w + 1]: that of the layer behind
+    the stage of layers [u, u + w + 1)."""
     (step,) = row.strides
     shape = (len(row) - num_layers, num_layers)
-    # A tenth of the time of as_strided.
+    # This takes a tenth of the time of as_strided.
     return np.ndarray(shape, row.dtype, buffer=row, offset=step, strides=(step, step))
 
 
@@ -86,7 +95,8 @@ def _window(costs: StageCosts, group: int, num_microbatches: int, limit_s: float
 
 
 def _trip_s(costs: StageCosts, between_nodes: bool) -> Seconds:
-    """Of an output and its gradient, by the layer that it is for."""
+    """Seconds to send an output to the stage that begins with layer v and its gradient back, shape
+    [L + 1]; 0 for v = L."""
     trip_s = costs.round_trip_s(between_nodes=between_nodes)
-    trip_s[-1] = 0.0  # Behind the last stage is nothing.
+    trip_s[-1] = 0.0  # The last stage sends no output.
     return trip_s

@@ -1,4 +1,6 @@
-"""Microbatches dealt over the live places of a plan, around its empty ones; see reroutes.py."""
+"""Distribution of microbatches over the live places of a plan, around its empty ones; see
+reroutes.py.
+"""
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
@@ -10,17 +12,18 @@ from planaria.planner.problem import Problem
 
 
 class _Step(NamedTuple):
-    """A hop that a detour may take, and how long its rank computes."""
+    """A hop that a route may take, and the seconds that its rank computes for it."""
 
     hop: Hop
     seconds: float
 
 
 class _Leg(NamedTuple):
-    """Layers [first_layer, end_layer) of a pipeline: a place that lives, or empty ones.
+    """Layers [first_layer, end_layer) of a pipeline: one live place, or consecutive empty ones.
 
     Attributes:
-        steps: by layer at which a hop of this leg may begin, from the last to the first.
+        steps: pairs of a layer at which a hop of this leg may begin, and the steps that begin
+            there; from the last layer to the first.
     """
 
     first_layer: int
@@ -29,11 +32,13 @@ class _Leg(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """What one more microbatch would visit; of two ways the lesser one is the better.
+    """The rest of a route that one more microbatch may take; the lesser of two is the better one.
 
     Attributes:
-        latest_s: when the last of the ranks there is through with all that it has to do.
-        sum_s: of when each of them is.
+        latest_s: latest time at which a rank of these hops has done all its work.
+        num_hops: number of hops.
+        sum_s: sum of the times at which the ranks of the hops have done all their work.
+        hops: hops in order.
     """
 
     latest_s: float
@@ -46,10 +51,10 @@ _NOTHING: Final = _Way(0.0, 0, 0.0, ())
 
 
 class Detours:
-    """Deals microbatches over the live places of a plan.
+    """Distributes microbatches over the live places of a plan.
 
-    A rank's load is the seconds that it computes, and its lead those that a microbatch needs from
-    the begin of the rank's own pipeline to its stage, forward and backward.
+    The load of a rank is the seconds that it computes. The lead of a rank is the seconds that a
+    microbatch spends, forward and backward, in the stages before the rank's own in its pipeline.
     """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
@@ -87,7 +92,7 @@ class Detours:
         self._whole, self._broken = tuple(whole), tuple(broken)
 
     def _legs_of(self, route: Route) -> tuple[_Leg, ...]:
-        """A pipeline's places from the last to the first, empty ones next to each other as one."""
+        """The legs of a pipeline from the last to the first; neighbouring empty places are one."""
         legs = []
         for is_live, hops in groupby(route, key=lambda hop: hop.rank in self._held):
             if is_live:
@@ -114,7 +119,7 @@ class Detours:
         return _Leg(first_layer, end_layer, tuple(sorted(steps.items(), reverse=True)))
 
     def covers_model(self) -> bool:
-        """Whether every layer is in a live place."""
+        """Whether every layer is held in some live place."""
         return all(self._holders)
 
     def num_around(self, routes: Sequence[Route]) -> int:
@@ -123,7 +128,8 @@ class Detours:
         return sum(route not in whole for route in routes)
 
     def can_deal(self, num_microbatches: int, num_around: int) -> bool:
-        """Whether so many of the microbatches can begin in pipelines with empty places."""
+        """Whether exactly num_around of the microbatches can begin in pipelines with empty
+        places."""
         if not 0 <= num_around <= num_microbatches:
             return False
         return bool(self._whole or num_around == num_microbatches) and bool(
@@ -131,10 +137,11 @@ class Detours:
         )
 
     def routes(self, num_microbatches: int, num_around: int | None) -> tuple[Route, ...]:
-        """The routes of all microbatches, those of one home together.
+        """The routes of all microbatches, grouped by their homes.
 
         Args:
-            num_around: begin in pipelines with empty places; None: as many as is best.
+            num_around: number of microbatches that begin in pipelines with empty places; None: the
+                loads decide.
         """
         load_s = dict.fromkeys(self._until_s, 0.0)
         homes: list[tuple[int, Route]] = []
@@ -153,10 +160,10 @@ class Detours:
     def _dealt(
         self, count: int, pipelines: Sequence[int], load_s: dict[int, float]
     ) -> Iterator[tuple[int, Route]]:
-        """So many microbatches with their homes; adds to the loads.
+        """Yields the home and the route of each of `count` microbatches, and adds to the loads.
 
-        Loads only grow, so a home that was better than the others and still is needs no look at
-        the others.
+        Loads only grow, so the best route of a home only gets worse. So if a home is best after its
+        route was computed again, the old routes of the others need not be computed again.
         """
         ways = [(_NOTHING, index) for index in pipelines]
         heapify(ways)
@@ -171,9 +178,10 @@ class Detours:
                 count -= 1
 
     def _best(self, index: int, load_s: dict[int, float]) -> _Way:
-        """The way of one more microbatch of a home.
+        """The best route of one more microbatch of a home.
 
-        From the last layer to the first: what follows a hop depends on where it ends alone.
+        A dynamic program from the last layer to the first finds it: the best hops that follow a hop
+        depend only on the layer at which that one ends.
         """
         best = _NOTHING
         for leg in self._legs[index]:
@@ -186,7 +194,7 @@ class Detours:
         return best
 
     def _onward(self, step: _Step, after: _Way, load_s: dict[int, float]) -> _Way:
-        """A hop, and then as given."""
+        """The hop of a step, followed by given hops."""
         hop, seconds = step
         end_s = self._lead_s[hop.rank] + load_s[hop.rank] + seconds
         return _Way(

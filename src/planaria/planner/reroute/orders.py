@@ -1,15 +1,16 @@
-"""Orders of actions that the rule of schedules does not give: looked for at random, within bounds.
+"""Random search, within bounds, for orders of actions that the rule of schedules would not choose.
 
-A rank takes what is ready, the oldest first, and never waits for what would be better
-(schedule/routed.py). What that comes to follows from the plan, and so do changes of it:
+By that rule (schedule/routed.py) a rank does what is ready, the oldest first, and never waits for
+something better. The resulting order follows from the plan, so changes of the plan change it:
 
-    numbers    a microbatch that begins earlier in the list of routes is older
-    in flight  a rank that may keep fewer microbatches waits, though it has memory for more
-    ticks      virtual time in which a stage takes longer or less than in truth: a rank then waits
-               for what will be there soon, or does not
+    numbers    a microbatch that is earlier in the list of routes is older
+    in flight  a rank that may keep fewer microbatches waits, although it has memory for more
+    ticks      a stage takes a longer or shorter virtual time than it really does; its rank then
+               waits for something that will soon be ready, or does not wait
 
-From some plans on, one or two of these are changed again and again, and a change is kept where an
-iteration gets no longer by it. Who looks decides: everybody else makes the schedule from the plan.
+The search starts at a few plans. It changes one or two of these again and again, and keeps a change
+if the iteration does not get longer by it. Only the process that searches decides the order; all
+others derive the schedule from the plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +21,11 @@ from typing import Final, NamedTuple
 
 from planaria.core.plan import Plan, Ticks
 
-# Changes in a row that did not help, after which another plan is tried. Of 27 runs on cases more
-# than 5% above the optimum 5 stayed there with 40, 5 with 200, and 2 with 100.
+# Number of changes in a row without a gain after which the search goes on from another plan.
+# Of 27 runs on cases more than 5% above the optimum, 5 stayed there with 40, 5 with 200, and 2 with
+# 100.
 PATIENCE: Final = 100
-_FACTORS: Final = (0.5, 0.8, 0.9, 0.97, 1.03, 1.1, 1.25, 2.0)  # Of ticks.
+_FACTORS: Final = (0.5, 0.8, 0.9, 0.97, 1.03, 1.1, 1.25, 2.0)  # Factors for ticks.
 
 
 class _Timed(NamedTuple):
@@ -34,13 +36,13 @@ class _Timed(NamedTuple):
 def best_order(
     starts: Sequence[Plan], *, num_runs: int, iteration_s: Callable[[Plan], float]
 ) -> Plan:
-    """The fastest plan that is found: one of those given, or one with the same routes in another
-    order.
+    """The fastest plan found: a given one, or one with the same routes in another order.
 
     Args:
-        starts: with ticks, the best one first; it is returned if nothing is better.
-        num_runs: of plans in virtual time.
-        iteration_s: what an iteration of a plan takes; infinite if some device lacks the memory.
+        starts: plans with ticks, the best one first; that one is returned if none is faster.
+        num_runs: number of changed plans to simulate.
+        iteration_s: function that gives the seconds of an iteration of a plan; infinite if some
+            device lacks the memory.
     """
     rng = Random(0)
     best = _Timed(starts[0], iteration_s(starts[0]))
@@ -63,7 +65,7 @@ def best_order(
 
 
 def _changed(plan: Plan, start: Plan, rng: Random) -> Plan:
-    """The plan with one change or two."""
+    """The plan with one or two random changes."""
     for _ in range(rng.choice((1, 1, 2))):
         change = rng.choice((_renumbered, _paced, _held_back))
         plan = change(plan, start, rng)
@@ -71,7 +73,8 @@ def _changed(plan: Plan, start: Plan, rng: Random) -> Plan:
 
 
 def _renumbered(plan: Plan, _: Plan, rng: Random) -> Plan:
-    """Two microbatches change places, or one of them takes that of the other, which makes room."""
+    """The plan with two microbatches exchanged in the list of routes, or one of them moved to the
+    place of the other."""
     routes = list(plan.routes)
     one, other = rng.randrange(len(routes)), rng.randrange(len(routes))
     if rng.random() < 0.5:
@@ -82,7 +85,7 @@ def _renumbered(plan: Plan, _: Plan, rng: Random) -> Plan:
 
 
 def _paced(plan: Plan, _: Plan, rng: Random) -> Plan:
-    """A stage takes something else in virtual time; what takes time still does."""
+    """The plan with other ticks for the stage of one rank; those of computing stay at least 1."""
     rank = rng.choice(plan.ranks)
     ticks = plan.ticks[rank]
     forward, first, second, arrival = (
@@ -93,7 +96,8 @@ def _paced(plan: Plan, _: Plan, rng: Random) -> Plan:
 
 
 def _held_back(plan: Plan, start: Plan, rng: Random) -> Plan:
-    """A rank keeps another number of microbatches in flight, at most as many as in the start."""
+    """The plan with another limit on the microbatches in flight of one rank, at most that of the
+    start."""
     rank = rng.choice(plan.ranks)
     most = start.in_flight.get(rank, len(plan.routes))
     return replace(plan, in_flight={**plan.in_flight, rank: rng.randint(1, most)})

@@ -1,22 +1,23 @@
-"""Routes around empty places: who computes what nodes that are gone would have computed.
+"""Routes around empty places: which ranks compute what the lost nodes would have computed.
 
-A microbatch begins in some pipeline, its home, and keeps to its stages where their nodes live.
-The layers of empty places it visits at other holders, each as far as its stage goes: one hop where
-a peer's stage has the same boundaries, several where they differ. No parameter moves.
+A microbatch begins in some pipeline, its home, and stays on its stages where their nodes live. The
+layers of empty places are computed by other holders, each as far as its stage goes: in one hop
+where a peer's stage has the same boundaries, in several hops where they differ. No parameter moves.
 
-1. Microbatches are dealt one by one. Each takes the home and the detours after which the rank that
-   ends last ends earliest: what it has to do until then, behind what a microbatch needs to get to
-   its stage and back. So detours go to who has time, and pipelines with empty places get fewer.
-2. A few more or fewer of them begin in pipelines with empty places, and microbatches are numbered
-   in the one direction or the other. What results is run in virtual time, and the fastest is taken:
-   a schedule has gaps that loads do not show.
-3. From the fastest of these on, where they are small, other orders of actions are looked for
-   (planner/reroute/orders.py).
+1. Microbatches are assigned one by one. Each takes the home and the detours with which the rank
+   that ends last ends earliest. The end of a rank is the seconds of all its work, plus those that a
+   microbatch needs to get to its stage and back. So detours go to ranks that have time, and fewer
+   microbatches begin in pipelines with empty places.
+2. Variants are made in which a few more or fewer microbatches begin in pipelines with empty places,
+   or microbatches are numbered in reverse. Each is simulated in virtual time and the fastest is
+   taken, because a schedule has gaps that loads do not show.
+3. If the routes have few enough hops, other orders of actions are searched, starting from the
+   fastest plans (planner/reroute/orders.py).
 
 Source: ReCycle (SOSP '24), adaptive pipelining.
-Differs: there a microbatch stays in its pipeline, peers of the lost stage take equal parts, and
-all pipelines are cut alike. Odyssey's equation 13 sums over stages what in truth overlaps; here
-it is the most loaded rank that counts, and then the schedule itself.
+Differs: in ReCycle a microbatch stays in its pipeline, peers of the lost stage take equal parts,
+and all pipelines have the same partition. Odyssey's equation 13 adds up times of stages that
+overlap in fact; here the most loaded rank counts, and then the schedule itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,29 +35,29 @@ from planaria.planner.reroute.orders import PATIENCE, best_order
 from planaria.schedule.action import Schedule
 from planaria.schedule.lower import unchecked
 
-TRIES_HOPS_MAX: Final = 1 << 10  # Of all tries of step 2 together; they take some 50 ms.
-HOPS_MAX: Final = 1 << 14  # Of step 3 too, which takes half a second.
-_STARTS_MAX: Final = 3  # Of step 3.
+TRIES_HOPS_MAX: Final = 1 << 10  # Bound on hops of all variants of step 2, some 50 ms.
+HOPS_MAX: Final = 1 << 14  # Bound on hops with step 3, which takes half a second.
+_STARTS_MAX: Final = 3  # Number of plans from which step 3 starts.
 
 
 class Priced(NamedTuple):
-    """A plan, and what an iteration of it takes."""
+    """A plan and its predicted iteration time."""
 
     plan: Plan
     iteration_s: float
 
 
 def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Priced | None:
-    """The fastest plan with routes around its empty places, of those that leave the fewest devices
+    """The fastest plan with routes around its empty places, of those that leave the fewest stages
     without work.
 
     Where a device has no memory for as many microbatches in flight as its schedule would keep, it
     keeps fewer.
 
     Args:
-        plan: its routes are not looked at.
-        hops_max: of all that is run; what step 1 finds always is, at 0 nothing else, and up to
-            TRIES_HOPS_MAX nothing of step 3.
+        plan: plan with empty places; its own routes do not matter.
+        hops_max: approximate bound on hops that are simulated, over all plans. The routes of step 1
+            are always simulated; with 0 there are no others, and up to TRIES_HOPS_MAX no step 3.
 
     Returns:
         None if a layer is in empty places only, or some device has no memory for one microbatch.
@@ -71,7 +72,7 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Price
     found = [one for routes in tries for one in _priced(problem, replace(plan, routes=routes))]
     found.sort(key=lambda one: (num_without_work(one.plan), one.iteration_s))
     num_runs = (hops_max - TRIES_HOPS_MAX) // num_hops
-    if not found or num_runs < PATIENCE:  # Fewer find nothing.
+    if not found or num_runs < PATIENCE:  # So few runs would find nothing better.
         return found[0] if found else None
     return _reordered(problem, [one.plan for one in found[:_STARTS_MAX]], num_runs)
 
@@ -79,13 +80,14 @@ def rerouted(problem: Problem, plan: Plan, *, hops_max: int = HOPS_MAX) -> Price
 def _tries(
     problem: Problem, detours: Detours, first: tuple[Route, ...], num_tries: int
 ) -> list[tuple[Route, ...]]:
-    """These routes, and others that begin elsewhere or are numbered in the other direction."""
+    """The given routes, variants that begin in other pipelines, and each of them in reverse order;
+    at most num_tries in all."""
     around = detours.num_around(first)
     nearest = [around + sign * step for step in range(1, num_tries) for sign in (-1, 1)]
     can = [number for number in nearest if detours.can_deal(problem.num_microbatches, number)]
     others = [detours.routes(problem.num_microbatches, number) for number in can[: num_tries - 1]]
     tries = [first, first[::-1], *others, *(routes[::-1] for routes in others)]
-    return list(dict.fromkeys(tries[:num_tries]))  # With few microbatches many are alike.
+    return list(dict.fromkeys(tries[:num_tries]))  # With few microbatches many are equal.
 
 
 def _reordered(problem: Problem, starts: Sequence[Plan], num_runs: int) -> Priced:
@@ -106,12 +108,14 @@ def num_without_work(plan: Plan) -> int:
 
 
 def even_s(problem: Problem, plan: Plan) -> float:
-    """When the rank that ends last would end, if all holders of each layer shared its work evenly.
+    """Seconds until the last rank would end if all holders of a layer shared its work, each in
+    proportion to its speed.
 
-    Infinite if a layer has none. It is what step 1 of `rerouted` aims at, in O(layers * pipelines).
+    Infinite if a layer has no holder. This is the aim of step 1 of `rerouted`, computed in
+    O(layers * pipelines).
     """
-    # By layer how many of it all holders compute in a second, and by live stage the seconds that a
-    # microbatch needs from the begin of the stage's pipeline.
+    # per_s: for each layer, how many microbatches all its holders together compute in a second.
+    # leads: for each live stage, the seconds of a microbatch in the stages before it.
     per_s = [0.0] * plan.num_layers
     leads = []
     for pipeline in plan.pipelines:
@@ -136,30 +140,34 @@ def even_s(problem: Problem, plan: Plan) -> float:
 
 
 def priced(problem: Problem, plan: Plan) -> Priced | None:
-    """The plan with its routes, run in virtual time, with whole or with split backwards and as many
-    microbatches in flight as there is memory for; None if some device has none for one."""
+    """The plan with its own routes, with whole or split backwards, whichever is faster.
+
+    At most as many microbatches are in flight as there is memory for; None if some device has no
+    memory for one.
+    """
     return min(_priced(problem, plan), key=lambda one: one.iteration_s, default=None)
 
 
 def _priced(problem: Problem, plan: Plan) -> list[Priced]:
-    """With whole backwards and with split ones, where there is memory for it."""
+    """The plan with whole backwards and with split ones; those that do not fit are left out."""
     plan = replace(plan, ticks=stage_ticks(problem, plan))
     return [one for one in (_whole(problem, plan), _split(problem, plan)) if one is not None]
 
 
 def simulated_s(problem: Problem, plan: Plan) -> float:
-    """The iteration of a plan as it is, run in virtual time; memory is not looked at, nor who takes
-    part silently."""
+    """Iteration time of an unchanged plan, simulated in virtual time; memory limits and silent
+    ranks are ignored."""
     plan = replace(plan, silent={})
     return _iteration_s(problem, plan, _schedule(problem, plan))
 
 
 class Expected(NamedTuple):
-    """What an iteration of a plan is expected to take where it runs.
+    """The times of an iteration that are expected on the machines of the job.
 
     Attributes:
-        computing_s: by rank, of its forwards and backwards; empty where each rank has processors of
-            its own, for then it follows from its layers.
+        iteration_s: seconds of the iteration.
+        computing_s: seconds of the forwards and backwards of each rank, by rank. Empty where each
+            rank has processors of its own, because there they follow from its layers.
     """
 
     iteration_s: float
@@ -167,7 +175,8 @@ class Expected(NamedTuple):
 
 
 def expected(problem: Problem, plan: Plan) -> Expected:
-    """As `simulated_s`, by ranks that share the problem's processors, if they do."""
+    """Times of an iteration, simulated as by `simulated_s`, but with ranks that share the problem's
+    processors if it has any."""
     if not problem.processors:
         return Expected(simulated_s(problem, plan), {})
     plan = replace(plan, silent={})
@@ -187,7 +196,10 @@ def expected(problem: Problem, plan: Plan) -> Expected:
 
 
 def _whole(problem: Problem, plan: Plan) -> Priced | None:
-    """With whole backwards, and what 1F1B keeps in flight where there is memory for that."""
+    """The plan with whole backwards, or None if it does not fit.
+
+    As many microbatches are in flight as in 1F1B, or fewer on ranks that lack the memory.
+    """
     plan = replace(plan, splits_backward=False, in_flight={})
     schedule = _schedule(problem, plan)
     if short := _short_of_memory(problem, plan, schedule):
@@ -197,15 +209,16 @@ def _whole(problem: Problem, plan: Plan) -> Priced | None:
 
 
 def _split(problem: Problem, plan: Plan) -> Priced | None:
-    """With split backwards, and as many microbatches in flight as there is memory for."""
+    """The plan with split backwards and as many microbatches in flight as there is memory for, or
+    None if it does not fit."""
     if not problem.splits_backward:
         return None
     return _if_it_fits(problem, with_split_backwards(problem, plan))
 
 
 def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
-    """The plan with backwards in two parts, and by rank the microbatches for which it has memory
-    then: none where it has too little."""
+    """The plan with split backwards. Its in_flight has, by the first rank of each live stage, the
+    number of microbatches for which there is memory; below 1 if there is too little for one."""
     plan = replace(plan, splits_backward=True)
     firsts = plan.layers_by_rank.keys() & _limits_bytes(problem, plan).keys()
     return replace(plan, in_flight=_room(problem, plan, sorted(firsts)))
@@ -213,7 +226,7 @@ def with_split_backwards(problem: Problem, plan: Plan) -> Plan:
 
 def _if_it_fits(problem: Problem, plan: Plan) -> Priced | None:
     schedule = _schedule(problem, plan)
-    # Routes that visit ranks in both orders may have been let in over the limit.
+    # Where routes visit two ranks in both orders, the schedule may exceed the limits in flight.
     if min(plan.in_flight.values()) < 1 or _short_of_memory(problem, plan, schedule):
         return None
     return Priced(plan, _iteration_s(problem, plan, schedule))
@@ -230,7 +243,7 @@ def _iteration_s(problem: Problem, plan: Plan, schedule: Schedule) -> float:
 
 
 def _short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> list[int]:
-    """The ranks to which the schedule gives more than they can hold."""
+    """The first ranks of the stages for which the schedule needs more memory than they have."""
     limits_bytes = _limits_bytes(problem, plan)
     if not any(limits_bytes.values()):
         return []
@@ -244,9 +257,9 @@ def _short_of_memory(problem: Problem, plan: Plan, schedule: Schedule) -> list[i
 
 
 def _room(problem: Problem, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:
-    """For how many microbatches each of these ranks has memory, at most all.
+    """The number of microbatches for which each of these ranks has memory, at most all.
 
-    Of equal bytes, that is: as if each had all layers of the rank's stage.
+    Every microbatch is counted as if the rank computed all layers of its stage for it.
     """
     limits_bytes = _limits_bytes(problem, plan)
     held = bytes_by_rank(problem.profile, plan, gradient_copies=problem.gradient_copies)
@@ -259,7 +272,7 @@ def _room(problem: Problem, plan: Plan, ranks: Iterable[int]) -> dict[int, int]:
 
 
 def _limits_bytes(problem: Problem, plan: Plan) -> dict[int, int]:
-    """What the devices of each stage may hold, by its first rank; 0 where there is no limit."""
+    """Memory limit of each device of a stage, by the stage's first rank; 0 where there is none."""
     return {
         ranks[0]: kind.device_memory_bytes or problem.profile.device_memory_bytes
         for pipeline in plan.pipelines
@@ -269,21 +282,21 @@ def _limits_bytes(problem: Problem, plan: Plan) -> dict[int, int]:
     }
 
 
-# -- what stages take in the virtual time in which a schedule is put into order --------------------
-# Pipelines that the planner cuts have stages that take about as long as each other, and count as
-# equal. Around empty places that is not so: a rank does the work of others besides its own, and
-# what it takes first decides who waits for it. (Two pipelines of three stages, the second of which
-# takes half as long forward, and one rank that does it for both: 136 s an iteration, 160 s if all
-# stages count as equal.)
+# -- times of stages in the virtual time in which a schedule is put into order ---------------------
+# The stages of a pipeline that the planner has cut take about the same time, so the schedule may
+# count them as equal. Around empty places that is not so: a rank does the work of others besides
+# its own, and what it does first decides which ranks wait for it. (Example: two pipelines of three
+# stages, of which the second takes half as long forward, and one rank that computes it for both. An
+# iteration takes 136 s, and 160 s if all stages count as equal.)
 #
-# Not modelled: links within a node, which are taken for those between nodes, and links that are
-# busy.
+# Not modelled: links within a node, which are counted as links between nodes, and busy links.
 
 _TICKS_MAX: Final = 1000
 
 
 def stage_ticks(problem: Problem, plan: Plan) -> dict[int, Ticks]:
-    """By rank, what its stage takes in multiples of a thousandth of the longest of its parts."""
+    """Times of the stage of each rank, by rank; the unit is a thousandth of the longest forward or
+    part of a backward of all stages."""
     at_work = plan.layers_by_rank
     all_layers, link = problem.profile.layers, problem.profile.links["inter_node"]
     seconds = {}

@@ -1,11 +1,11 @@
-"""Which node keeps the layers of which other one, to compute them when that is lost.
+"""Shadows: which node keeps the layers of which other one, to compute them when that one is lost.
 
-Within a pipeline each node keeps its successor's layers, and the second one the first's, too. So
-what a node computes once it stands in for its neighbour lies together, as one stage.
+Within a pipeline each node keeps the layers of its successor, and the second node also those of the
+first. So the layers that a node computes after its neighbour is lost are consecutive, as one stage.
 
 Source: Bamboo (NSDI '23).
-Differs: in Bamboo the last node keeps the first's layers; here it would compute two ends of the
-model.
+Differs: in Bamboo the last node keeps the first node's layers; it would then compute both ends of
+the model.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ from planaria.planner.reroute.reroutes import Priced, priced
 
 
 def shadowed(plan: Plan) -> Plan:
-    """The plan in which each node of two or more keeps a neighbour's layers, on one device each."""
+    """The plan with shadows in each pipeline of two or more nodes: a neighbour keeps the layers of
+    each node. Nodes must have one device."""
     assert plan.pipelines[0].template.devices_per_node == 1
     shadows: dict[int, set[int]] = {}
     for pipeline in plan.pipelines:
@@ -30,7 +31,7 @@ def shadowed(plan: Plan) -> Plan:
 
 
 def _keepers(pipeline: Pipeline) -> dict[int, int]:
-    """By stage, the rank that keeps its layers."""
+    """The rank that keeps the layers of each stage, by stage; empty for a single stage."""
     ranks = [ranks[0] for ranks in pipeline.ranks_by_stage()]
     if len(ranks) == 1:
         return {}
@@ -38,7 +39,7 @@ def _keepers(pipeline: Pipeline) -> dict[int, int]:
 
 
 def shadowed_start(problem: Problem, plan: Plan) -> Priced:
-    """A job's first plan, with shadows.
+    """A job's first plan with shadows, and its iteration time.
 
     Raises:
         ConfigError: nodes have several devices, or a device has no memory for the shadows.
