@@ -77,7 +77,7 @@ class SimulatedCluster:
         set_aside: sources of those that are known to be damaged.
         recording: recorder of the launcher's messages.
         records: what the launcher knows of the coordinators' records.
-        granted_s: by node on a granted machine, when it came.
+        granted_s: time when each node on a granted machine came.
         leader_rate: rate of the clock of the coordinator and the launcher.
     """
 
@@ -255,7 +255,7 @@ class SimulatedCluster:
         old = self.leader.process
         old.stop()
         self._replaced_leaders.append(old)
-        self.leader.is_serving = False  # Agents connect only to the leader that the store names.
+        self.leader.is_serving = False  # Agents connect to the coordinator that the store names.
         self.network.break_all(old)
         self.loop.after(lasts_s, old.go_on)
         self.records.restart()

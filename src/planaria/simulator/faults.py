@@ -152,7 +152,8 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def more_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """In half of the runs 1 to 3 faults that may strike copies, saves and standby nodes as well.
+    """Nothing, or (in half of the runs) 1 to 3 faults that may strike copies, saves and standby
+    nodes as well.
 
     Args:
         num_nodes: number of nodes, those on standby included.
@@ -178,8 +179,8 @@ def drawn_conduct(rng: Random) -> Conduct:
 
 
 def disk_faults(rng: Random) -> tuple[Fault, ...]:
-    """In few runs a disk that is full at some time, which ends the job; in some, one that does
-    nothing for a while; otherwise nothing. The coordinator may be lost soon after that."""
+    """Nothing, or a disk that is full from some time on (in few runs; it ends the job) or does
+    nothing for a while. The coordinator may be lost soon after that."""
     share, at_s = rng.random(), rng.random() * FAULTS_S_MAX
     if share > _FULL_SHARE + _STUCK_SHARE:
         return ()
@@ -216,7 +217,7 @@ def disk_filled(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """1 to 3 faults that make the code in workers raise."""
+    """One to three faults that make the code in workers raise."""
     kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
     if rng.random() < 0.3:
         kinds = (*kinds[1:], FaultKind.MISTAKE)

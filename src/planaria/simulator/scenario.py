@@ -68,8 +68,8 @@ class Scenario:
     Attributes:
         num_more: number of nodes that can work besides the first ones.
         copies: number of copies of each layer in memory.
-        copies_every: number of iterations after which a commit waits for complete copies; 0: the
-            coordinator chooses it.
+        copies_every: number of iterations after which a commit waits for complete copies; 0: no
+            commit waits, and a version begins whenever the last one is complete.
         num_standby: number of standby nodes at the start.
         grant_s: upper bound on the time until a machine is granted for a lost one; 0: none is.
         failures_per_hour: failure rate by which answers are chosen; 0: it is learned.

@@ -17,7 +17,7 @@ def newest_saved(cluster: SimulatedCluster) -> int:
 
 
 def newest_told(cluster: SimulatedCluster) -> int:
-    """The same number, of the newest save that the coordinator can know of; 0: no save."""
+    """The number of iterations in the newest usable save known to the coordinator; 0: no save."""
     leader = cluster.leader
     if not leader.is_in_the_dark:
         return newest_saved(cluster)

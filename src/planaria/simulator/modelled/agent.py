@@ -83,7 +83,8 @@ class SimulatedAgent:
         state: what the agent knows.
         left: why the agent ended itself; "": it did not.
         left_s: when it did; -1: it did not.
-        raising_until_s: until when the code in its workers raises because of this node.
+        raising_until_s: end of the time in which the code in its workers raises because of this
+            node.
         raising: (whose fault that is, place of a worker at which it raises).
         mistaken_at: place at which a worker raises once for a mistake in the job's code; "": none.
     """

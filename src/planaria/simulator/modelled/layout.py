@@ -49,7 +49,7 @@ class Layout:
     Attributes:
         own: layers that each rank computes.
         silent: layers that each rank only reduces and steps.
-        owner: by layer, the rank that contributes its entry to the commit vector and saves it.
+        owner: rank that contributes a layer's entry to the commit vector and saves it, by layer.
         visits: visits of each rank that has any, in order.
         buckets: (number, bucket) of all that each rank reduces, in order.
     """
