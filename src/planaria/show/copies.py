@@ -43,8 +43,7 @@ class Placed:
     Attributes:
         copies: number of copies of each state, the node's own one included.
         by_lost: probability that all state survives, by the number of lost nodes.
-        risks: probability of losing state under the failures that were asked for, by strategy;
-            empty if none were.
+        risks: probability of losing state under the failures that were asked for, by strategy.
     """
 
     strategy: str
