@@ -2,7 +2,8 @@
 
     samples    the state of each layer, on a worker or in a checkpoint, comes from exactly the
                samples of all iterations up to its age
-    one age    all ranks begin an epoch with layers of one age, and no committed iteration is lost
+    one age    all ranks begin an epoch with layers of one age, which includes every iteration that
+               counts
     the plan   covers the model, computes every microbatch once, gives every survivor work for which
                it has the layers, and can be run to its end; a changed plan differs from the old one
     trust      no layer is on distrusted nodes alone if trusted nodes could fill a pipeline, except
