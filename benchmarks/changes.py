@@ -1,12 +1,12 @@
-"""Nodes go and come back, again and again, in one run of the example job on eight nodes.
+"""Measures losses and changes of nodes in runs of the example job on eight nodes.
 
     kills    50 nodes are killed, one every few iterations, and another joins after each
-    changes  nodes join, leave on notice, and are drained, one after the other
+    changes  nodes join, leave after a preemption notice, and are drained, one after the other
 
-Printed are the downtime of each loss, from the kill to the first forward, and the pause of each
-change, in iterations of that run; nothing may be redone for a change. Goals: the median downtime
-is at most 0.5 s and the 95th percentile 1 s; no change pauses for longer than a median iteration.
-The A/A ratio is that of the median of odd kills over even ones. Exits 1 if a goal is missed.
+It prints the downtime of losses, from the kill to the first forward, and the pauses of changes, in
+iterations of that run. A change may redo no iteration. Goals: the median downtime is at most 0.5 s
+and the 95th percentile 1 s; no change pauses for longer than a median iteration. The A/A ratio is
+the median downtime of odd kills over that of even ones. Exits 1 if a goal is missed.
 """
 
 import os
@@ -29,13 +29,13 @@ from planaria.observe.metrics import EventRecord, IterationRecord
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gpt2-text.toml"
 NODES = 8
 NUM_KILLS = 50
-FIRST, EVERY = 4, 6  # Iterations: before the first kill, and between two kills.
+FIRST, EVERY = 4, 6  # Iterations before the first kill, and from one kill to the next.
 MEDIAN_S_MAX, P95_S_MAX = 0.5, 1.0
 JOB_NAME = "changes-benchmark"
 
 
 def main() -> int:
-    """Prints what was measured; the exit code."""
+    """Measures both parts and prints the results; returns the exit code."""
     with tempfile.TemporaryDirectory() as directory, closing(_server()) as server:
         missed = _kills(Path(directory) / "kills", server)
         missed += _changes(Path(directory) / "changes", server)
@@ -51,7 +51,7 @@ def _kills(directory: Path, server: ForkServer) -> int:
     specs = []
     for index in range(NUM_KILLS):
         at = FIRST + index * EVERY
-        # The node that has been there for longest; nodes are numbered in the order they come.
+        # Nodes are numbered in the order in which they come, so this is the oldest.
         specs += [f"kill:{index}@{at}.backward", f"join:1@{at + 1}"]
     result = _run(directory, server, specs, iterations=FIRST + NUM_KILLS * EVERY + 4)
     kills = [event for event in result.report.events if event.kind == "kill" and event.answer]
@@ -74,7 +74,7 @@ def _kills(directory: Path, server: ForkServer) -> int:
 
 
 class _Drainer(Silent):
-    """Drains a node, as a user would, after an iteration."""
+    """Drains a node after an iteration, as a user would."""
 
     def __init__(self, node: int, iteration: int) -> None:
         self._node = node
@@ -93,7 +93,7 @@ def _changes(directory: Path, server: ForkServer) -> int:
     result = _run(directory, server, specs, iterations=46, display=_Drainer(2, 24))
     answered = [event for event in result.report.events if event.answer]
     events = [event for event in answered if event.kind != "reformed"]
-    # Two that come together join together if both are there in time for the same commit.
+    # Two nodes that come together share an event if both are in time for the same commit.
     kinds = sorted(event.kind for event in events for _ in event.nodes)
     return _paused(result, events) + (kinds != ["drained", "join", "join", "join", "preempt"])
 
@@ -103,7 +103,7 @@ def _answered(result: TrainingResult, kind: str) -> list[EventRecord]:
 
 
 def _paused(result: TrainingResult, events: list[EventRecord]) -> int:
-    """Prints the changes of each kind; how many goals are missed."""
+    """Prints the changes of each kind; returns how many goals are missed."""
     iteration_s = statistics.median(record.seconds for record in result.report.iterations)
     missed = 0
     for kind in sorted({event.kind for event in events}):

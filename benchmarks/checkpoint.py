@@ -1,27 +1,27 @@
-"""Checkpoints in memory beside others: what training waits for, and how fast copies travel.
+"""Compares checkpoints in memory with others: how long training stalls, and how fast copies are.
 
 Stall: a process with 512 MiB of state, on all cores of this machine, saves it in turn with each of
 
-    plain copy       parameter by parameter into memory that is there, with as many threads
-    planaria         MemoryCheckpointer.save, then what the next optimizer step would wait
+    plain copy       parameter by parameter into allocated memory, with the same threads
+    planaria         MemoryCheckpointer.save, then the wait before the next optimizer step
     lm-resiliency    save_tensors, then maybe_wait, which is its wait before the next step
     DCP async_save   until it returns; torch copies the state before that
     torch.save       to the same disk, whole
 
-Only what is waited for is counted; each is let finish before the next one begins. The first save,
-in which memory is taken, stands in a column of its own. Ratios are to all plain copies, the first
-ones and those again; by what these two differ is the A/A ratio.
+Only the time in which training waits is counted; each save ends before the next one begins. The
+first save, which allocates memory, has a column of its own. Ratios are to the median of all plain
+copies, at the beginning and at the end of rounds; the difference of those two is the A/A ratio.
 
-Streaming and retrieval: two processes, 512 MiB from one to the other, in turn through a socket with
-nothing around it, as a copy that is to be kept (hashed at its source and where it arrives,
-acknowledged piece by piece), and as a copy on its way back. All receive in memory whose pages are
-there. Both ends share this machine, so hashes cost more here than where the network is slower.
+Streaming and retrieval: a process sends 512 MiB to another in turn through a plain socket, as a
+copy that is to be kept (hashed at both ends, acknowledged piece by piece), and as a copy that goes
+back to its node. All receive into memory whose pages are allocated. Both ends share this machine,
+so hashes have a larger share here than where the network is slower.
 
-Then two ranks that send each other what they keep, 512 MiB each way at once: until both have the
-other's state, with MemoryCheckpointer and with lm-resiliency.
+Exchange: two ranks send each other 512 MiB of state at once, with MemoryCheckpointer and with
+lm-resiliency; the time ends when both have the other's state.
 
-Goals: a stall of at most 1.1 times a plain copy; 80% of a socket's rate. The peer is skipped, and
-that is said, where it is not installed.
+Goals: a stall of at most 1.1 times a plain copy; 80% of a socket's rate. If lm-resiliency is not
+installed, it is skipped with a message.
 """
 
 import argparse
@@ -67,7 +67,7 @@ _BUFFERS: Final = Buffers(64 << 20, 4)
 
 
 def main() -> int:
-    """Prints a table for each part; 1 if a goal is missed."""
+    """Prints a table for each part; returns 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="of all ways, the first left out")
     arguments = parser.parse_args()
@@ -83,7 +83,7 @@ Times = dict[str, list[float]]
 
 
 def _in_processes(function: Callable[[str, int], Times], number: int, rounds: int) -> list[Times]:
-    """What each rank measures."""
+    """The times that each rank measures."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="planaria-") as directory:
         ends = [context.Pipe() for _ in range(number)]
@@ -94,7 +94,7 @@ def _in_processes(function: Callable[[str, int], Times], number: int, rounds: in
         for process in processes:
             process.start()
         for _, theirs in ends:
-            theirs.close()  # Who dies ends this, too.
+            theirs.close()  # So a rank that dies ends the wait for its answer.
         found = [ours.recv() for ours, _ in ends]
         for process in processes:
             process.join()
@@ -131,7 +131,7 @@ class _State(nn.Module):
 
 
 def _stalls(directory: str, rounds: int) -> Times:
-    """By way, what training waits in each round."""
+    """The seconds that training waits in each round, by kind of save."""
     model = _State()
     tensors = [parameter.detach() for parameter in model.parts]
     room = [torch.zeros_like(tensor) for tensor in tensors]
@@ -158,7 +158,7 @@ def _by_turns(ways: Mapping[str, Callable[[int], float]], rounds: int) -> Times:
 
 
 def _timed(call: Callable[[], Any], *, then: Callable[[], Any] = lambda: None) -> float:
-    """The seconds of the call alone."""
+    """The seconds of a call, without what follows it."""
     begun_s = time.perf_counter()
     call()
     seconds = time.perf_counter() - begun_s
@@ -172,7 +172,7 @@ def _copy(room: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of it."""
+    """This rank's part of a parameter."""
     found = parameter.detach()
     return found.to_local() if isinstance(found, DTensor) else found
 
@@ -185,7 +185,7 @@ def _ours(model: nn.Module, directory: str) -> Iterator[Callable[[int], float]]:
     first = next(_local(parameter) for parameter in model.parameters())
 
     def save(number: int) -> None:
-        first.view(-1)[0] = number  # What has not changed is not sent again.
+        first.view(-1)[0] = number  # Unchanged layers would not be sent again.
         assert checkpointer.save(number)
         checkpointer.wait_copied()
 
@@ -197,7 +197,7 @@ def _ours(model: nn.Module, directory: str) -> Iterator[Callable[[int], float]]:
 
 @contextmanager
 def _theirs(tensors: list[torch.Tensor], directory: str) -> Iterator[Callable[[int], float] | None]:
-    """The peer; None where it is not installed."""
+    """The saves of lm-resiliency; None if it is not installed."""
     if importlib.util.find_spec(PEER) is None:
         yield None
         return
@@ -245,10 +245,10 @@ def _report_stalls(times: Times) -> bool:
 
 
 def _streamed(_directory: str, rounds: int) -> Times:
-    """By way, the seconds that 512 MiB take from rank 0 to rank 1."""
+    """The seconds of 512 MiB from rank 0 to rank 1 in each round, by means of transport."""
     rank = dist.get_rank()
     content = np.random.default_rng(rank).integers(0, 256, NUM_BYTES, dtype=np.uint8)
-    room = np.ones(NUM_BYTES + (1 << 20), dtype=np.uint8)  # Pages that are there.
+    room = np.ones(NUM_BYTES + (1 << 20), dtype=np.uint8)  # Ones, so that pages are allocated.
     links = _linked(rank)
     arena = Arena(arena_fd())
     copies = (LayerCopy(0, 0, (1,)),)
@@ -269,7 +269,7 @@ def _streamed(_directory: str, rounds: int) -> Times:
     )
 
     def stream(number: int) -> float:
-        content[0] = number  # What has not changed is not sent again.
+        content[0] = number  # An unchanged layer would not be sent again.
         dist.barrier()
         copier.begin(number, {0: {"state": content}} if rank == 0 else {})
         if rank == 0:
@@ -280,7 +280,7 @@ def _streamed(_directory: str, rounds: int) -> Times:
 
     def retrieve(number: int) -> float:
         label = Label(1, 0, number)
-        version = arena.read(0, label)  # Of rank 1 it is what rank 0 has lost.
+        version = arena.read(0, label)  # Rank 1 sends its copy as if rank 0 had lost the layer.
         dist.barrier()
         begun_s = time.perf_counter()
         if rank:
@@ -316,7 +316,7 @@ def _linked(rank: int) -> Links:
 
 @contextmanager
 def _socket_to_rank_1(rank: int) -> Iterator[socket.socket]:
-    """A plain connection between the two."""
+    """A plain connection between the two ranks."""
     told: list[Any] = [None]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         told = [listener.getsockname()]
@@ -328,7 +328,7 @@ def _socket_to_rank_1(rank: int) -> Iterator[socket.socket]:
 
 
 def _through(sock: socket.socket, content: np.ndarray, rank: int) -> float:
-    """From rank 0 to rank 1, and a byte back."""
+    """The seconds of the content from rank 0 to rank 1, and of a byte back."""
     dist.barrier()
     begun_s = time.perf_counter()
     if rank == 0:
@@ -356,11 +356,11 @@ def _report_rates(times: Times) -> bool:
     return is_met
 
 
-# -- both ways ------------------------------------------------------------------------------------
+# -- exchange -------------------------------------------------------------------------------------
 
 
 def _exchanged(directory: str, rounds: int) -> Times:
-    """By way, the seconds until each of two ranks has the other's state."""
+    """The seconds until two ranks have each other's state in each round, by checkpointer."""
     model = _State(num_ranks=2)
     fully_shard(model)
     local = [_local(parameter) for parameter in model.parts]
@@ -370,7 +370,7 @@ def _exchanged(directory: str, rounds: int) -> Times:
 
 
 def _whole(way: Callable[[int], float]) -> Callable[[int], float]:
-    """From the call until it has finished everywhere."""
+    """A function that measures a save until it has finished on all ranks."""
 
     def timed(number: int) -> float:
         dist.barrier()

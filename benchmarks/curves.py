@@ -1,19 +1,20 @@
-"""The loss of a small GPT-2 whose nodes die again and again, under each policy, and in peace.
+"""Compares the loss of a small GPT-2 under failures and each policy with that without failures.
 
-Every 70 iterations a node, drawn at random, is killed at a random step, and another joins; there
-are four as a rule. The job trains so under every policy that it can name, in deterministic and in
-fast mode, and once in each mode without failures. In deterministic mode parameters and optimizer
-state must have the same hashes in the end. In fast mode the mean loss of the last 100 iterations
-must be within 0.1 of that in peace; where runs differ, gradients were summed in another order. A
-fifth of the answers at least must be what the policy alone does. For that `absorb` has two
-pipelines of three nodes, as in two of two a node that stands in for its neighbour would need memory
-for the whole model; `repartition` has six nodes, too, for of three survivors the layout that
-templates have is as fast as any, but for noise; and `rollback` has a node on standby.
+Every 70 iterations a random node is killed at a random step, and another joins; most jobs have four
+nodes. The job trains under every policy, in deterministic and in fast mode, and once in each mode
+without failures. In deterministic mode all runs must end with the same hashes of parameters and
+optimizer state. In fast mode the mean loss of the last 100 iterations must be within 0.1 of that
+without failures; runs differ because gradients are summed in another order.
 
-Printed is a line for each run, with how often which answer was taken. `--plot FILE` draws the
-curves. 3,500 iterations are what `make soak` runs, an hour and more of two cores; `--results FILE`
-keeps each run as a line, so that another call goes on where one ended. Exits 1 if a run differs by
-more, or does not survive; 2 if the picture is asked for and matplotlib is not installed.
+At least a fifth of the answers must be of a kind that only the policy gives. For that, `absorb` has
+two pipelines of three nodes, as with two of two a node that stands in for its neighbour would need
+memory for the whole model. `repartition` has six nodes as well, since for three survivors the
+layout of templates is as fast as any, apart from noise. `rollback` has a standby node.
+
+It prints a line for each run, with the number of times that each answer was taken. `--plot FILE`
+draws the curves. `make soak` runs 3,500 iterations, which takes an hour or more of two cores.
+`--results FILE` keeps each run as a line, so that another call continues where one ended. Exits 1
+if a run differs by more or does not survive; 2 if a picture is asked for without matplotlib.
 
 Source: Odyssey, figure 13: the loss of GPT-3 over 3,500 iterations, with and without failures.
 """
@@ -48,18 +49,18 @@ if TYPE_CHECKING:
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "small.toml"
 NODES: Final = 4
-FIRST, EVERY = 30, 70  # Iterations: before the first kill, and between two of them.
-JOINS_AFTER: Final = 3
-SAVE_EVERY: Final = 35  # Where a policy goes back to the newest save.
-# Of a device, by mode: for a neighbour's layers, too, and not for all layers.
+FIRST, EVERY = 30, 70  # Iterations before the first kill, and from one kill to the next.
+JOINS_AFTER: Final = 3  # Iterations from a kill to the join.
+SAVE_EVERY: Final = 35  # Iterations; some policies go back to the newest save.
+# Memory of a device by mode: enough for a neighbour's layers as well, but not for all layers.
 MEMORY_BYTES: Final = {True: 960_000, False: 800_000}
-LAST: Final = 100  # Iterations, of whose losses the mean is compared.
+LAST: Final = 100  # Number of last iterations whose mean loss is compared.
 DIFFERENCE_MAX: Final = 0.1
 SEED: Final = 13
 MODES: Final = {True: "deterministic", False: "fast"}
 PEACE: Final = "in peace"
 OWN_SHARE: Final = 0.2
-# What answers begin with that no other policy gives.
+# By policy, the beginning of the answers that no other policy gives.
 OWN_ANSWERS: Final = {
     "absorb": "absorb",
     "morph": "grid",
@@ -67,20 +68,20 @@ OWN_ANSWERS: Final = {
     "reroute": "reroute",
     "rollback": "standby",
 }
-_POINTS: Final = 140  # Of a drawn curve, each the mean of as many iterations.
+_POINTS: Final = 140  # Points of a drawn curve; each is the mean of equally many iterations.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A run.
+    """The result of a run.
 
     Attributes:
-        name: of its policy, or that it was in peace.
-        losses: of its iterations.
-        hashes: of parameters and optimizer state in the end.
-        kills: how many were answered, and in how many iterations nodes were killed.
-        answers: how often each was taken.
-        error: what ended it early, empty if nothing did.
+        name: name of its policy, or PEACE: there were no failures.
+        losses: loss of each iteration.
+        hashes: hashes of parameters and of optimizer state at the end.
+        kills: (number of kills that were answered, number of kills).
+        answers: number of times that each answer was taken.
+        error: why it ended early; empty: it did not.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Curve:
 
 
 def main() -> int:
-    """Prints what was measured; the exit code."""
+    """Runs the jobs and prints the results; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--iterations", type=int, default=300)
     parser.add_argument("--plot", default="", help="an SVG file to draw the curves into")
@@ -132,7 +133,7 @@ def main() -> int:
 
 
 def _known(path: Path | None, iterations: int) -> dict[tuple[str, bool], Curve]:
-    """The runs of so many iterations that an earlier call has kept."""
+    """The runs with a number of iterations that earlier calls have kept, by name and mode."""
     if path is None or not path.exists():
         return {}
     kept = [msgspec.json.decode(line, type=Curve) for line in path.read_bytes().splitlines()]
@@ -148,7 +149,7 @@ def _keep(curve: Curve, path: Path | None) -> None:
 def _job(
     example: JobConfig, directory: Path, server: ForkServer, *, is_deterministic: bool
 ) -> JobConfig:
-    """The job with a profile, so that all runs have the same plans."""
+    """The job with a measured profile, so that all runs have the same plans."""
     mode = MODES[is_deterministic]
     job = replace(
         example,
@@ -170,7 +171,7 @@ def _job(
 
 
 def specs(job: JobConfig, rng: Random) -> tuple[str, ...]:
-    """Faults over a run: a node of those that train is killed, and then one joins."""
+    """The faults of a run: again and again a node that trains is killed, and then one joins."""
     num_nodes, num_standby = job.cluster.nodes, job.cluster.standby
     at_work, found = list(range(num_nodes)), []
     last = job.training.iterations - JOINS_AFTER - 1
@@ -178,7 +179,7 @@ def specs(job: JobConfig, rng: Random) -> tuple[str, ...]:
         node = at_work.pop(rng.randrange(len(at_work)))
         found.append(f"kill:{node}@{at}.{rng.choice(ITERATION_STEPS)}")
         found.append(f"join:1@{at + JOINS_AFTER}")
-        at_work.append(num_nodes + index)  # The next one on standby, or who joins.
+        at_work.append(num_nodes + index)  # The standby node, or the one that joins.
     assert num_standby <= 1
     return tuple(found)
 
@@ -211,7 +212,7 @@ def _curve(job: JobConfig, server: ForkServer, name: str) -> Curve:
 
 
 def _under(job: JobConfig, policy: PolicyName) -> JobConfig:
-    """The job with a policy, and with the nodes that this is for."""
+    """The job with a policy, and with the nodes that this policy needs."""
     cluster = job.cluster
     if policy in ("absorb", "repartition"):
         cluster = replace(cluster, nodes=6, max_nodes=6)
@@ -224,7 +225,7 @@ def _under(job: JobConfig, policy: PolicyName) -> JobConfig:
 
 
 def _of_two_pipelines(job: JobConfig) -> EveryPlan:
-    """The only plan for all nodes of the job has two pipelines."""
+    """Prepared plans of which the only one, for all nodes, has two pipelines."""
     planned = plan_job(job, Prepared(profile=given_profile(job)))
     num_nodes = job.cluster.nodes
     halves = [planned.templates[num_nodes // 2]] * 2
@@ -240,7 +241,7 @@ def _error(result: TrainingResult, iterations: int) -> str:
 
 
 def _told(curve: Curve, calm: Curve) -> bool:
-    """Prints a line; whether the run is not as it has to be."""
+    """Prints the line of a run; returns whether it misses a goal."""
     difference = curve.last - calm.last
     is_same = curve.hashes == calm.hashes and all(curve.hashes)
     is_near = is_same if curve.is_deterministic else abs(difference) <= DIFFERENCE_MAX
@@ -282,7 +283,7 @@ def _draw(curves: Sequence[Curve], path: Path) -> None:
 
 
 def _draw_panel(panel: "Axes", curves: Sequence[Curve]) -> None:
-    """Curves that coincide stay visible: the later ones are thinner."""
+    """Draws curves; later ones are thinner, so that curves that coincide stay visible."""
     for index, curve in enumerate(curves):
         size = max(1, len(curve.losses) // _POINTS)
         starts = range(0, len(curve.losses), size)

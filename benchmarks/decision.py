@@ -1,13 +1,13 @@
-"""How long the decision takes after a loss: answers of every policy, found ahead and not.
+"""Measures the decision after a loss, with answers that were found ahead and without.
 
-A node of a job of Llama-2 7B is lost, on 32 nodes and on 1,000 of one device each. Printed are the
-seconds of CPU of what the coordinator calls between the loss and its choice: all answers under
-`resilience.policy = "adaptive"`. Ahead of it they were looked for as between failures, here for
-single losses, and are pickles since, as in nodes/head/searcher.py; the time of that and of its
-longest step is beside.
+A job of Llama-2 7B on 32 nodes, and on 1,000, of one device each, loses a node. The benchmark
+prints the CPU seconds of what the coordinator does between the loss and its choice: it takes all
+answers under `resilience.policy = "adaptive"`. Before, the answers to all single losses were
+searched for, as a job does between failures, and kept as pickles, as in nodes/head/searcher.py. The
+time of that search and of its longest step is printed too.
 
 The goal is 10 ms at 32 nodes and 100 ms at 1,000 for a loss that was foreseen. Exits 1 above that.
-`python benchmarks/decision.py 32` takes one size.
+`python benchmarks/decision.py 32` measures one size.
 """
 
 import pickle
@@ -34,15 +34,15 @@ from planaria.policies.policy import Outlook, best_transition, profile_prices
 
 MEMORY_BYTES: Final = 64 * 10**9
 MICROBATCHES_A_PIPELINE: Final = 8
-# Nodes, and the goal.
+# Numbers of nodes, each with its goal in seconds.
 SIZES: Final = ((32, 0.010), (1000, 0.100))
-HOP_S: Final = 1e-5  # Of schedules, as ranks measure it.
+HOP_S: Final = 1e-5  # Time in which a rank computes a schedule, per hop, as ranks measure it.
 NUM_LOST: Final = 4
 OUTLOOK: Final = Outlook(failures_per_s=1e-4, unsaved_samples=1000.0, lost_max=inf)
 
 
 def main() -> int:
-    """Prints a line for each size and loss; 1 if one is above the goal."""
+    """Prints a line for each size and loss; returns 1 if one is above the goal."""
     asked = {int(argument) for argument in sys.argv[1:]}
     print(
         f"{'nodes':>6} {'lost':>6} {'looked ahead':>13} {'longest step':>13} {'steps':>6}", end=""
@@ -106,7 +106,7 @@ def _decide(num_nodes: int, goal_s: float) -> bool:
 
 
 def _job(num_nodes: int) -> tuple[EveryPlan, Plan]:
-    """What the job can be re-formed to, and the plan that it begins with."""
+    """The plans to which the job can be re-formed, and its first plan."""
     profile = on_one_device(read_profile(Path("llama2-7b")))
     problem = Problem(
         profile=replace(profile, device_memory_bytes=MEMORY_BYTES),

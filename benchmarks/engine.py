@@ -1,7 +1,8 @@
-"""What the engine costs: one node of planaria beside the plain loop of tests/helpers/oracle.py.
+"""Measures the overhead of the engine: one node of planaria against the plain loop of
+tests/helpers/oracle.py.
 
-The same model, microbatches and arithmetic, one thread each, taking turns in one run. The A/A
-ratio is that of the plain loop against itself, its odd turns over its even ones.
+Both have the same model, microbatches and arithmetic and one thread, and take turns in one run. The
+A/A ratio is that of the plain loop's odd turns over its even ones.
 """
 
 import statistics
@@ -36,7 +37,7 @@ OVERRIDES = (
 
 
 def main() -> int:
-    """Prints the ratios; 1 if planaria takes more than the goal."""
+    """Prints the ratios; returns 1 if planaria takes more than the goal."""
     torch.set_num_threads(1)
     server = fork_server(Job.from_file(EXAMPLE).config)
     ours, plain = [], []

@@ -1,8 +1,8 @@
-"""How exact sums of gradients are: what docs/ASSUMPTIONS.md says of the same bits.
+"""Measures how exact sums of gradients are, for the claim of docs/ASSUMPTIONS.md on equal bits.
 
-Sums float32 gradients of the microbatches of a real GPT-2 in float32 and in float64, in several
-orders, and counts the elements that depend on the order, before and after rounding to float32.
-The same for lognormal numbers, whose sizes differ far more than those of gradients do.
+It sums float32 gradients of the microbatches of a real GPT-2 in float32 and in float64, in several
+orders, and counts the elements that depend on the order, before and after rounding to float32. It
+does the same with lognormal numbers, whose magnitudes differ far more than those of gradients.
 """
 
 import sys
@@ -17,7 +17,11 @@ SEED = 7
 
 
 def main() -> int:
-    """Prints a line per kind of numbers; 1 if a rounded sum of gradients depends on the order."""
+    """Prints a line for each kind of numbers.
+
+    Returns:
+        1 if a rounded sum of gradients depends on the order.
+    """
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(SEED)
     print(f"{NUM_MICROBATCHES} addends, {NUM_ORDERS} orders, seed {SEED}")
@@ -57,7 +61,8 @@ def _gpt2_gradients(generator: torch.Generator) -> Tensor:
 
 
 def _differing(values: Tensor, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """(sums, sums that depend on the order in float32, in float64, in float64 once rounded)."""
+    """Number of sums, and how many depend on the order: in float32, in float64, and in float64
+    after rounding to float32."""
     single = torch.zeros(values.shape[1], dtype=torch.bool)
     double, rounded = single.clone(), single.clone()
     first32 = first64 = None

@@ -1,14 +1,14 @@
-"""What copies in memory cost an FSDP2 loop on links that it shares with them.
+"""Measures what copies in memory cost an FSDP2 loop that sends them over its own links.
 
-Two ranks with checkpoints in each other's memory after every iteration (MemoryCheckpointer), each
-as if it were a node of its own. All that they send goes over one link of so many Gb/s: this script
-runs itself in a network namespace of its own, whose loopback tc limits. Layers sleep as long as
-they would compute, so that copying has the machine's cores to itself. Iterations take turns, so
-many with copies that go at once, so many with copies between the loop's collectives, and so many
-without; the A/A ratio is that of the first to the second without. The spans of an iteration, as
-measured, are printed, and in which share of the iterations a version began.
+Two ranks keep checkpoints in each other's memory after every iteration (MemoryCheckpointer), as if
+each were a node of its own. All their traffic goes over one link of limited bandwidth: the script
+runs itself in a network namespace in which tc limits the loopback device. Layers sleep instead of
+computing, so that copying has the machine's cores to itself. Turns of iterations alternate: without
+copies, with copies that are sent at once, with copies between the loop's collectives, and without
+copies again. The A/A ratio compares the two without. The script prints the measured idle spans of
+an iteration, and the share of iterations in which a version began.
 
-The goal is for the median: with copies between collectives within 1% of without.
+The goal is that the median with copies between collectives is within 1% of that without copies.
 
 Source: Gemini (SOSP '23), figure 16, whose jobs are data parallel with ZeRO-3.
 """
@@ -37,7 +37,7 @@ from planaria.torchrun.memory_checkpointer import MemoryCheckpointer
 GOAL: Final = 0.01
 WIDTH, NUM_BLOCKS = 1024, 4
 FORWARD_S, BACKWARD_S = 0.05, 0.1
-WATCHED: Final = 6  # Iterations.
+WATCHED: Final = 6  # Iterations in which idle spans are measured.
 INSIDE: Final = "PLANARIA_LIMITED"
 MODES: Final = ("none", "at once", "interleaved", "none again")
 
@@ -46,7 +46,7 @@ Spans = dict[int, tuple[IdleSpan, ...]]
 
 
 def main() -> int:
-    """Prints a line for each mode; 1 if the goal is missed, 2 where there is no way to limit."""
+    """Prints a line for each mode; returns 1 if the goal is missed, 2 if no link can be limited."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabits", type=float, default=1.0, help="a second, of the link")
     parser.add_argument("--iterations", type=int, default=10, help="of each turn")
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _in_own_network(gigabits: float) -> int:
-    """Runs this script again, where loopback is the link."""
+    """Runs this script again in a network namespace whose loopback is the limited link."""
     missing = [name for name in ("unshare", "tc", "ip") if shutil.which(name) is None]
     limit = f"tc qdisc add dev lo root tbf rate {gigabits}gbit burst 256kb latency 20ms"
     probe = f"ip link set lo up && {limit}"
@@ -74,7 +74,8 @@ def _in_own_network(gigabits: float) -> int:
 
 
 def _run(rounds: int, iterations: int) -> tuple[Seconds, Mapping[str, float], Spans]:
-    """What rank 0 measures: seconds of iterations, and in which share of them a version began."""
+    """The measurements of rank 0: seconds of iterations by mode, the share of iterations in which a
+    version began by mode, and idle spans by target."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="planaria-") as directory:
         ours, theirs = context.Pipe()
@@ -92,7 +93,7 @@ def _run(rounds: int, iterations: int) -> tuple[Seconds, Mapping[str, float], Sp
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes as long as a layer would compute."""
+    """Sleeps as long as a layer would compute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -143,7 +144,8 @@ def _rank(rank: int, answers: Connection, directory: str, rounds: int, iteration
     seconds: Seconds = {mode: [] for mode in MODES}
     begun: dict[str, list[bool]] = {mode: [] for mode in MODES}
     number = 0
-    first = dict.fromkeys(MODES, 1) | {"interleaved": 2 * WATCHED + 3}  # Spans are found.
+    # The first turn has enough iterations to measure the idle spans.
+    first = dict.fromkeys(MODES, 1) | {"interleaved": 2 * WATCHED + 3}
     for turn in range(rounds + 1):
         for mode in MODES:
             for index in range(iterations if turn else first[mode]):
@@ -154,7 +156,7 @@ def _rank(rank: int, answers: Connection, directory: str, rounds: int, iteration
                 if mode in savers:
                     number += 1
                     begins = savers[mode].save(number)
-                if turn and index:  # The copies of the mode before are over with the first.
+                if turn and index:  # Copies of the previous mode may disturb the first iteration.
                     seconds[mode].append(time.monotonic() - begun_s)
                     begun[mode].append(begins)
             if mode in savers:

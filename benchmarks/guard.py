@@ -1,9 +1,9 @@
-"""What comparing parameters costs: an iteration of the example job with the guard and without.
+"""Measures the corruption guard: an iteration of the example job with the guard and without.
 
-Two nodes, so that every layer has two holders, and each turn both ways; the A/A ratio is that of
-the turns without against themselves, odd over even. That tells of nothing smaller than the
-machine's noise, so the hashes of a node are timed alone too, in seconds of its own thread, of
-parameters that no cache holds.
+The job has two nodes, so that every layer has two holders, and runs alternate between with and
+without. The A/A ratio is that of odd runs without the guard over even ones. This cannot show less
+than the machine's noise, so the hashes of a node are also timed alone, in CPU seconds of their
+thread, with parameters that are in no cache.
 """
 
 import statistics
@@ -31,11 +31,11 @@ OVERRIDES = (
     "cluster.device_memory_bytes=0",
     "training.iterations=6",
 )
-CACHE_BYTES = 256 << 20  # More than a machine has.
+CACHE_BYTES = 256 << 20  # More than the caches of a machine hold.
 
 
 def main() -> int:
-    """Prints the times and their ratios; 1 if the hashes take more than the goal."""
+    """Prints the times and their ratios; returns 1 if the hashes take more than the goal."""
     torch.set_num_threads(1)
     server = fork_server(Job.from_file(EXAMPLE).config)
     with_guard, without = [], []
@@ -68,7 +68,7 @@ def _iteration_s(server: ForkServer, guard: str) -> float:
 
 
 def _hashes_s() -> tuple[int, float]:
-    """How many layers the model has, and what all of them take, median of twenty."""
+    """The number of layers of the model, and the seconds of hashing them, a median of 20 times."""
     job = Job.from_file(EXAMPLE).config
     model = load_model(
         job, cache_directory=Path(cache_directory()), profile=None, timekeeper=Timekeeper()

@@ -1,20 +1,19 @@
-"""What copies in memory cost training, by when they are sent: Gemini's ablation (Fig. 16).
+"""Measures what copies in memory cost training, by when they are sent: Gemini's ablation (Fig. 16).
 
-Llama-2 7B on eight paced nodes, two pipelines of four stages, a copy of every layer on a node that
-does not hold it after every iteration, on time for the next commit (`checkpoint.every = 1`). What
-arrives takes the way through a device of its receiver (`checkpoint.path = "device"`), as in the
-paper. Jobs without copies and with them in each mode take turns, all in one run; the A/A ratio is
-that of the first and the second job without. First with the profile's links of 200 Gb/s, of which
-a pipeline leaves more than nine tenths idle, then with links of an eighth of that, where copies
-need nearly all that is idle and one buffer is not enough.
+Llama-2 7B trains on eight paced nodes in two pipelines of four stages. After every iteration a copy
+of each layer goes to a node that does not hold it, in time for the next commit
+(`checkpoint.every = 1`), and through a device of its receiver (`checkpoint.path = "device"`), as in
+the paper. Jobs without copies and with copies in each mode take turns in one run; the A/A ratio
+compares the two jobs without copies. The first round has the profile's links of 200 Gb/s, of which
+a pipeline leaves more than nine tenths idle. The second has links of an eighth of that, where
+copies need nearly all of the idle time and one buffer is not enough.
 
-Published, GPT-2 40B on 16 p3dn with ZeRO-3, whose network is busy: blocking 10.1% of an iteration,
-without pipelining 3.5%, naive out of memory, interleaved next to nothing. A host has memory for
-what naive copies need; it is printed.
+The paper reports for GPT-2 40B on 16 p3dn with ZeRO-3, whose network is busy: blocking 10.1% of an
+iteration, without pipelining 3.5%, naive out of memory, interleaved next to nothing. Here a host
+has enough memory for naive copies, so they are printed.
 
-The goal is for the median at the profile's links: with interleaved copies within 1% of without. A
-machine whose cores are given to others for a while makes single iterations longer; what was stolen
-is printed.
+The goal is that, with the profile's links, the median with interleaved copies is within 1% of that
+without copies. CPU steal makes single iterations longer; its share is printed.
 """
 
 import argparse
@@ -35,11 +34,11 @@ GOAL = 0.01
 LLAMA = Path(__file__).parents[1] / "examples" / "paced-llama.toml"
 NUM_NODES, NUM_STAGES = 8, 4
 MODES = ("none", "blocking", "naive", "unpipelined", "interleaved", "none")
-SLOWER = (1, 8)  # Links, in turn.
+SLOWER = (1, 8)  # Factors by which links are slower than in the profile.
 
 
 def main() -> int:
-    """Prints a line for each job; 1 if interleaved copies cost more than the goal."""
+    """Prints a line for each job; returns 1 if interleaved copies cost more than the goal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=8, help="of each job, the first unused")
     parser.add_argument("--rounds", type=int, default=1, help="of all modes")
@@ -53,8 +52,11 @@ def main() -> int:
 
 
 def _compare(server: ForkServer, slower: int, iterations: int, rounds: int) -> bool:
-    """All modes, with links that are so many times slower; whether the goal is met, if there is
-    one."""
+    """Runs and prints all modes with links that are slower by a factor.
+
+    Returns:
+        whether the goal is met; True if `slower` is not 1, which has no goal.
+    """
     print(f"links of {200 / slower:.0f} Gb/s")
     print(f"{'copies':<12} {'median':>9} {'cost':>7} {'least':>8} {'most':>8} {'stolen':>7}")
     seconds: dict[str, list[float]] = {}
@@ -85,7 +87,7 @@ def _compare(server: ForkServer, slower: int, iterations: int, rounds: int) -> b
 
 
 def _seconds(server: ForkServer, mode: str, slower: int, iterations: int) -> list[float]:
-    """Of each iteration of a job but the first."""
+    """The seconds of each iteration of a job except the first."""
     with tempfile.TemporaryDirectory() as directory:
         profile = given_profile(Job.from_file(LLAMA).config)
         assert profile is not None
@@ -99,7 +101,7 @@ def _seconds(server: ForkServer, mode: str, slower: int, iterations: int) -> lis
             f"cluster.device_memory_bytes={1 << 50}",
             f"training.iterations={iterations}",
             "training.global_batch_size=32",
-            'resilience.policy="reinstantiate"',  # Which takes no better plan meanwhile.
+            'resilience.policy="reinstantiate"',  # It does not change the plan during the run.
             f'model.profile="{path}"',
             f'checkpoint.directory="{directory}/saves"',
         ]
@@ -120,7 +122,7 @@ def _seconds(server: ForkServer, mode: str, slower: int, iterations: int) -> lis
 
 
 def _plan(job: Job) -> Plan:
-    """Two equal pipelines, as the planner cuts them."""
+    """A plan of equal pipelines with the planner's partition."""
     planned = plan_job(job.config, Prepared(profile=given_profile(job.config)))
     template = planned.templates[NUM_STAGES]
     pipelines = tuple(
@@ -132,7 +134,7 @@ def _plan(job: Job) -> Plan:
 
 
 def _stolen_s() -> float:
-    """Seconds of cores that this machine was to have and others had; 0.0 where nobody counts."""
+    """CPU steal of this machine so far, seconds of cores; 0.0 if it is not counted."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         return int(fields[8]) / 100.0

@@ -1,22 +1,22 @@
-"""What a newcomer is told, beside what happens: `make demo` on this machine, again and again.
+"""Compares the predictions of `make demo` with measurements, in many runs on this machine.
 
-Its job trains on six emulated nodes, two of which are killed. The nodes share the processors of
-this machine, and what is predicted has to know that. The goals, over all runs:
+The job trains on six emulated nodes, two of which are killed. The nodes share the processors of
+this machine, and predictions have to take that into account. The goals, over all runs:
 
-- The iterations of each epoch, before and after each loss: their median is within 25% of what was
-  predicted of them as the epoch began, and within 25% of what was predicted when it ended, by the
-  profile as the job had corrected it by then. The median of these errors is within 10%.
-- A recovery, from when its loss was noticed until every rank goes on, lies in the range that was
-  expected of it; 9 of 10 do.
+- The median iteration of each epoch, before and after each loss, is within 25% of the prediction at
+  the beginning of the epoch, and within 25% of that at its end, by the profile as the job has
+  corrected it by then. The median of these errors is within 10%.
+- At least 9 of 10 recoveries, from when the loss is noticed until every rank goes on, take a time
+  in the predicted range.
 
-The first iteration of an epoch is left out, as in the report's own table: it sets up what the
-others keep.
+The first iteration of an epoch is left out, as in the report's own table, since it does one-time
+setup.
 
-The machine has to be quiet: what other programs take of its processors nobody can predict. How
-busy they were in the second before a run is printed beside it.
+The machine has to be quiet, as nobody can predict what other programs take of its processors. Their
+load in the second before a run is printed with it.
 
-`--runs N` says how many there are. `--results FILE` keeps the figures of each run as a line of
-JSON; the runs that are there are not done again. Exits 1 if a goal is missed.
+`--runs N` sets the number of runs. `--results FILE` keeps the figures of each run as a line of
+JSON; runs that are in the file are not repeated. Exits 1 if a goal is missed.
 """
 
 import argparse
@@ -36,10 +36,10 @@ from planaria.core.inject import parse_injection
 from planaria.job.job import Job
 from planaria.observe.metrics import EventRecord, IterationRecord, Report
 
-VERSION: Final = 1  # Of the figures of a run.
+VERSION: Final = 1  # Version of the figures of a run.
 JOB: Final = Path(__file__).parents[1] / "examples" / "gpt2-text.toml"
 NODES: Final = 6
-FAULTS: Final = ("kill:4@15.backward", "kill:1@30.commit")  # As examples/survive.py.
+FAULTS: Final = ("kill:4@15.backward", "kill:1@30.commit")  # The same as in examples/survive.py.
 EACH_GOAL: Final = 0.25
 MEDIAN_GOAL: Final = 0.10
 RANGE_GOAL: Final = 0.9
@@ -47,11 +47,12 @@ RANGE_GOAL: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Those of an epoch.
+    """The iterations of an epoch.
 
     Attributes:
-        first_s, newest_s: predicted when the epoch began, and when it ended.
-        measured_s: the median.
+        first_s: predicted time of an iteration when the epoch began.
+        newest_s: predicted time of an iteration when the epoch ended.
+        measured_s: median time of an iteration.
     """
 
     epoch: int
@@ -61,7 +62,7 @@ class Iterations:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """How far the median is from either prediction, as shares of it."""
+        """The deviation of the median from each prediction, as a share of the prediction."""
         return (
             abs(self.measured_s / self.first_s - 1.0),
             abs(self.measured_s / self.newest_s - 1.0),
@@ -70,7 +71,12 @@ class Iterations:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A loss, and how long it took from when it was noticed."""
+    """The predicted and the measured time of a recovery, from when its loss was noticed.
+
+    Attributes:
+        least_s, most_s: ends of the predicted range.
+        likely_s: most likely time, as predicted.
+    """
 
     answer: str
     least_s: float
@@ -80,7 +86,7 @@ class Recovery:
 
     @property
     def is_foreseen(self) -> bool:
-        """Whether it lies in its range."""
+        """Whether the measured time is in the predicted range."""
         return self.least_s <= self.measured_s <= self.most_s
 
 
@@ -89,7 +95,7 @@ class Run:
     """The figures of one run.
 
     Attributes:
-        busy: the share of the processors that other programs took before it.
+        busy: share of the processors that other programs took before the run, 0 to 1.
     """
 
     iterations: tuple[Iterations, ...]
@@ -98,7 +104,7 @@ class Run:
 
 
 def main() -> int:
-    """Runs the job as often as it was not run yet, and prints what came of all."""
+    """Does the runs that are missing and prints the results of all; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--results", type=Path)
@@ -119,7 +125,7 @@ def main() -> int:
 
 
 def measured_run() -> Run:
-    """Trains the job once."""
+    """Trains the job once; returns the figures."""
     with tempfile.TemporaryDirectory() as directory:
         overrides = [f"cluster.nodes={NODES}", f'checkpoint.directory="{directory}"']
         job = Job.from_file(JOB, overrides=overrides)
@@ -163,7 +169,7 @@ def _recovery(event: EventRecord) -> Recovery:
 
 
 def print_run(number: int, run: Run) -> None:
-    """A line for each epoch and each loss."""
+    """Prints a line for each epoch and each recovery of a run."""
     print(f"run {number}; the processors were {100 * run.busy:.0f}% busy before it")
     for one in run.iterations:
         first, newest = one.errors
@@ -182,7 +188,7 @@ def print_run(number: int, run: Run) -> None:
 
 
 def verdicts(runs: Sequence[Run]) -> tuple[list[str], bool]:
-    """What there is to say, and whether all goals are met."""
+    """The results in words, and whether all goals are met."""
     errors = [error for run in runs for one in run.iterations for error in one.errors]
     foreseen = [loss.is_foreseen for run in runs for loss in run.recoveries]
     if not errors or not foreseen:
@@ -210,7 +216,7 @@ def run_line(run: Run) -> str:
 
 
 def known_runs(path: Path) -> list[Run]:
-    """The runs of a file that are of this version; none if there is no file."""
+    """The runs in a file that have this version; none if there is no file."""
     if not path.exists():
         return []
     lines = map(json.loads, path.read_text().splitlines())

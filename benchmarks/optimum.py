@@ -1,14 +1,14 @@
-"""Rerouted schedules beside the best ones that there are: at most 5% longer.
+"""Compares rerouted schedules with optimal ones; the goal is to be at most 5% longer.
 
-For each case of tests/helpers/lost_places.py the plan that `planner/reroute/reroutes.py` finds, its
-time by the estimator, and the optimum of the same problem as CP-SAT proves it (exact/solver.py).
-Times are of forwards and backwards; reductions are the same for both. Then cases that are drawn,
-many of them odd: stages that differ by three times, memory for as few microbatches as a pipeline
-without losses needs. They have the same goal where an optimum is proven in time; `--drawn N` draws
-more of them.
+For each case of tests/helpers/lost_places.py it takes the plan that `planner/reroute/reroutes.py`
+finds, with its time by the estimator, and the optimum of the same problem, which CP-SAT proves
+(exact/solver.py). Times are those of forwards and backwards; reductions are the same for both. Then
+it draws cases, many of them unusual: stages that differ by a factor of three, or memory for only as
+many microbatches as a pipeline without losses needs. They have the same goal where an optimum is
+proven in time; `--drawn N` sets their number.
 
-Exits 1 if a case is beyond the goal, an optimum is not the one that the tests have or none of a
-drawn case is proven, 2 if ortools is not installed.
+Exits 1 if a case misses the goal, if an optimum is not the one in the tests, or if no optimum of a
+drawn case is proven; exits 2 if ortools is not installed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DRAWN_TIMEOUT_S: Final = 5.0
 
 
 def main() -> int:
-    """Prints a line for each case."""
+    """Prints a line for each case; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--drawn", type=int, default=100, help="how many cases are drawn")
     num_drawn = parser.parse_args().drawn
@@ -48,7 +48,8 @@ def main() -> int:
 
 
 def _longer(case: Case) -> float:
-    """By how much ours is longer; infinite if no optimum is proven, or not that of the tests."""
+    """The share by which our schedule is longer than the optimum; infinite if no optimum is proven
+    or it differs from that in the tests."""
     from exact.solver import optimum
 
     problem, plan = case.problem(), case.plan()
@@ -72,7 +73,8 @@ def _longer(case: Case) -> float:
 
 
 def _longest_drawn(num_drawn: int) -> float:
-    """By how much ours is longer at most where an optimum is proven; infinite if nowhere."""
+    """The largest share by which our schedule is longer, over drawn cases whose optimum is proven;
+    infinite if there is none."""
     from exact.solver import optimum
 
     longer = {}

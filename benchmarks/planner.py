@@ -1,23 +1,24 @@
-"""How long the planner takes, and how good what it finds is, beside the paper's.
+"""Measures the planner's time and the quality of its plans, and compares them with the paper's.
 
     python benchmarks/planner.py            all parts
     python benchmarks/planner.py times      one of: times, large, command, regret, ranks, unequal,
                                             plans, every
 
-times    one template for 8 - 24 nodes of 1 - 8 devices and 24 - 96 layers, as in Table 3 of Oobleck
-         (SOSP '23), whose seconds stand beside ours, with each objective. Both of our columns are
-         the slower one of a profile of equal layers and one of random layers.
-large    1,000 layers on 64 nodes of 8 devices, with the proven distance from the best.
-command  `planaria plan` as a process, all template sizes, from its start to its end.
-regret   small problems, against all partitions there are: how much slower than the best one is what
-         the paper's objective chooses, and what ours does, by the number of microbatches.
-ranks    the iteration of 1,000 ranks with 128 microbatches, from its schedule, the best of three.
-unequal  some nodes at half the speed: the iteration of a plan that takes all for equal, of ours and
-         of the same work without bubbles, transfers and reductions.
-plans    the plan for 1,000 nodes, given the templates: sets of pipelines, microbatches and nodes,
-         the best of three; and how long templates take.
-every    the plans for every number of 512 nodes, which are made once, how long it takes to find one
-         of them, and what the policy takes for its answers to the loss of a node.
+times    time of one template for 8 - 24 nodes of 1 - 8 devices and 24 - 96 layers, with each
+         objective, beside Table 3 of Oobleck (SOSP '23). Each of our times is the longer one of two
+         profiles, with equal and with random layers.
+large    time and optimality gap of a template of 1,000 layers on 64 nodes of 8 devices.
+command  time of the process `planaria plan` with templates of all sizes.
+regret   how much slower than the best of all partitions is the one that the paper's objective
+         chooses, and the one that ours does, in small problems, by number of microbatches.
+ranks    time to predict an iteration of 1,000 ranks with 128 microbatches from its schedule, the
+         best of three.
+unequal  some nodes have half the speed: the iteration time of a plan that takes all nodes for
+         equal, of ours, and of the same work without bubbles, transfers and reductions.
+plans    time of the plan for 1,000 nodes from given templates: pipelines, microbatches and nodes,
+         the best of three; and time of the templates.
+every    time of the plans for every number of nodes up to 512, which a job makes once, of looking
+         up one of them, and of the policy's answers to the loss of a node.
 
 Exits 1 if a goal is missed.
 """
@@ -96,7 +97,7 @@ REGRET_MAX: Final = 0.03
 def random_profile(
     num_layers: int, devices_per_node: int, *, spread: float, seed: int = SEED
 ) -> ModelProfile:
-    """Layers of 1 to 1 + spread times 10 ms, which d devices speed up d^0.9 times."""
+    """A profile with layers of 10 ms times 1 to 1 + spread; d devices are d^0.9 times as fast."""
     rng = random.Random(seed)
     counts = [count for count in (1, 2, 4, 8) if count <= devices_per_node]
     layers = []
@@ -138,7 +139,7 @@ def planning_problem(
 
 
 def times() -> Iterator[str]:
-    """Table 3, ours beside the paper's."""
+    """Prints our times beside Table 3 of the paper; yields the goals that are missed."""
     print("one template, seconds: ours | ours with the paper's objective | the paper's")
     print("nodes devices " + "".join(f"{n:>10} layers       " for n in LAYERS))
     for (nodes, devices), published_s in PUBLISHED_S.items():
@@ -162,7 +163,8 @@ def times() -> Iterator[str]:
 
 
 def large() -> Iterator[str]:
-    """A problem that no paper reports."""
+    """Prints the time and gap of a problem larger than any that papers report; yields the goal if
+    it is missed."""
     problem = planning_problem(1000, 64, 8, spread=1.0)
     start_s = time.perf_counter()
     found = ranked_template(problem, 64)
@@ -177,7 +179,7 @@ def large() -> Iterator[str]:
 
 
 def command() -> Iterator[str]:
-    """What a user waits for."""
+    """Prints the time that a user waits for the command; yields the goals that are missed."""
     for num_layers, limit_s in COMMAND_S_MAX.items():
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "profile.json"
@@ -194,7 +196,7 @@ def command() -> Iterator[str]:
 
 
 def regret() -> Iterator[str]:
-    """What a worse partition costs."""
+    """Prints how much slower chosen partitions are than the best; yields goals that are missed."""
     print(f"slower than the best partition, mean and worst of {NUM_SMALL} problems (seed {SEED})")
     print("microbatches   the paper's objective   ours")
     for num_microbatches in (2, 4, 8, 16, 32, 64, 128, 512):
@@ -225,7 +227,7 @@ def regret() -> Iterator[str]:
 
 
 def unequal() -> Iterator[str]:
-    """What it gains to plan for nodes that are slower than others."""
+    """Prints the gain of planning for unequal nodes; yields the goals that are missed."""
     print("iteration of a plan that takes all nodes for equal, of ours, and of the work alone")
     for nodes, devices, num_slow in ((4, 1, 1), (8, 1, 2), (16, 1, 4), (24, 8, 1)):
         problem = replace(planning_problem(32, nodes, devices, spread=1.0), failures_tolerated=1)
@@ -260,7 +262,7 @@ def _share(regrets: list[float]) -> str:
 
 
 def ranks() -> Iterator[str]:
-    """What pricing a plan takes in a large job."""
+    """Prints the time to price a plan of a large job; yields the goal if it is missed."""
     profile = random_profile(1000, 1, spread=1.0)
     template = PipelineTemplate(tuple(Stage(n, n + 1, 1) for n in range(1000)), 1000)
     plan = plain_plan(0, (Pipeline(template, tuple(range(1000))),), (128,))
@@ -282,7 +284,7 @@ def ranks() -> Iterator[str]:
 
 
 def plans() -> Iterator[str]:
-    """What a plan for a large cluster takes."""
+    """Prints the time to plan for a large cluster; yields the goals that are missed."""
     for memory_bytes in (0, 14_000_000_000):
         problem = _clustered(PLAN_NODES, memory_bytes)
         start_s = time.perf_counter()
@@ -303,7 +305,7 @@ def plans() -> Iterator[str]:
 
 
 def every() -> Iterator[str]:
-    """What a job's start takes, so that a failure finds its plan."""
+    """Prints the time to prepare all plans at a job's start; yields the goals that are missed."""
     problem = _clustered(EVERY_NODES, 0)
     templates = pipeline_templates(problem, EVERY_NODES)
     start_s = time.perf_counter()
@@ -323,7 +325,8 @@ def every() -> Iterator[str]:
 
 
 def _print_answer(found: EveryPlan) -> None:
-    """What the policy takes for its answers to the loss of a node; finding the plan is in that."""
+    """Prints the time of the policy's answers to the loss of a node, without and with prepared
+    plans."""
     plan, profile = found.plans[EVERY_NODES], found.problem.profile
     prices = profile_prices(profile, regroup_s=0.0)
     cluster, event = survivors(plan, (3,), epoch=1), NodesLost((3,), 0)
@@ -338,7 +341,7 @@ def _print_answer(found: EveryPlan) -> None:
 
 
 def _clustered(num_nodes: int, device_memory_bytes: int) -> Problem:
-    """32 unequal layers on nodes of one device, of which two may fail at once."""
+    """A problem of 32 unequal layers on nodes of one device, which tolerates two failures."""
     problem = planning_problem(32, num_nodes, 1, spread=1.0)
     profile = replace(problem.profile, device_memory_bytes=device_memory_bytes)
     return replace(problem, profile=profile, failures_tolerated=2)
@@ -357,7 +360,7 @@ PARTS: Final = {
 
 
 def main(names: list[str]) -> int:
-    """Runs the parts; the exit code."""
+    """Runs the parts; returns the exit code."""
     missed = [goal for name in names or PARTS for goal in PARTS[name]()]
     for goal in missed:
         print(f"MISSED {goal}")

@@ -1,28 +1,29 @@
-"""Predicted beside measured time of iterations and transitions, on real processes and links.
+"""Compares predicted and measured times of iterations and transitions, on real processes and links.
 
 Paced: layers sleep and links are paced. First the layers alone, forward and backward in one
-process, against the seconds of their profile. Then twelve unequal layers on six to nine nodes, and
-Llama-2 7B on 8 and 32: in equal pipelines of so many stages (PP) times so many pipelines (DP), as
-the planner would have them, and as each policy (`--policy`, once or more; all of them but rollback,
-which without nodes on standby is reinstantiate) goes on after losses. Each has to meet the goals by
-itself. Device memory is left out, so that every layout is a plan.
+process, are compared with the seconds of their profile. Then jobs train twelve unequal layers on
+six to nine nodes, and Llama-2 7B on 8 and 32 nodes: in equal pipelines, for several numbers of
+stages (PP) and pipelines (DP), in the layout that the planner chooses, and in the layouts with
+which each policy goes on after losses (`--policy`, once or more; default: all but rollback, which
+without standby nodes is reinstantiate). Each policy has to meet the goals by itself. Device memory
+is not limited in jobs with equal pipelines or under absorb, so that every layout is possible.
 
-Transitions: the same pipelines lose a node in each of four iterations, and all else that is paced
-takes TRANSITION_SCALE times as long. For 32 nodes share this machine: what all of them compute in a
-recovery, schedules and links, is done by a few cores, and takes many times as long as where each
-node has its own. At their own pace two equal recoveries differ by as much as the goal, and even so
-they differ by half of it and more; each job runs TRANSITION_RUNS times, and what answered the same
-loss with the same answer is judged by its median, as iterations are.
+Transitions: the same pipelines lose a node in each of four iterations, with all paced times
+TRANSITION_SCALE times as long. That is needed because 32 nodes share this machine: a few cores
+compute what all of them compute in a recovery, schedules and links, which takes many times as long
+as if each node had cores of its own. At the usual pace two equal recoveries differ by as much as
+the goal; even with the scale they differ by half of it and more. So each job runs TRANSITION_RUNS
+times, and equal answers to the same loss are judged by their median, as iterations are.
 
-Unpaced: two nodes, each a process that computes a small GPT-2 on cores that it shares with the
-other and with the system. Its profile is measured by a process that is alone, and corrected while
-the job trains (coordinator/learning/drift.py); the goal is for iterations after that.
+Unpaced: each of two nodes is a process that computes a small GPT-2 on cores that it shares with the
+other and with the system. A process that runs alone measures the profile, and the job corrects it
+while it trains (coordinator/learning/drift.py); the goal is for the iterations after that.
 
-The error of a paced job is that of the median of the iterations of an epoch but its first, in which
-torch sets up what it keeps; that of the unpaced one is the mean of its iterations' errors. The
-error of a recovery counts from when its answer is told until every rank can go on, that of a change
-at a commit is of its pause. The A/A ratio is the median of the odd iterations over that of
-the even ones: what the machine's noise alone makes of two equal things.
+The error of a paced job is that of the median iteration of an epoch without its first, in which
+torch does one-time setup; that of the unpaced job is the mean of its iterations' errors. The time
+of a recovery counts from when its answer is told until every rank can go on; that of a change at a
+commit is its pause. The A/A ratio is the median of odd iterations over that of even ones, which
+shows the machine's noise.
 """
 
 import argparse
@@ -56,8 +57,8 @@ LAYERS_GOAL = 0.03
 EXAMPLE = Path(__file__).parents[1] / "examples" / "paced.toml"
 LLAMA = EXAMPLE.with_name("paced-llama.toml")
 GPT = EXAMPLE.with_name("gpt2-text.toml")
-LAYOUTS = ((4, 2), (4, 8), (8, 4), (16, 2))  # Stages, pipelines.
-LOSSES = ((5, 4), (9, 8))  # Nodes, and the iterations in which they are lost.
+LAYOUTS = ((4, 2), (4, 8), (8, 4), (16, 2))  # Pairs of stages per pipeline and pipelines.
+LOSSES = ((5, 4), (9, 8))  # Pairs of a node and the iteration in which it is lost.
 TRANSITION_LOSSES = ((5, 1), (9, 2), (14, 3), (20, 4))
 TRANSITION_SCALE = 4.0
 TRANSITION_RUNS = 3
@@ -68,14 +69,14 @@ UNLIMITED = f"cluster.device_memory_bytes={1 << 50}"
 
 @dataclass
 class Errors:
-    """Of all jobs so far, as absolute shares of what was predicted."""
+    """The errors of several jobs, as absolute shares of what was predicted."""
 
     iterations: list[float] = field(default_factory=list)
     transitions: list[float] = field(default_factory=list)
 
 
 def main() -> int:
-    """Prints a line for each; 1 if an error is above its goal."""
+    """Prints a line for each measurement; returns 1 if an error is above its goal."""
     arguments = _arguments()
     parts = [part for part in PARTS if arguments.only in ("", part)]
     policies = arguments.policy or [name for name in POLICIES if name != "rollback"]
@@ -97,7 +98,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _paced(policies: Sequence[str]) -> bool:
-    """Jobs that sleep; whether their errors are within the goals."""
+    """Runs paced jobs; returns whether their errors are within the goals."""
     profile = on_one_device(read_profile(EXAMPLE.with_name("paced-profile.json")))
     alone = abs(_layers_error(profile))
     print(f"layers alone, in one process: error {100 * alone:.2f}%")
@@ -126,7 +127,7 @@ def _paced(policies: Sequence[str]) -> bool:
 
 
 def _are_exact(name: str, errors: Errors) -> bool:
-    """Prints what came of iterations; whether it is within the goals."""
+    """Prints the errors of iterations; returns whether they are within the goals."""
     mean, worst = statistics.mean(errors.iterations), max(errors.iterations)
     is_met = mean <= MEAN_GOAL and worst <= WORST_GOAL
     print(
@@ -140,7 +141,8 @@ def _are_exact(name: str, errors: Errors) -> bool:
 
 
 def _transitions(policies: Sequence[str]) -> bool:
-    """Jobs that lose one node after the other; whether the mean error is within its goal."""
+    """Runs jobs that lose one node after the other; returns whether the mean error of each policy
+    is within the goal."""
     server = fork_server(Job.from_file(LLAMA).config)
     are_met = True
     for policy in policies:
@@ -175,8 +177,7 @@ def _recovered(
     """Runs a job TRANSITION_RUNS times.
 
     Returns:
-        By what was answered to what, the predicted and the measured seconds of each run that
-        answered so.
+        the predicted and measured seconds of each run, by loss and answer.
     """
     nodes = num_stages * num_pipelines
     lost = [(node, at) for node, at in TRANSITION_LOSSES if node < nodes]
@@ -211,12 +212,13 @@ def _recovered(
 
 
 def _saving(policy: str) -> list[str]:
-    """What a policy that goes back to saves needs: else it would begin anew each time."""
+    """The options that a policy needs which goes back to saves: without them it would begin anew
+    each time."""
     return ["checkpoint.persist_every=1"] if policy == "morph" else []
 
 
 def _unpaced() -> bool:
-    """Two processes that compute; whether their mean error is within its goal."""
+    """Runs a job of two computing processes; returns whether its mean error is within the goal."""
     with tempfile.TemporaryDirectory() as directory:
         overrides = [
             "cluster.nodes=2",
@@ -225,7 +227,7 @@ def _unpaced() -> bool:
             UNLIMITED,
         ]
         report = Job.from_file(GPT, overrides=overrides).train().report
-    records = report.iterations[1:]  # The first one sets up what the others keep.
+    records = report.iterations[1:]  # The first iteration does one-time setup.
     profiled_s = records[0].predicted_s
     for predicted_s, group in groupby(records, key=_predicted_s):
         of_group = list(group)
@@ -257,7 +259,7 @@ def _verdict(is_met: bool) -> str:
 
 
 def _layers_error(profile: ModelProfile) -> float:
-    """How much longer the layers take than their profile says; the median of eight passes."""
+    """The share by which the layers take longer than their profile says, a median of 8 passes."""
     torch.set_num_threads(1)
     model = paced_model(profile, seed=0, jitter=0.0, timekeeper=Timekeeper(late_s_max=0.1))
     modules = [model.materialise(layer) for layer in range(model.num_layers)]
@@ -286,8 +288,8 @@ def _measure(
     """Runs a job, prints a line for each of its epochs and transitions, and adds their errors.
 
     Args:
-        num_stages: of each of equal pipelines, with a node a stage; 0: as the planner would.
-        policy: that answers the losses; none are injected without.
+        num_stages: number of stages, of a node each, of equal pipelines; 0: the planner's layout.
+        policy: policy that answers the losses; empty: the job's own, and no losses.
     """
     with tempfile.TemporaryDirectory() as directory:
         iterations = LOSSES[-1][1] + LOSSES[0][1] if policy else LOSSES[0][1] + 1
@@ -298,7 +300,7 @@ def _measure(
         ]
         if policy:
             overrides += [f'resilience.policy="{policy}"', *_saving(policy)]
-        if num_stages or policy == "absorb":  # Which needs twice the memory.
+        if num_stages or policy == "absorb":  # Absorb needs twice the memory.
             overrides.append(UNLIMITED)
         job = Job.from_file(path, overrides=overrides)
         specs = [f"kill:{node}@{at}" for node, at in LOSSES if policy and node < nodes]
@@ -316,7 +318,7 @@ def _measure(
     groups = [list(group)[1:] for _, group in groupby(report.iterations, key=_epoch)]
     names = (name, *(f"{name}, {policy}" for _ in groups[1:]))
     for label, records in zip(names, groups, strict=True):
-        # An epoch of fewer has no ratio; there is one if this machine loses a node by itself.
+        # An epoch with fewer has no ratio; it occurs if this machine really loses a node.
         if len(records) < 2:
             continue
         seconds = [record.seconds for record in records]
@@ -336,7 +338,8 @@ def _epoch(record: IterationRecord) -> int:
 
 
 def _equal_plan(job: Job, num_stages: int) -> Plan:
-    """Pipelines of so many stages, as the planner cuts them, with equal shares of microbatches."""
+    """A plan of pipelines with a number of stages and the planner's partition, and equal shares of
+    microbatches."""
     config = job.config
     planned = plan_job(config, Prepared(profile=given_profile(config)))
     num_pipelines = config.cluster.nodes // num_stages

@@ -1,11 +1,12 @@
-"""A node is lost: planaria beside torchft and torchrun, on the same model in the same run.
+"""Compares recoveries of planaria, torchft and torchrun from the loss of a process.
 
-All train the small GPT-2 of peers/small_gpt.py in six processes of this machine, one thread each,
-by gloo or planaria's own links. One process is killed with SIGKILL when it starts an iteration:
-the kindest moment for torchft, whose lighthouse leaves out a replica that has not joined yet. Once
-it has joined, its neighbours in the ring notice, the others wait out gloo's 60 s, and those who
-noticed exit as their quorum has a timeout of 60 s, too. That happens now and then here as well
-(see "kills"); `python benchmarks/recovery.py backward` kills later on purpose, in the backward.
+All train the small GPT-2 of peers/small_gpt.py in the same run, in six processes of this machine
+with one thread each, over gloo or planaria's own links. One process is killed with SIGKILL when it
+starts an iteration: the best moment for torchft, whose lighthouse leaves out a replica that has not
+joined yet. If a replica dies after it has joined, its neighbours in the ring notice, the others
+wait for gloo's timeout of 60 s, and those that noticed exit because their quorum has a timeout of
+60 s as well. That sometimes happens here too (see "kills"); `python benchmarks/recovery.py
+backward` kills in the backward on purpose.
 
     planaria   three pipelines of two nodes; the coordinator re-forms them from the five left
     torchft    six replicas in DDP, lighthouse and managers at the defaults of their programs
@@ -15,20 +16,21 @@ Times are from just before the SIGKILL:
 
     detect     until a survivor (torchrun: it or the agent) knows; planaria: until all have left
                the old epoch, which is later
-    downtime   until the first iteration after the kill is complete on all who then work
-    regained   until the iteration that was under way is complete: it includes what is redone
-    redone     iterations computed again, wholly or in part, with the one under way
+    downtime   until the first iteration after the kill is complete on all ranks that then work
+    regained   until the iteration that was in flight is complete: it includes what is redone
+    redone     iterations computed again, wholly or in part, the one in flight included
     idle       processes that live but have no part in later iterations
-    kills      after how many of them the job went on within two minutes; the rest of the row is
-               of these alone, and what the processes of the others logged goes to standard error
+    kills      number of kills after which the job went on within two minutes, of all kills; the
+               rest of the row covers only these, and logs of the others go to standard error
     goodput    1 - (regained - one iteration) / 60 s: the useful share of time if a process is
-               lost every minute; work redone counts as lost, capacity that is gone does not
+               lost every minute; work redone counts as lost, lost capacity does not
 
 The goals compare medians of the downtime. The A/A ratio is that of planaria's odd kills over its
 even ones. Exits 1 if a goal is missed, and 2 if torchft is not installed.
 
-`python benchmarks/recovery.py --nodes 4,8,16,32` shows how the phases of planaria's recovery grow
-with the number of nodes instead, there and up to thousands (growth/table.py).
+`python benchmarks/recovery.py --nodes 4,8,16,32` instead shows how the phases of planaria's
+recovery grow with the number of nodes, measured for these and simulated up to thousands
+(growth/table.py).
 """
 
 import argparse
@@ -75,9 +77,9 @@ from planaria.planner.templates import smallest_num_nodes
 
 NUM_KILLS = {"planaria": 20, "torchft": 3, "torchrun": 3}
 GOALS = {"torchft": 3.0, "torchrun": 10.0}
-REFORMED_S_MAX = 1.0  # The median of planaria's downtime_s; half of it is wished for.
+REFORMED_S_MAX = 1.0  # Upper bound on the median of planaria's downtime_s; half would be good.
 MINUTE_S = 60.0
-# How long the lighthouse waits for a replica that sends heartbeats but does not join: the default
+# Time that the lighthouse waits for a replica that sends heartbeats but does not join: the default
 # of the torchft_lighthouse program. (A LighthouseServer made in Python has 100 ms.)
 JOIN_TIMEOUT_MS = 60_000
 N0 = 2
@@ -85,12 +87,12 @@ HERE = str(Path(__file__).parent)
 
 
 def main(step: str) -> int:
-    """Prints the table; the exit code."""
+    """Measures all systems and prints the table; returns the exit code."""
     if importlib.util.find_spec("torchft") is None:
         print("skipped: torchft is not installed; pip install -e '.[bench]' -c constraints.txt")
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    os.environ["RUST_LOG"] = "error"  # Of the lighthouse, which lives in this process.
+    os.environ["RUST_LOG"] = "error"  # For the lighthouse, which lives in this process.
     reformed_s: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
         recoveries = _recoveries(Path(directory), step, reformed_s)
@@ -108,7 +110,7 @@ def main(step: str) -> int:
         f"{median_s:.3f} s (goal {REFORMED_S_MAX:.0f} s: {'MISSED' if missed else 'met'})"
     )
     for name, goal in GOALS.items():
-        # Kills without a recovery count for nobody: why there was none is not measured here.
+        # Kills without a recovery are left out: why there was none is not measured here.
         ratio = _median(recoveries[name], _downtime_s) / _median(ours, _downtime_s)
         verdict = "met" if ratio >= goal else "MISSED"
         missed += verdict == "MISSED"
@@ -117,7 +119,7 @@ def main(step: str) -> int:
 
 
 def _recoveries(directory: Path, step: str, reformed_s: list[float]) -> dict[str, list[Recovery]]:
-    """Every system's kills, in turns, so that the machine's other work meets all alike."""
+    """The recoveries of every system, measured in turns so that other load affects all alike."""
     environment = peer_environment(directory / "bytecode")
     config = _job(directory / "checkpoints")
     recoveries: dict[str, list[Recovery]] = {name: [] for name in NUM_KILLS}
@@ -133,7 +135,7 @@ def _recoveries(directory: Path, step: str, reformed_s: list[float]) -> dict[str
         for turn in range(max(NUM_KILLS.values())):
             for name, run in runs.items():
                 if turn < NUM_KILLS[name]:
-                    # A job that has run leaves SIGTERM at its default.
+                    # A job resets the handler of SIGTERM to its default.
                     signal.signal(signal.SIGTERM, signal.default_int_handler)
                     recoveries[name].append(run(turn % NUM_WORKERS))
                     print(f"  {_row(name, recoveries[name][-1:])}", flush=True)
@@ -158,7 +160,8 @@ def _job(checkpoints: Path) -> JobConfig:
 
 
 def _with_two_nodes_a_pipeline(config: JobConfig, server: ForkServer, directory: Path) -> JobConfig:
-    """The job with a profile, measured once, and devices so small that a pipeline needs two."""
+    """The job with a profile, measured once, and so little device memory that a pipeline needs two
+    nodes."""
     profile = Job(config, search_path=[HERE]).profile(server=server)
     memory_bytes = 1 << 30
     while _n0(profile, config, memory_bytes) < N0:
@@ -186,7 +189,8 @@ def _n0(profile: ModelProfile, config: JobConfig, memory_bytes: int) -> int:
 def _planaria_recovery(
     victim: int, config: JobConfig, server: ForkServer, step: str, reformed_s: list[float]
 ) -> Recovery:
-    """One kill; its downtime_s, without the iteration that is done again, goes to reformed_s."""
+    """The recovery from one kill; appends its downtime_s, which does not include the iteration that
+    is done again, to reformed_s."""
     shutil.rmtree(config.checkpoint.directory, ignore_errors=True)
     injection = parse_injection(f"kill:{victim}@{KILLED_ITERATION}.{step}")
     job = Job(config, search_path=[HERE])
@@ -220,7 +224,7 @@ def _downtime_s(recovery: Recovery) -> float:
 
 
 def _median(recoveries: Sequence[Recovery], value: Callable[[Recovery], float]) -> float:
-    """Over the kills that were recovered from; NaN, which meets no goal, if there is none."""
+    """The median over recovered kills; NaN, which meets no goal, if there are none."""
     values = [value(recovery) for recovery in recoveries if recovery.is_over]
     return statistics.median(values) if values else math.nan
 

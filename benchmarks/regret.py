@@ -1,31 +1,32 @@
-"""What it costs to let the job choose: the adaptive policy beside each fixed one, in simulation.
+"""Measures the regret of the adaptive policy against the best fixed policy, in simulation.
 
-Of every case (a cluster, and how its nodes fail and come back) all policies train through the same
-20 failures, for many seeds; no two cases are alike. Their samples are compared with those of the
-fixed policy that is best for the case, which nobody knows beforehand. The goals:
+In every case (a cluster, and how its nodes fail and come back) all policies train through the same
+20 failures, for many seeds; no two cases are alike. The samples of adaptive are compared with those
+of the fixed policy that is best for the case, which nobody knows beforehand. The goals:
 
-- The mean over cases of what adaptive has more, seed by seed, is not below 0: neither is the lower
-  end of its 95% interval. Seeds of a case are not independent of each other, so the interval is one
-  over cases.
+- The mean over cases of what adaptive has more, seed by seed, is not below 0, and neither is the
+  lower end of its 95% interval. Seeds of a case are not independent of each other, so the interval
+  is one over cases.
 - Of all cases 95% lose at most 5%.
 
-Fixed is every policy that `resilience.policy` knows by name. What a choice costs can be told only
-among those that give the job what it asks for, so each case comes twice:
+Fixed policies are all others that `resilience.policy` names. Only policies that give the job what
+it asks for can be compared, so each case is run twice:
 
-- `failures_tolerated = 1`: every layer on two nodes while there are enough. Morph does not see to
-  that: where links are slow its grid is often one pipeline, which reduces no gradients and holds
-  each layer once. So it does not count here; the result with it is told beside, which says what
-  second holders of layers cost.
-- `failures_tolerated = 0`: every policy counts, morph too, for now adaptive may have one pipeline.
+- `failures_tolerated = 1`: every layer is on two nodes while there are enough. Morph does not
+  ensure that: where links are slow its grid is often one pipeline, which reduces no gradients and
+  holds each layer once. So it does not count here. The result with morph is printed as well; it
+  shows what second holders of layers cost.
+- `failures_tolerated = 0`: every policy counts, morph included, as adaptive may now have a single
+  pipeline.
 
-Absorb takes twice the memory from the start on, so a job has to ask for it, and adaptive does not
-choose it; a case in which nodes have too little has no samples of it. Nobody stands by and there
-are no copies in memory, so rollback answers as reinstantiate.
+Absorb needs twice the memory from the start, so a job has to ask for it, and adaptive does not
+choose it; a case in which nodes have too little memory has no samples of absorb. There are no
+standby nodes and no copies in memory, so rollback answers like reinstantiate.
 
-`--cases N --seeds M --most-nodes K` says how much is run: a full study is 200, 100 and 7, which
-takes an hour or two, and the default a glance at it. `--results FILE` keeps the samples of each
-case as a line of JSON; what is there is not run again, unless it is of another version of the
-study. `--page FILE` writes the result with all cases that lose. Exits 1 if a goal is missed.
+`--cases N --seeds M --most-nodes K` sets the size: a full study is 200, 100 and 7 and takes an hour
+or two; the default is a quick look. `--results FILE` keeps the samples of each case as a line of
+JSON; cases that are in the file are not run again, unless they are of another version of the study.
+`--page FILE` writes the result with all cases that lose. Exits 1 if a goal is missed.
 """
 
 import argparse
@@ -45,7 +46,7 @@ from planaria.policies.named import policy_of
 from study.cases import Case, drawn_cases, every_of, happenings, iterations_between_saves
 from study.job import Answers, Job
 
-VERSION: Final = 5  # Of samples.
+VERSION: Final = 5  # Version of the study, kept with its samples.
 ADAPTIVE: Final = "adaptive"
 POLICIES: Final = (
     ADAPTIVE,
@@ -57,18 +58,22 @@ POLICIES: Final = (
     "morph",
 )
 IMPROVING: Final = (ADAPTIVE, "repartition")
-NOT_KEEPING: Final = ("morph",)  # Every layer on as many nodes as the job asks for.
+NOT_KEEPING: Final = ("morph",)  # Policies that may hold layers on fewer nodes than the job asks.
 TOLERATED: Final = (1, 0)
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "paced.toml"
 NUM_FAILURES: Final = 20
 REGRET_MAX: Final = 0.05
-# Of the best fixed policy, on average. Where there are fewer, jobs are dead most of the time.
+# Mean samples of the best fixed policy. In cases with fewer, jobs are dead most of the time.
 ALIVE_SAMPLES: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Samples of one case by policy, seed by seed; of those policies that there is memory for."""
+    """The result of a case.
+
+    Attributes:
+        samples: samples of each seed, by policy; policies that lack memory are missing.
+    """
 
     case: Case
     samples: Mapping[str, Sequence[float]]
@@ -81,28 +86,29 @@ class Result:
 
     @property
     def most_samples(self) -> float:
-        """Of the best fixed policy, on average over the seeds."""
+        """The mean samples of the best fixed policy over the seeds."""
         return statistics.fmean(self.samples[self.best_fixed])
 
     @property
     def differences(self) -> list[float]:
-        """By seed, what adaptive has more than the best fixed one, as a share of its mean."""
+        """The samples that adaptive has more than the best fixed policy, by seed, as a share of
+        that policy's mean."""
         best = self.samples[self.best_fixed]
         mean = max(1.0, self.most_samples)
         return [(a - b) / mean for a, b in zip(self.samples[ADAPTIVE], best, strict=True)]
 
     def without(self, names: Sequence[str]) -> "Result":
-        """As if these policies had not been run."""
+        """The result without some policies."""
         return Result(self.case, {n: v for n, v in self.samples.items() if n not in names})
 
     @property
     def regret(self) -> float:
-        """The share of samples that the best fixed policy has more; below 0 if it has fewer."""
+        """The share of samples by which the best fixed policy exceeds adaptive; may be negative."""
         return -statistics.fmean(self.differences)
 
 
 def main() -> int:
-    """Runs all cases and prints the summary."""
+    """Runs all cases and prints the summary; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
@@ -130,7 +136,7 @@ def main() -> int:
 
 
 def verdicts(results: Sequence[Result]) -> tuple[list[str], bool]:
-    """What there is to say, and whether all goals are met."""
+    """The results in words, and whether all goals are met."""
     asked = [one for one in results if one.case.failures_tolerated]
     kept, is_met_kept = summary([one.without(NOT_KEEPING) for one in asked])
     besides, _ = summary(asked)
@@ -153,7 +159,7 @@ def result_line(one: Result) -> str:
 
 
 def known_samples(path: Path, *, num_seeds: int) -> dict[str, Mapping[str, Sequence[float]]]:
-    """Of each case that has been run so often by this version, the samples by policy."""
+    """The samples by policy of each case in a file that has this version and number of seeds."""
     if not path.exists():
         return {}
     found = [json.loads(line) for line in path.read_text().splitlines()]
@@ -166,7 +172,7 @@ def known_samples(path: Path, *, num_seeds: int) -> dict[str, Mapping[str, Seque
 
 
 def result(case: Case, *, num_seeds: int, num_failures: int = NUM_FAILURES) -> Result:
-    """All policies through the same failures."""
+    """The result of a case: all policies train through the same failures."""
     every = every_of(case)
     samples: dict[str, list[float]] = {}
     for name in POLICIES:
@@ -181,7 +187,7 @@ def result(case: Case, *, num_seeds: int, num_failures: int = NUM_FAILURES) -> R
 
 
 def trained(case: Case, answers: Answers, name: str, seed: int, *, num_failures: int) -> float:
-    """The samples of one job until its last failure, and a mean gap after that."""
+    """The samples of one job until its last failure and for a mean gap after it."""
     start = answers.start(case.num_nodes)
     assert start is not None
     batch = answers.every.problem.num_microbatches * answers.every.problem.profile.microbatch_size
@@ -224,14 +230,14 @@ def summary(results: Sequence[Result]) -> tuple[str, bool]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95% interval; one value says nothing of others."""
+    """The mean, and half of the width of its 95% interval; infinite for a single value."""
     half = 1.96 * statistics.stdev(values) / sqrt(len(values)) if len(values) > 1 else inf
     return statistics.fmean(values), half
 
 
 def page(results: Sequence[Result], texts: Sequence[str]) -> str:
-    """The results in words; by what jobs ask for how each policy did, and all cases in which one
-    that counts has more."""
+    """A page with the results in words; for each number of tolerated failures it has a table of the
+    fixed policies, and one of all cases in which one that counts has more samples."""
     lines = [
         "# Regret of the adaptive policy",
         "",
@@ -260,8 +266,8 @@ def page(results: Sequence[Result], texts: Sequence[str]) -> str:
 
 
 def _policy_rows(results: Sequence[Result]) -> list[str]:
-    """A row for each fixed policy: where it could run, where it is the best, and the mean of what
-    it has more or less than adaptive there."""
+    """A row for each fixed policy: the number of cases in which it could run and in which it is the
+    best, and how many more samples than adaptive it has on average."""
     rows = []
     for name in POLICIES[1:]:
         ran = [one for one in results if name in one.samples]
@@ -273,7 +279,7 @@ def _policy_rows(results: Sequence[Result]) -> list[str]:
 
 
 def _more(samples: Sequence[float], others: Sequence[float]) -> float:
-    """How much more samples there are than others, as a share of these."""
+    """The share by which the mean of some samples exceeds that of others."""
     mean = statistics.fmean(others)
     return (statistics.fmean(samples) - mean) / max(1.0, mean)
 

@@ -1,21 +1,23 @@
-"""What it is worth to choose who takes which place, who sends what, and the order of reductions.
+"""Measures what the restorer gains: it chooses the places of nodes, the senders of layers, and the
+order of reductions.
 
     places      bytes that move after losses, and the seconds that the busiest link needs for them
-                (the profile's own links), for least bytes and for the naive way: nodes in order of
+                (links as profiled), with least bytes and with the naive strategy: nodes in order of
                 their numbers, each layer whole from its first holder (Odyssey, figure 10)
-    links       recoveries measured on real links of 100 MB/s for each rank, each way: processes of
-                this machine, layers scaled such that the bound is a second or so. The bound is what
-                the most loaded link needs for the bytes that the way at hand gives it
+    links       transfers measured between processes of this machine, on real links that are limited
+                to 100 MB/s per rank and link direction, with layers scaled so that the bound is
+                about a second. The bound of a strategy is the time that the most loaded link needs
+                for the bytes that the strategy gives it
     reductions  gradients summed after losses, coloured and in layer order: rounds, predicted
                 seconds of the sums alone and of an iteration, and the sums measured on links of
                 100 MB/s (Odyssey, figure 11)
 
-Odyssey, for four pipelines of two that lose a node: least bytes save 32% of the transfer at 16
-layers and next to nothing at 4 and 8; coloured reductions take 35% less.
+Odyssey reports for four pipelines of two that lose a node: least bytes save 32% of the transfer at
+16 layers and next to nothing at 4 and 8; coloured reductions take 35% less.
 
-An A/A ratio is that of the odd runs of the first way over its even ones. `python
-benchmarks/restorer.py links` runs one part. Exits 1 if a transfer takes more than 1.2 times its
-bound.
+An A/A ratio is that of the odd runs of the first strategy over its even ones. `python
+benchmarks/restorer.py links` runs one part. Exits 1 if a transfer with least bytes takes more than
+1.2 times its bound.
 """
 
 import os
@@ -52,11 +54,11 @@ from planaria.schedule.lower import lowered
 BYTES_PER_S: Final = 100e6
 RATIO_MAX: Final = 1.2
 SEED: Final = 20_261_121
-NUM_PAIRS: Final = 40  # Of the losses of two nodes, so many are tried at most.
+NUM_PAIRS: Final = 40  # Upper bound on the number of losses of two nodes that are tried.
 NUM_RUNS: Final = 4
 BOUND_S: Final = 1.0
 
-# A model, with so many blocks if it is cut short, and the nodes of its pipelines.
+# (model, number of blocks if only these are used or 0, nodes of each pipeline).
 Case = tuple[str, int, tuple[int, ...]]
 CASES: Final[tuple[Case, ...]] = (
     ("llama2-7b", 4, (2, 2, 2, 2)),
@@ -77,7 +79,7 @@ MEASURED: Final[tuple[tuple[Case, tuple[int, ...]], ...]] = (
 
 @cache
 def job(case: Case) -> tuple[EveryPlan, Plan]:
-    """What the job can be re-formed to, and its first plan."""
+    """The plans to which the job can be re-formed, and its first plan."""
     name, num_blocks, sizes = case
     profile = replace(on_one_device(read_profile(Path(name))), device_memory_bytes=0)
     if num_blocks:
@@ -99,12 +101,12 @@ def job(case: Case) -> tuple[EveryPlan, Plan]:
 
 
 def _shortened(profile: ModelProfile, num_blocks: int) -> tuple[LayerProfile, ...]:
-    """Blocks alone: Odyssey counts no others."""
+    """A number of equal blocks and no other layers, as Odyssey counts only blocks."""
     return (profile.layers[1],) * num_blocks
 
 
 def answer(case: Case, lost: tuple[int, ...], restoring: Restoring) -> Transition | None:
-    """The first answer to a loss."""
+    """The policy's first answer to a loss; None: there is none."""
     every, plan = job(case)
     cluster, event = survivors(plan, lost, epoch=1), NodesLost(lost, 0)
     prices = profile_prices(every.problem.profile, regroup_s=0.0)
@@ -113,7 +115,7 @@ def answer(case: Case, lost: tuple[int, ...], restoring: Restoring) -> Transitio
 
 
 def places() -> Iterator[str]:
-    """Bytes and seconds of transfers after all losses of a node, and some of two."""
+    """Prints bytes and seconds of transfers after all losses of a node, and some of two."""
     print("places: means over losses; least bytes, naive, and what least bytes save")
     print(f"{'':<34}{'moved, GB':>18}{'':>7}{'busiest link, ms':>20}{'':>7}")
     for case in CASES:
@@ -135,7 +137,7 @@ def places() -> Iterator[str]:
 
 
 def _moved(case: Case, lost: tuple[int, ...]) -> tuple[float, float, float, float] | None:
-    """Bytes of least bytes and the naive way, then their seconds; None where a layer is lost."""
+    """The bytes moved with least bytes and naively, then the seconds; None if a layer is lost."""
     prices = profile_prices(job(case)[0].problem.profile, regroup_s=0.0)
     num_bytes, seconds = [], []
     for restoring in (LEAST_BYTES, NAIVE):
@@ -149,7 +151,7 @@ def _moved(case: Case, lost: tuple[int, ...]) -> tuple[float, float, float, floa
 
 
 def links() -> Iterator[str]:
-    """Transfers on limited links, the ways in turns."""
+    """Measures transfers on limited links, strategies in turns; yields goals that are missed."""
     print(
         "links: medians of runs on links of 100 MB/s; the ratio is to the bound of the way at hand"
     )
@@ -187,7 +189,7 @@ def _rounds(
     policy = Reinstantiate(every, restoring)
     found = policy.propose(plan, cluster, NodesLost(lost, 0), prices)[0]
     moved = [transfer for transfers in found.rounds for transfer in transfers]
-    # Of what a rank holds, only what it sends; the rest would take memory for nothing.
+    # A rank holds only the layers that it sends, to save memory.
     held = {node.node: {t.layer for t in moved if t.source == node.node} for node in cluster.nodes}
     return found.rounds, {rank: sorted(layers) for rank, layers in held.items()}
 
@@ -218,7 +220,7 @@ def _print_runs(
 
 
 def reductions() -> Iterator[str]:
-    """Sums of gradients after losses of a node, in both orders."""
+    """Prints times of the sums of gradients after losses of a node, in both orders."""
     print("reductions: means over losses of a node that leave pipelines cut differently")
     print(f"{'':<25}{'rounds':>12}{'sums alone, ms':>22}{'':>7}{'iteration, ms':>22}{'':>7}")
     for case in CASES:
@@ -240,7 +242,8 @@ def reductions() -> Iterator[str]:
 
 
 def _summed(case: Case, node: int) -> tuple[float, ...] | None:
-    """Rounds, seconds of the sums and of the iteration, each coloured and uncoloured."""
+    """The rounds, seconds of the sums and seconds of the iteration, each coloured and uncoloured;
+    None if all pipelines are cut alike."""
     every, _ = job(case)
     profile = every.problem.profile
     found = answer(case, (node,), LEAST_BYTES)
@@ -262,7 +265,11 @@ def _summed(case: Case, node: int) -> tuple[float, ...] | None:
 
 
 def _measure_reductions(server: ForkServer, case: Case, lost: tuple[int, ...]) -> None:
-    """The layers' own gradients, scaled to half of the bound in bytes for each rank."""
+    """Prints the measured times of reductions in both orders.
+
+    Layers' gradients are scaled so that the fullest rank has a quarter of what a link carries in
+    BOUND_S.
+    """
     every, _ = job(case)
     found = answer(case, lost, LEAST_BYTES)
     assert found is not None
@@ -303,7 +310,7 @@ def _name(case: Case) -> str:
 
 
 def _saved(with_it: float, without: float) -> str:
-    """What the first saves of the second."""
+    """The share that one number saves of another, in percent."""
     return f"{100 * (1 - with_it / without):6.0f}%" if without else f"{'-':>7}"
 
 
@@ -311,7 +318,7 @@ PARTS: Final = {"places": places, "links": links, "reductions": reductions}
 
 
 def main(names: list[str]) -> int:
-    """Runs the parts; the exit code."""
+    """Runs the parts; returns the exit code."""
     missed = [goal for name in names or PARTS for goal in PARTS[name]()]
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} in the last minute")
     for goal in missed:

@@ -1,14 +1,16 @@
-"""How near to the best layout the search comes, on the clusters of Odyssey's figure 6.
+"""Proves how near the search comes to the best layout, on the clusters of Odyssey's figure 6.
 
-For each line of odyssey-figure-6.toml: what an iteration takes before the loss, with whole and with
-split backwards; what the best layout that the search finds takes after it, in each of these two
-classes; and what share of the throughput that is. Then what is proved of it: no layout of its
-class, of any number of pipelines, depths, layers and microbatches, takes less than that share of
-its time.
-To this end all partitions are looked at that a bound does not rule out: the most microbatches that
-a pipeline of each depth ends in a time, added up over all ways to use the nodes; where these are
-enough, all layouts of such pipelines, with their reductions among each other. Last, what the
-ranges cost (resilience.dp_range, pp_range): the same search without them.
+There are two classes of layouts, with whole and with split backwards. For each line of
+odyssey-figure-6.toml and each class, the benchmark prints the iteration time before the loss, that
+of the best layout that the search finds after it, and which share of the throughput is left. Then
+it prints the share that is proved: no layout of the class, with any number of pipelines, depths,
+layers and microbatches, takes less than that share of the time.
+
+The proof looks at all partitions that a bound does not rule out. It adds up the most microbatches
+that a pipeline of each depth can end in that time, over all ways to use the nodes; where these are
+enough, it looks at all layouts of such pipelines, with the reductions between them. Last, the
+benchmark prints what the ranges cost (resilience.dp_range, pp_range): the gap to the same search
+without them.
 
 The goal is 99%. Exits 1 if less is proved.
 """
@@ -41,15 +43,15 @@ from planaria.planner.templates import RankedTemplate, fastest_templates, templa
 from planaria.planner.times import iteration_after
 
 GOAL: Final = 0.99
-SHARES: Final = (0.9, 0.95, 0.98, GOAL, 0.995, 0.999)  # That are tried in turn.
-SHAPES_MAX: Final = 500_000  # More are not looked at: nothing is proved then.
-LAYOUTS_MAX: Final = 20_000  # Of the same depths.
+SHARES: Final = (0.9, 0.95, 0.98, GOAL, 0.995, 0.999)  # Shares that are tried in turn.
+SHAPES_MAX: Final = 500_000  # If there are more partitions, nothing is proved.
+LAYOUTS_MAX: Final = 20_000  # If there are more layouts of the same depths, nothing is proved.
 EVERYWHERE: Final = Ranges(dp=1000, pp=1000)
 LAYOUTS: Final = Path(__file__).with_name("odyssey-figure-6.toml")
 
 
 def main() -> int:
-    """Prints a line for each cluster and class; 1 if one is below the goal."""
+    """Prints a line for each cluster and class; returns 1 if one is below the goal."""
     told = tomllib.loads(LAYOUTS.read_text())
     profile = replace(
         read_profile(Path(told["model"])), device_memory_bytes=told["device_memory_bytes"]
@@ -65,7 +67,7 @@ def main() -> int:
 
 
 def _compare(problem: Problem, cluster: dict[str, Any]) -> bool:
-    """Whether less than the goal is proved."""
+    """Prints the line of a cluster and class; returns whether less than the goal is proved."""
     depth, number = cluster["depth"], cluster["pipelines"]
     count = problem.num_microbatches // number
     template = fastest_templates(stage_costs(problem), {(depth,): count})[(depth,)].template
@@ -101,7 +103,7 @@ def _compare(problem: Problem, cluster: dict[str, Any]) -> bool:
 def _best(
     problem: Problem, num_nodes: int, present: Sequence[PipelineTemplate], ranges: Ranges
 ) -> Layout:
-    """The fastest layout of the problem's class that the whole search finds."""
+    """The fastest layout of the problem's class that the search finds when it runs to its end."""
     found: dict[bool, Layout] = {}
     for front in layouts(problem, num_nodes, present=present, ranges=ranges):
         for layout in front:
@@ -112,7 +114,7 @@ def _best(
 
 
 def _problem(profile: ModelProfile, cluster: dict[str, Any]) -> Problem:
-    """A stage is a node with all its devices."""
+    """The problem of a cluster, in which a stage is a node with all its devices."""
     count = cluster["devices_per_stage"]
     return Problem(
         profile=replace(profile, layers=tuple(_on(layer, count) for layer in profile.layers)),
@@ -132,7 +134,7 @@ def _on(layer: LayerProfile, count: int) -> LayerProfile:
 
 
 class _Cuts:
-    """What serves proofs for all times: runs, and bounds with whole backwards."""
+    """Costs and bounds that the proofs for all times share."""
 
     def __init__(self, problem: Problem) -> None:
         self.costs = stage_costs(problem)
@@ -140,7 +142,8 @@ class _Cuts:
         self._ranked: dict[tuple[int, int], RankedTemplate | None] = {}
 
     def ranked(self, depth: int, count: int) -> RankedTemplate | None:
-        """The fastest with whole backwards, None if none fits."""
+        """The fastest template of a depth with whole backwards for a number of microbatches; None:
+        none fits."""
         if (depth, count) not in self._ranked:
             found = fastest_templates(self.costs, {(depth,): count})
             self._ranked[depth, count] = found.get((depth,))
@@ -148,7 +151,7 @@ class _Cuts:
 
 
 def _is_beaten(problem: Problem, cuts: _Cuts, num_nodes: int, time_s: float) -> bool:
-    """Whether some layout may be faster than that."""
+    """Whether some layout may take less than a time; True if that cannot be proved."""
     proof: _Proof | None = None
     for number in range(1, num_nodes + 1):
         proof = _Proof(problem, cuts, number, time_s * (1 - 1e-12), fewer_pipelines=proof)
@@ -161,7 +164,12 @@ def _is_beaten(problem: Problem, cuts: _Cuts, num_nodes: int, time_s: float) -> 
 
 
 def _spreads(num_nodes: int, number: int, least: int = 1) -> Iterator[tuple[int, ...]]:
-    """All ways to share nodes out over so many pipelines, none of which has fewer than that."""
+    """All ways to distribute nodes over a number of pipelines, sizes ascending.
+
+    Args:
+        number: number of pipelines.
+        least: lower bound on the nodes of a pipeline.
+    """
     if number == 1:
         yield (num_nodes,)
         return
@@ -174,14 +182,14 @@ _Ended = tuple[PipelineTemplate, tuple[float, ...]]  # A pipeline, and when its 
 
 
 class _TooManyError(Exception):
-    """Nothing can be proved by looking at all of them."""
+    """Raised if there are too many partitions or layouts to look at all of them."""
 
 
 class _Proof:
-    """What pipelines end in a time, where there are so many of them.
+    """The pipelines that can end in a time, for a number of pipelines.
 
     Args:
-        fewer_pipelines: the same where there are fewer, whose reductions take no longer.
+        fewer_pipelines: the proof for one pipeline less, whose reductions take no longer.
     """
 
     def __init__(
@@ -200,8 +208,8 @@ class _Proof:
         self._cuts = cuts
         self._costs = cuts.costs
         self._known: dict[int, int] = {}
-        # [u, v]: that a stage of these layers holds up the next one's first microbatch; with whole
-        # backwards its last one, and what that takes on the way back.
+        # [u, v]: time by which a stage of layers [u, v) delays the next stage's first microbatch;
+        # with whole backwards, the delay of the last microbatch's backward is included.
         (group,) = self._costs.groups
         trip_s = self._costs.round_trip_s(between_nodes=True)
         self._lead_s: Seconds = (
@@ -211,10 +219,10 @@ class _Proof:
         )
 
     def is_beaten(self, depths: Sequence[int]) -> bool:
-        """Whether pipelines of these depths do all microbatches in time.
+        """Whether pipelines of these depths can run all microbatches in time.
 
         Raises:
-            _TooManyError: they may.
+            _TooManyError: there are too many layouts to find out.
         """
         capacities = [self._capacity(depth) for depth in depths]
         num_spare = sum(capacities) - self.problem.num_microbatches
@@ -236,7 +244,7 @@ class _Proof:
         return False
 
     def _capacity(self, depth: int) -> int:
-        """The most microbatches that some pipeline of so many nodes ends, or more."""
+        """An upper bound on the microbatches that a pipeline of a depth can end in time."""
         if depth not in self._known:
             fewer = self._fewer_pipelines
             most = fewer._capacity(depth) if fewer else self.problem.num_microbatches
@@ -251,11 +259,11 @@ class _Proof:
             return True
 
     def _in_time(self, depth: int, count: int) -> Iterator[_Ended]:
-        """The pipelines that end so many microbatches in time, with the ends of their stages; the
-        most likely ones first.
+        """The pipelines that end a number of microbatches in time, with the end times of their
+        stages, in the order of their bounds.
 
         Raises:
-            _TooManyError: there may be more.
+            _TooManyError: there are too many partitions to look at.
         """
         is_split = self.problem.splits_backward
         ranked = self._cuts.ranked(depth, count)
@@ -280,10 +288,11 @@ class _Proof:
                 yield template, ends_s
 
     def _is_reduced_in_time(self, template: PipelineTemplate, ends_s: Sequence[float]) -> bool:
-        """With the reductions that it has if all others are cut like it: no others are shorter.
+        """Whether a pipeline ends in time with its reductions, if all others have its partition: no
+        other case has shorter reductions.
 
         Args:
-            ends_s: of its stages.
+            ends_s: end times of its stages.
         """
         reduce_s = equal_reduce_s(
             self.problem.profile,
@@ -295,10 +304,10 @@ class _Proof:
         return all(end_s + sum_s <= self.time_s for end_s, sum_s in both)
 
     def _within(self, depth: int, count: int) -> Rows:
-        """The partitions whose stages can all have done their microbatches in time.
+        """The partitions whose stages can all end their microbatches in time.
 
         Raises:
-            _TooManyError: they are too many to look at.
+            _TooManyError: there are too many to look at.
         """
         costs = self._costs
         (group,) = costs.groups
@@ -325,8 +334,8 @@ class _Proof:
         return Rows(ends[:, :-1].T, ends[:, 1:].T, np.full_like(ends[:, 1:].T, group))
 
     def _ends_model(self, depth: int, count: int) -> NDArray[np.bool_]:
-        """[k, u]: whether stages from the k-th on may have layers [u, L) and be in time, with the
-        least that stages in front of them can take."""
+        """Matrix that tells at [k, u] whether stages from the k-th on can have layers [u, L) and
+        end in time, if the stages before them delay them as little as possible."""
         num_layers = self._costs.num_layers
         layers = np.arange(num_layers + 1)
         first_s = np.full((depth + 1, num_layers + 1), np.inf)
@@ -347,7 +356,12 @@ class _Proof:
         ends: NDArray[np.int64] | int,
         count: int,
     ) -> NDArray[np.bool_]:
-        """Whether stages of these layers do so many microbatches, the first after their leads."""
+        """Whether stages of some layers can end a number of microbatches in time.
+
+        Args:
+            leads_s: lower bounds on the start of their first microbatches.
+            firsts, ends: first layer and end layer of each stage.
+        """
         (group,) = self._costs.groups
         found: NDArray[np.bool_] = (
             leads_s + count * self._costs.seconds[group][firsts, ends] <= self.time_s

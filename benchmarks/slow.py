@@ -1,9 +1,10 @@
-"""A node slowed twice in a job of sleeping layers: within 5% of the best plan for unequal nodes.
+"""Measures the answer to a node that becomes half as fast, in a job of sleeping layers.
 
-Six nodes, n0 = 3; node 3 takes twice as long from iteration 3 on. Measured iterations before it is
-slow, while it is and nobody has answered, and under the plan that answers, beside what is
-predicted of the first plan, of that plan on the slow node, and of the planner's best plan for nodes
-of these speeds. The A/A ratio is the median of the odd iterations over that of the even ones.
+The goal is to be within 5% of the best plan for the unequal nodes. The job has six nodes, n0 = 3;
+node 3 takes twice as long from iteration 3 on. Iterations are measured before the node is slow,
+while it is slow and not answered, and under the plan that is the answer. They are compared with the
+predictions for the first plan, for that plan with the slow node, and for the planner's best plan
+for nodes of these speeds. The A/A ratio is the median of odd iterations over that of even ones.
 """
 
 import statistics
@@ -24,7 +25,7 @@ NODES, SLOW, FACTOR, SLOW_FROM, ITERATIONS = 6, 3, 2.0, 3, 20
 
 
 def main() -> int:
-    """Prints a line for each of the three; 1 if the answer is above the goal."""
+    """Prints a line for each of the three; returns 1 if the answer is above the goal."""
     result = _run()
     event = next(event for event in result.report.events if event.answer)
     records = result.report.iterations
@@ -47,7 +48,7 @@ def main() -> int:
 def _run() -> TrainingResult:
     with tempfile.TemporaryDirectory() as directory:
         overrides = [
-            'resilience.policy="reinstantiate"',  # Which keeps the first plan.
+            'resilience.policy="reinstantiate"',  # It keeps the first plan until a node is slow.
             f"cluster.nodes={NODES}",
             f'checkpoint.directory="{directory}"',
             f"training.iterations={ITERATIONS}",
@@ -59,7 +60,7 @@ def _run() -> TrainingResult:
 
 
 def _best_s(result: TrainingResult) -> float:
-    """The predicted iteration of the planner's best plan for the speeds as they are."""
+    """The predicted iteration time of the planner's best plan for the actual speeds."""
     kinds = {node: NodeKind(1 / FACTOR if node == SLOW else 1.0) for node in range(NODES)}
     planner = UnequalPlanner(result.planned.problem, kinds)
     plan = planner.plan(range(NODES), min_pipelines=2, epoch=0)

@@ -1,16 +1,16 @@
-"""What optimizer steps in turn could save at most: ReCycle's staggered optimizer.
+"""Computes an upper bound on what ReCycle's staggered optimizer could save.
 
-Where each stage steps as soon as its own gradients are summed, bubbles at the end of an iteration
-and at the start of the next one overlap. That can at best make iterations follow on each other as
-if they were one: so much longer as an iteration of three times as many microbatches is than one of
-as many, by half. Layers take 1 s for a forward and for each part of a backward; messages nothing;
-a rank has memory for as many microbatches as it wants. Printed are
+If each stage steps as soon as its own gradients are summed, bubbles at the end of an iteration and
+at the start of the next one overlap. At best, consecutive iterations then run like one long
+iteration. The time that each of them adds is half of the difference between an iteration with
+three times the microbatches and one with the job's. A layer takes 1 s for a forward and for each
+part of a backward, messages take no time, and the memory of ranks is not limited. Printed are
 
-    now      an iteration as it is, steps behind the commit of all
-    endless  what one more takes without any end
-    gain     by how much iterations would be shorter, at most
+    now      time of an iteration as it is, with steps after the commit of all ranks
+    endless  time that an iteration adds to an endless one
+    gain     upper bound on how much shorter iterations would be
 
-What it costs is told in docs/decisions/0005-steps-behind-the-commit.md. This has no goal.
+Its costs are described in docs/decisions/0005-steps-behind-the-commit.md. This has no goal.
 """
 
 import sys
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.lost_places import EQUAL, Lost, grid, problem_of
 from planaria.planner.reroute.reroutes import rerouted
 
-# Pipelines, places of each, microbatches of each, places that are lost.
+# Number of pipelines, places of each, microbatches of each, and the places that are lost.
 CASES: Final[tuple[tuple[int, int, int, Lost], ...]] = (
     (4, 4, 8, ()),
     (4, 4, 8, ((0, 1),)),

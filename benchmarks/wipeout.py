@@ -1,10 +1,10 @@
-"""The workers of all nodes die at once, again and again: how soon the job trains on.
+"""Measures the recovery after the workers of all nodes die at once.
 
-Nobody holds the model any more, but every node has copies in memory that its agent owns, so new
-workers go on from those, an iteration or two back. Printed are, for a GPT-2 that is next to nothing
-and for one of 230 MB of state on six nodes of this machine, the seconds from the loss until the
-first forward: the median and the worst, the iterations that are done again, and whether all went
-back to memory. Exits 1 if the worst takes more than 3 s, or a job does not go on.
+No rank holds the model any more, but the agent of every node owns copies in memory, so new workers
+go on from those, one or two iterations back. There are six nodes on this machine, with a tiny GPT-2
+and with one of 230 MB of state. The benchmark prints the median and the longest time from the loss
+to the first forward, the iterations that are done again, and how many recoveries used the copies in
+memory. Exits 1 if one takes more than 3 s or a job does not go on.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from planaria.nodes.forkserver import ForkServer
 EXAMPLE: Final = Path(__file__).parents[1] / "examples" / "small.toml"
 GOAL_S: Final = 3.0
 NODES: Final = 6
-FIRST, EVERY = 5, 8  # Iterations: before the first loss, and between two.
-# Of each model what differs from the example.
+FIRST, EVERY = 5, 8  # Iterations before the first loss, and from one loss to the next.
+# By model, the options that differ from the example.
 MODELS: Final = {
     "tiny": (),
     "230 MB": ("model.config.n_embd=512", "cluster.device_memory_bytes=600_000_000"),
@@ -34,7 +34,7 @@ MODELS: Final = {
 
 
 def main() -> int:
-    """Prints a line for each model; 1 if the goal is missed."""
+    """Prints a line for each model; returns 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--losses", type=int, default=10, help="of each model")
     num_losses = parser.parse_args().losses
@@ -68,7 +68,7 @@ def _run(
 
 
 def _told(name: str, result: TrainingResult, num_losses: int) -> bool:
-    """Prints what came; whether it is as it should be."""
+    """Prints the results of a model; returns whether the goal is met."""
     events = [event for event in result.report.events if event.kind == "crash"]
     batch = result.planned.config.training.global_batch_size
     took_s = sorted(event.downtime_s for event in events)

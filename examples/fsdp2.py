@@ -1,11 +1,11 @@
-"""A training loop of one's own, under torchrun with FSDP2, whose state survives its ranks.
+"""Your own training loop, under torchrun with FSDP2, with state that survives its ranks.
 
     until torchrun --standalone --nproc-per-node 2 examples/fsdp2.py; do :; done
 
-The lines with "planaria" or "checkpointer" are all that it takes. Kill a rank (kill -9 PID): all
-are started again, and go on where they were, from memory. With --nnodes there are copies on other
-nodes, so a whole node may go. (With NCCL torchrun's --max-restarts does the same; gloo, as here,
-does not find its links again in ranks that torchrun restarts.)
+Only the lines with "planaria" or "checkpointer" were added to the loop. Kill a rank (kill -9 PID):
+all ranks are started again and go on where they were, from memory. With --nnodes there are copies
+on other nodes, so a whole node may be lost. (With NCCL torchrun's --max-restarts does the same;
+gloo, which is used here, does not reconnect ranks that torchrun restarts.)
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     """Trains a small network to copy its input's sign."""
     options = _options()
     torch.set_num_threads(1)
-    # Who waits for a rank that is gone gives up soon, and all are started again.
+    # Ranks that wait for a lost rank give up soon, and all are started again.
     dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
@@ -42,7 +42,7 @@ def main() -> None:
     first = checkpointer.restore()
     _note(options.hashes, f"from {first} {_digest(model)}")
     for iteration in range(first, options.iterations):
-        # The samples of an iteration depend on nothing but its number.
+        # The samples of an iteration depend only on its number and the rank.
         generator = torch.Generator().manual_seed(1000 * iteration + dist.get_rank())
         inputs = torch.randn(8, WIDTH, generator=generator)
         loss = (model(inputs) - inputs.sign()).square().mean()
@@ -67,7 +67,7 @@ def _options() -> argparse.Namespace:
 
 
 def _digest(model: nn.Module) -> str:
-    """A hash of all parameters, the same on all ranks; every rank has to ask for it."""
+    """A hash of all parameters, the same on all ranks; a collective, so every rank must call it."""
     digest = hashlib.sha256()
     for parameter in model.state_dict().values():
         digest.update(parameter.full_tensor().numpy().tobytes())

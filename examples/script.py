@@ -3,9 +3,9 @@
     planaria train examples/script.py
     planaria train examples/script.py --nodes 4 --set training.iterations=50
 
-planaria takes the module-level name `job`. The processes that train import this file as the module
-"script" and call what `target` names, so a layer is built only where it is needed. To run the file
-itself with `python examples/script.py`, train under the guard at its end.
+planaria uses the module-level name `job`. The training processes import this file as the module
+"script" and call the functions that `target` names, so a layer is built only where it is needed. To
+run the file itself with `python examples/script.py`, train under the guard at its end.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 def layers() -> list[object]:
-    """The model: each entry builds one layer. An nn.Sequential would do as well."""
+    """The model: each entry builds one layer. An nn.Sequential would work as well."""
     first, last = partial(nn.Linear, 2, WIDTH), partial(nn.Linear, WIDTH, 3)
     return [first, *[partial(Block, WIDTH)] * 4, last]
 

@@ -1,7 +1,8 @@
-"""Trains the example job on six nodes, kills two of them, and trains it once more in peace.
+"""Trains the example job on six nodes, kills two of them, and trains it again without failures.
 
-The parameters and the optimizer's state must be the same, bit for bit. Run it from the repository:
-`make demo`, or `python examples/survive.py DIRECTORY` to say where checkpoints and reports go.
+The parameters and the optimizer's state of both runs must be the same, bit for bit. Run it in the
+repository with `make demo`, or with `python examples/survive.py DIRECTORY` to choose the directory
+of checkpoints and reports.
 """
 
 import json
@@ -16,7 +17,7 @@ FAULTS = ("--inject", "kill:4@15.backward", "--inject", "kill:1@30.commit")
 
 
 def main() -> int:
-    """Both runs, then the comparison; 0 if not a bit differs."""
+    """Runs the job twice and compares the results; returns 0 if all bits are the same."""
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else "reports/demo")
     shutil.rmtree(directory, ignore_errors=True)
     print("six nodes, two of which will be killed\n", flush=True)
@@ -57,7 +58,7 @@ def trained(directory: Path, *options: str) -> dict[str, Any]:
 
 
 def kept(report: dict[str, Any]) -> str:
-    """Whether the processes at the end are those of the start."""
+    """Whether the processes at the end are those of the start, in words."""
     final = set(report["final"]["nodes"])
     at_start = [w for w in report["workers"] if w["node"] in final and w["first_epoch"] == 0]
     is_kept = {worker["node"] for worker in at_start} == final

@@ -1,4 +1,4 @@
-"""Pipelines that do the same: one template, as many microbatches. They are shown once."""
+"""Groups of pipelines with one template and equal microbatches, which are shown once."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from planaria.show.words import counted
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Pipelines of one template with as many microbatches.
+    """Pipelines of one template with equal microbatches.
 
     Attributes:
-        num_microbatches: of each of the pipelines.
-        indices: of the pipelines in the plan, as they stand in pipelines.
-        seconds: of one microbatch, by stage.
+        num_microbatches: number of microbatches of each of the pipelines.
+        indices: the pipelines' indices in the plan, in the order of `pipelines`.
+        seconds: times of one microbatch by stage.
     """
 
     template: PipelineTemplate
@@ -26,36 +26,36 @@ class Alike:
 
     @property
     def name(self) -> str:
-        """Such as "3 pipelines of 4 nodes"."""
+        """The number and size of the pipelines, such as "3 pipelines of 4 nodes"."""
         nodes = counted(self.template.num_nodes, "node")
         return f"{counted(len(self.pipelines), 'pipeline')} of {nodes}"
 
     @property
     def work(self) -> str:
-        """What each of them gets, such as "16 microbatches each"."""
+        """The microbatches of a pipeline, such as "16 microbatches each"."""
         each = " each" if len(self.pipelines) > 1 else ""
         return f"{counted(self.num_microbatches, 'microbatch')}{each}"
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Of all of them, ascending."""
+        """The nodes of all pipelines, ascending."""
         return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
 
     @property
     def stages_s(self) -> tuple[float, ...]:
-        """Seconds of the forward and the backward of one microbatch, by stage."""
+        """Seconds of a forward and a backward of one microbatch, by stage."""
         both = zip(self.seconds.forward_s, self.seconds.backward_s, strict=True)
         return tuple(map(sum, both))
 
     def bubble_share(self, iteration_s: float) -> float:
-        """The part of the plan's iteration in which the stages do not compute, 0 to 1."""
+        """The share of the plan's iteration in which the stages do not compute, 0 to 1."""
         busy_s = self.num_microbatches * sum(self.stages_s)
         all_s = len(self.stages_s) * iteration_s
         return max(0.0, 1.0 - busy_s / all_s) if all_s else 0.0
 
 
 def alike(profile: ModelProfile, plan: Plan) -> tuple[Alike, ...]:
-    """The pipelines of a plan in groups, in the order of their first ones."""
+    """The groups of a plan's pipelines, in the order of their first pipelines."""
     groups: dict[tuple[PipelineTemplate, int], list[int]] = {}
     counts = pipeline_microbatches(plan)
     for index, (pipeline, count) in enumerate(zip(plan.pipelines, counts, strict=True)):

@@ -1,4 +1,4 @@
-"""Predicted beside measured: iterations, the actions of each stage, memory, and transitions."""
+"""A table of predicted and measured values: iterations, stage actions, memory and transitions."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -16,16 +16,17 @@ from planaria.observe.metrics import (
 )
 from planaria.show.words import bytes_text, layers_text, seconds_range_text, seconds_text
 
-_ROWS_MAX = 24  # Of the actions; those that are furthest off.
+_ROWS_MAX = 24  # Rows of actions; those that are furthest off are kept.
 _NAME_LETTERS_MIN = 12
 _NAMES = {"F": "forward", "B": "backward", "BI": "backward, input", "BW": "backward, weights"}
 
 
 def beside_table(report: Report) -> Table:
-    """A table of the newest epoch that tells of itself, and of all transitions."""
+    """The table of a report: iterations of every epoch, actions and memory of the newest epoch that
+    reported them, and all transitions."""
     rows = list(_texts(report))
     table = Table(title="predicted beside measured", title_justify="left", box=None, pad_edge=False)
-    # Where lines are short names take several; a number that lacks digits is another number.
+    # On a narrow terminal names are wrapped, numbers never: a cut number would be a wrong number.
     table.add_column("", style="bold", overflow="fold", min_width=_NAME_LETTERS_MIN)
     for index, heading in enumerate(("predicted", "corrected", "measured", "off by"), start=1):
         width = max(len(heading), *(len(row[index]) for row in rows)) if rows else None
@@ -36,7 +37,7 @@ def beside_table(report: Report) -> Table:
 
 
 def off_text(predicted: float, measured: float) -> str:
-    """How far a measurement is from its prediction, as "+3.1%"."""
+    """Deviation of a measurement from its prediction, such as "+3.1%"; empty without one."""
     if predicted <= 0.0:
         return ""
     off = round(100 * (measured / predicted - 1.0), 1)
@@ -72,20 +73,20 @@ def _transition_name(event: EventRecord) -> str:
 
 
 def _recovery_texts(event: EventRecord) -> tuple[str, ...]:
-    """From when the loss was noticed until all went on, both; a range has no share of it."""
+    """The row of a recovery, from when the coordinator noticed the loss until all went on."""
     least_s, most_s = event.predicted_recovery_s_min, event.predicted_recovery_s_max
     expected, measured = seconds_range_text(least_s, most_s), seconds_text(event.recovery_s)
     return _transition_name(event), expected, "", measured, _range_off_text(event)
 
 
 def expected_text(event: EventRecord) -> str:
-    """How long a recovery was to take from when its loss was noticed."""
+    """The predicted range of a recovery's time, counted from when its loss was noticed."""
     least_s, most_s = event.predicted_recovery_s_min, event.predicted_recovery_s_max
     return f"{seconds_range_text(least_s, most_s)} expected"
 
 
 def _range_off_text(event: EventRecord) -> str:
-    """Where a recovery lies in its range, or how far beyond its nearer end."""
+    """Whether a recovery took a time within its predicted range, or how far off the nearer end."""
     if event.is_foreseen:
         return "within"
     is_short = event.recovery_s < event.predicted_recovery_s_min
@@ -94,8 +95,11 @@ def _range_off_text(event: EventRecord) -> str:
 
 
 def _memory_texts(one: MemoryRecord) -> tuple[str, ...]:
-    """Tensors beside what is predicted of them. Resident memory, which is all that a job knows that
-    is not traced, has much else in it: it has no share of that."""
+    """Predicted and measured bytes of tensors.
+
+    A job that is not traced knows only its resident memory. That contains much besides tensors, so
+    no deviation is given for it.
+    """
     predicted = bytes_text(one.predicted_bytes)
     if not one.tensor_bytes:
         return predicted, "", f"resident {bytes_text(one.measured_bytes)}", ""
@@ -107,8 +111,10 @@ _Row = tuple[str, float, float, float]
 
 
 def _iterations(records: Sequence[IterationRecord]) -> Iterator[_Row]:
-    """By epoch and prediction the median iteration; the first of an epoch is left out where there
-    are others: it sets up what they keep."""
+    """A row per epoch with its median iteration.
+
+    The first iteration of an epoch does one-time setup, so it counts only if it is the only one.
+    """
     for epoch, of_epoch in groupby(records, key=lambda record: record.epoch):
         others = list(of_epoch)
         later = others[1:] or others
@@ -120,8 +126,8 @@ def _iterations(records: Sequence[IterationRecord]) -> Iterator[_Row]:
 
 
 def _actions(records: Sequence[ActionRecord]) -> Iterator[_Row]:
-    """The actions of the newest epoch, stages that are cut alike together; if they are too many,
-    those that are furthest off."""
+    """A row per stage (range of layers) and kind of action in the newest epoch, averaged over
+    ranks; those that are furthest off if there are more than _ROWS_MAX."""
     newest = [record for record in records if record.epoch == records[-1].epoch]
     newest.sort(key=_stage_key)
     rows = []

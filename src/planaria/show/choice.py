@@ -1,4 +1,5 @@
-"""Why an answer was chosen, in a sentence: its price, those of the others, and for how long."""
+"""Sentences that say why the coordinator chose an answer to an event: the prices of all candidates,
+and when the next failure is expected."""
 
 from collections.abc import Mapping
 
@@ -7,20 +8,21 @@ from planaria.show.words import duration_text, seconds_text
 
 
 def back_text(event: EventRecord) -> str:
-    """That all went back to an older state, and to which; empty if they did not."""
+    """A clause that says from where all nodes took an older state; empty if none went back."""
     tiers = {"memory": "copies in memory", "disk": "the newest save"}
     tier = tiers.get(event.source_tier)
     return f"all nodes went back to {tier}" if tier else ""
 
 
 def choice_text(event: EventRecord) -> str:
-    """Such as "borrow: 1.23 s an iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms,
-    layers move for 4.00 s; the next failure is expected in 40 min".
+    """The chosen answer and the other candidates with their prices, such as "borrow: 1.23 s an
+    iteration after 300.0 ms; reroute would be 1.41 s after 100.0 ms, layers move for 4.00 s; the
+    next failure is expected in 40 min".
 
-    Where candidates differ in the samples that the next failure costs, it tells these too.
+    The samples at risk are included only where candidates differ in them.
 
     Args:
-        event: that was answered.
+        event: an event that has an answer.
     """
     taken = [c for c in event.candidates if _name(c) == (event.policy, event.answer)]
     others = [c for c in event.candidates if _name(c) != (event.policy, event.answer)]
@@ -41,7 +43,7 @@ def choice_text(event: EventRecord) -> str:
 
 
 def differs_in_risk(event: EventRecord) -> bool:
-    """Whether the next failure costs other samples after one candidate than after another."""
+    """Whether the candidates differ in the samples that the next failure is expected to cost."""
     return len({_risk_text(candidate) for candidate in event.candidates}) > 1
 
 
@@ -50,7 +52,7 @@ def _name(candidate: Mapping[str, object]) -> tuple[object, object]:
 
 
 def _price(candidate: Mapping[str, object], of_what: str = "", *, is_risk_told: bool) -> str:
-    """What a candidate costs, in the order in which it comes about."""
+    """The costs of a candidate."""
     iteration_s, downtime_s, moving_s, pause_s, then_s = (
         _number(candidate, key)
         for key in ("iteration_s", "downtime_s", "moving_s", "pause_s", "then_s")
@@ -65,15 +67,15 @@ def _price(candidate: Mapping[str, object], of_what: str = "", *, is_risk_told: 
 
 
 def _risk_text(candidate: Mapping[str, object]) -> str:
-    """Rounded as it is told."""
+    """The samples that the next failure costs on average after a candidate, rounded."""
     return f"{_rounded(_number(candidate, 'samples_at_risk'))} samples at risk"
 
 
 def _rounded(samples: float) -> str:
-    """Whole, or with a decimal below 10."""
+    """The number without decimals, or with at most one if it is below 10."""
     return f"{samples:,.0f}" if samples >= 10.0 else f"{round(samples, 1):g}"
 
 
 def _number(candidate: Mapping[str, object], key: str) -> float:
-    """0 where a report is older than the key."""
+    """A number of a candidate; 0 if the report was written before the key existed."""
     return float(str(candidate.get(key, 0.0)))

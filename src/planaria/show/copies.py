@@ -1,4 +1,5 @@
-"""Who keeps whose state, and how likely all of it survives: a table for a terminal, a picture."""
+"""Tables, JSON and a picture that show which nodes keep copies of whose state, what the copies take
+of the network, and how likely all state survives."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,16 +33,17 @@ from planaria.show.words import bytes_text, counted, ranges_text, seconds_text
 
 _ROWS_MAX: Final = 32
 _CELL_PT_MAX: Final = 16.0
-_NAMES_MAX: Final = 64  # Of nodes along an edge of the picture.
+_NAMES_MAX: Final = 64  # Names of nodes along an edge of the picture.
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement and what is told of it.
+    """A placement of copies and its probabilities of survival.
 
     Attributes:
-        by_lost: the probability that nothing is lost, by the number of lost nodes.
-        risks: of losing something under the failures that were asked for, by strategy.
+        copies: number of copies of each state, the node's own one included.
+        by_lost: probability that all state survives, by the number of lost nodes.
+        risks: probability of losing state under the failures that were asked for, by strategy.
     """
 
     strategy: str
@@ -52,14 +54,14 @@ class Placed:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The numbers of nodes and copies, and the strategy."""
         num_nodes = len(self.placement.holders)
         copies = f"{counted(self.copies, 'copy')} of each state"
         return f"{counted(num_nodes, 'node')}, {copies}, {self.strategy}"
 
 
 def placement_table(placed: Placed) -> Group:
-    """What rich prints."""
+    """A table of the nodes that keep each state, and one of the probabilities of survival."""
     holders = Table("state of nodes", "is kept by", box=box.SIMPLE)
     groups = _alike(placed.placement)
     for nodes, kept_by in groups[:_ROWS_MAX]:
@@ -80,7 +82,10 @@ def placement_table(placed: Placed) -> Group:
 
 
 def probability_text(estimate: Estimate) -> str:
-    """In percent, with its error if it has one; never rounded to certainty."""
+    """A probability in percent, with its error if it has one.
+
+    One without an error is not rounded to 100% unless it is 1.
+    """
     error = f" +- {100.0 * estimate.error:.2f}%" if estimate.error else ""
     if not error and 0.99995 <= estimate.probability < 1.0:
         return "> 99.99%"
@@ -88,8 +93,8 @@ def probability_text(estimate: Estimate) -> str:
 
 
 def placement_figure(placed: Placed, *, picture: Format) -> bytes:
-    """A square for each node and each state, coloured where the node keeps it; below, how likely
-    all state survives."""
+    """A picture file with a matrix of states and the nodes that keep them, and bars below it with
+    the probability that all state survives."""
     page = Page()
     page.text((LEFT_PT, 42), placed.title, TITLE)
     draw_heading(
@@ -118,7 +123,7 @@ def placement_figure(placed: Placed, *, picture: Format) -> bytes:
 
 
 def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -> float:
-    """A bar for each number of lost nodes; returns where it ends."""
+    """Draws a bar for each number of lost nodes; returns the y at which the bars end."""
     note = "probability that all state survives, by the nodes that are lost at once"
     draw_heading(page, top, heading="Survival", note=note, legend=())
     top += 14
@@ -134,7 +139,7 @@ def _draw_survival(page: Page, by_lost: Mapping[int, Estimate], *, top: float) -
 
 
 def _alike(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Nodes whose state the same nodes keep, and these."""
+    """Groups of nodes whose state is kept by the same nodes, each group with these."""
     found: dict[tuple[int, ...], list[int]] = {}
     for node, nodes in enumerate(placement.holders):
         found.setdefault(tuple(sorted(nodes)), []).append(node)
@@ -145,7 +150,8 @@ def _alike(placement: Placement) -> list[tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def sending_text(sending: Mapping[int, Sending], copies: int) -> Text:
-    """Of the node whose copies take longest, which is what a version waits for."""
+    """Sentences about the node that takes longest to send its copies: a version of the copies is
+    complete only when that node has sent its part."""
     if not sending:
         return Text("No copies travel: every node keeps its own, and all hold every layer.")
     node, slowest = _slowest(sending)
@@ -164,7 +170,7 @@ def sending_text(sending: Mapping[int, Sending], copies: int) -> Text:
 
 
 def sending_json(sending: Mapping[int, Sending]) -> dict[str, Any] | None:
-    """The same; None if no copies travel."""
+    """The facts of `sending_text` as JSON; None if no copies are sent."""
     if not sending:
         return None
     node, slowest = _slowest(sending)
@@ -179,7 +185,7 @@ def sending_json(sending: Mapping[int, Sending]) -> dict[str, Any] | None:
 
 
 def _slowest(sending: Mapping[int, Sending]) -> tuple[int, Sending]:
-    """The node, the lowest of equals."""
+    """The node that takes longest to send its copies (of equal ones the lowest), with its costs."""
     node = min(
         sending,
         key=lambda n: (-sending[n].iterations, -sending[n].longer_s, -sending[n].sends_s, n),
@@ -191,7 +197,7 @@ def _slowest(sending: Mapping[int, Sending]) -> tuple[int, Sending]:
 
 
 def survival_table(survival: Sequence[LayerSurvival]) -> Table:
-    """A row for each number of lost nodes."""
+    """The probability that every layer survives, a row for each number of lost nodes."""
     title, is_cut = "Every layer survives", len(survival) == LOST_MAX
     caption = f"more than {LOST_MAX} lost nodes are not told" if is_cut else None
     table = Table(box=box.SIMPLE, title=title, title_justify="left", caption=caption)
@@ -203,7 +209,7 @@ def survival_table(survival: Sequence[LayerSurvival]) -> Table:
 
 
 def survival_json(survival: Sequence[LayerSurvival]) -> list[dict[str, Any]]:
-    """The same; errors are 0 where probabilities are exact."""
+    """The rows of `survival_table` as JSON; the error of an exact probability is 0."""
     return [
         {
             "lost": row.num_lost,

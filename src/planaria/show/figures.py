@@ -1,7 +1,7 @@
-"""A plan as a picture: what every stage holds and costs, and what it does in an iteration.
+"""A picture of a plan: a map of its stages and their costs, and timelines of an iteration.
 
-Pipelines that do the same are drawn once. What there is no room for is left out, and the last lines
-of the picture say what that is.
+Alike pipelines are drawn once. The last lines of the picture say what was left out for lack of
+room.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ _NAMED_MAX: Final = 12
 
 
 def plan_figure(every: EveryPlan, plan: Plan, *, picture: Format) -> bytes:
-    """The picture as a file: the same bytes for the same plan.
+    """The content of the picture file, the same bytes for the same plan.
 
     64 stages with 768 microbatches take about a second.
     """
@@ -104,7 +104,7 @@ def draw_heading(
     note: str,
     legend: Sequence[tuple[str, str]],
 ) -> None:
-    """A heading at the left, and at the right what the colours mean."""
+    """Draws a heading with its note at the left, and the legend of colours at the right."""
     page.text((LEFT_PT, baseline), heading, HEADING)
     page.text((LEFT_PT + page.text_width(heading, HEADING) + 10, baseline), note, SUBTITLE)
     right = RIGHT_PT
@@ -118,7 +118,7 @@ def draw_heading(
 def _captions(
     groups: Sequence[Alike], drawn: Sequence[Lanes], windows: Sequence[Window]
 ) -> Iterator[str]:
-    """What is left out."""
+    """Sentences that say what the picture leaves out."""
     if len(windows) > 1:
         start_s, end_s = windows[0].end_s, windows[1].start_s
         yield (

@@ -1,7 +1,7 @@
-"""Predicted beside measured as a picture: what ranks do in an iteration, and hold; transitions.
+"""A picture of predicted and measured timelines, peak memory and transitions.
 
-Of the iterations with one prediction that of median length is drawn. Each rank has two lanes, the
-predicted one above the measured one, on the same axis of time.
+Of all iterations with the same prediction, the one of median length is drawn. Each rank has two
+lanes on one axis of time, the predicted one above the measured one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,9 +40,9 @@ TRANSITIONS_MAX: Final = 12
 _COMPUTING: Final = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 _WEIGHT_COLOUR: Final = "#c9713c"
 _DETECT_COLOUR: Final = "#9aa5b1"
-_LANE_PT: Final = {8: 9.0, 16: 6.5, RANKS_MAX: 4.5}  # By ranks at most.
+_LANE_PT: Final = {8: 9.0, 16: 6.5, RANKS_MAX: 4.5}  # Keys: largest number of ranks.
 _GAP_PT: Final = 3.0
-_BARS_WIDTH_PT: Final = 380.0  # Of the most memory; what it is in words stands behind.
+_BARS_WIDTH_PT: Final = 380.0  # Width of the longest bar; text follows to its right.
 _WEIGHTS: Final = "weights' gradients"
 _LEGEND: Final[tuple[tuple[str, str], ...]] = (
     (FORWARD_COLOUR, "forward"),
@@ -66,11 +66,11 @@ def compared_figure(
     *,
     picture: Format,
 ) -> bytes:
-    """The picture as a file.
+    """The content of the picture file.
 
     Args:
-        iterations: that were traced, in order.
-        events: of the job, of which those with a price are drawn.
+        iterations: the traced iterations, in order.
+        events: events of the job; those with an answer and a predicted downtime are drawn.
     """
     page = Page()
     page.text((LEFT_PT, 42), page.shortened(title, PLOT_WIDTH_PT, TITLE), TITLE)
@@ -91,8 +91,10 @@ def compared_figure(
 
 
 def _median_iterations(iterations: Sequence[Compared]) -> Iterator[Compared]:
-    """Of those in a row that have one prediction, the one of median length; the first sets up what
-    the others keep, and is left out where there are others."""
+    """The iteration of median length of each run of iterations with the same prediction.
+
+    The first iteration of a run does one-time setup, so it counts only if it is the only one.
+    """
     for _, alike in groupby(iterations, key=lambda one: id(one.predicted)):
         first, *later = alike
         by_length = sorted(later or [first], key=lambda one: one.measured.iteration_s)
@@ -100,7 +102,7 @@ def _median_iterations(iterations: Sequence[Compared]) -> Iterator[Compared]:
 
 
 def _draw_iteration(page: Page, one: Compared, *, top: float) -> float:
-    """Draws the lanes of an iteration; returns where they end."""
+    """Draws the lanes of an iteration; returns the y at which they end."""
     predicted, measured = one.predicted, one.measured
     note = (
         f"{seconds_text(predicted.iteration_s)} predicted, "
@@ -137,7 +139,7 @@ def _draw_iteration(page: Page, one: Compared, *, top: float) -> float:
 def _draw_spans(
     page: Page, timeline: Timeline, tops: dict[int, float], *, window: Window, height: float
 ) -> None:
-    """Forwards and backwards, and what is left of reductions behind them."""
+    """Draws forwards and backwards, and the parts of reductions that follow a rank's last one."""
     computed_s = dict.fromkeys(tops, 0.0)
     for span in timeline.spans:
         if span.rank in tops and span.lane == "compute" and span.action.kind in _COMPUTING:
@@ -169,7 +171,7 @@ def _draw_box(
 
 
 def _draw_peaks(page: Page, one: Compared, *, top: float) -> float:
-    """Two bars for each rank, of the most bytes that it holds; returns where they end."""
+    """Draws two bars of peak memory for each rank; returns the y at which they end."""
     note = f"tensors of each rank in iteration {one.iteration}, predicted and below it measured"
     draw_heading(page, top, heading="Peak memory", note=note, legend=((MEMORY_COLOUR, "bytes"),))
     top += 16
@@ -195,7 +197,7 @@ def _draw_peaks(page: Page, one: Compared, *, top: float) -> float:
 
 
 def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) -> float:
-    """Two bars for each event, of its phases; returns where they end."""
+    """Draws two bars of phases for each event; returns the y at which they end."""
     note = "from the loss until every rank could go on"
     draw_heading(page, top, heading="Transitions", note=note, legend=_PHASES_LEGEND)
     top += 16
@@ -209,7 +211,8 @@ def _draw_transitions(page: Page, events: Sequence[EventRecord], *, top: float) 
         text = page.shortened(text, PLOT_LEFT_PT - LEFT_PT - 8, LABEL)
         page.text((PLOT_LEFT_PT - 8, top + height + 2.6), text, LABEL, align="right")
         rest_s = event.predicted_downtime_s - event.predicted_transfer_s
-        predicted = (0.0, 0.0, rest_s, event.predicted_transfer_s)  # What is over by then is not.
+        # Predictions cover only what follows the decision: neither detect nor decide.
+        predicted = (0.0, 0.0, rest_s, event.predicted_transfer_s)
         measured = (event.detect_s, event.decide_s, event.regroup_s, event.transfer_s)
         for begins_s, phases, lane_top in (
             (event.detect_s + event.decide_s, predicted, top),

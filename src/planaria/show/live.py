@@ -1,7 +1,7 @@
-"""What a person sees while a job trains: a live panel on a terminal, lines of text elsewhere.
+"""The display of a running job: a live panel on a terminal, lines of text elsewhere.
 
-Whatever stays true is printed once, above the panel: the plan, notes, what the job's own code
-prints. The panel itself is two lines, so it never outgrows the screen.
+The plan, notes, and what the job's own code prints are printed once, above the panel. The panel
+itself has two lines, so it always fits the screen.
 """
 
 import time
@@ -24,7 +24,7 @@ _NUM_RECENT = 10
 
 
 def pipelines_table(plan: Plan, layer_names: tuple[str, ...]) -> Table:
-    """One line per stage: its pipeline and microbatches, its node and the layers it computes."""
+    """The plan as a table with a row per stage: pipeline, microbatches, node and layers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("pipeline", "microbatches", "node"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -47,7 +47,7 @@ def pipelines_table(plan: Plan, layer_names: tuple[str, ...]) -> Table:
 
 
 def _names(first: str, last: str) -> str:
-    """Two layers' names as a range; what they begin with alike is said once."""
+    """A range of two layers' names, which gives their common prefix once."""
     if first == last:
         return first
     parts, others = first.split("."), last.split(".")
@@ -77,7 +77,7 @@ class LiveDisplay:
         self._num_nodes = 0
 
     def doing(self, text: str) -> None:
-        """Shows what takes the seconds before there is a plan."""
+        """Shows what is being done before there is a plan."""
         if not self._is_live:
             self._line(f"{text} ...")
         elif self._spinner is None:
@@ -89,7 +89,12 @@ class LiveDisplay:
     def show_plan(
         self, plan: Plan, layer_names: tuple[str, ...], *, iterations: int, first: int
     ) -> None:
-        """Shows the plan and, on a terminal, starts the live panel."""
+        """Shows the plan and, on a terminal, starts the live panel.
+
+        Args:
+            iterations: number of iterations of the job.
+            first: number of iterations that were committed before this run.
+        """
         self.stop()
         self._console.print(pipelines_table(plan, layer_names))
         self._num_nodes = len(plan.nodes)
@@ -112,7 +117,7 @@ class LiveDisplay:
             )
 
     def replan(self, plan: Plan, *, at_s: float) -> None:
-        """The job goes on with another plan, since `at_s` (time.time())."""
+        """Shows that the job goes on with another plan since `at_s` (time.time())."""
         self._num_nodes = len(plan.nodes)
         alive = [set(pipeline.nodes).difference(plan.gone) for pipeline in plan.pipelines]
         sizes = "+".join(str(len(nodes)) for nodes in alive if nodes)
@@ -120,7 +125,7 @@ class LiveDisplay:
         self.note(f"{counted(len(plan.nodes), 'node')} {go} on as {sizes}", at_s=at_s)
 
     def note(self, text: str, *, at_s: float) -> None:
-        """Shows a line, on a terminal with the time of day of what it tells (time.time())."""
+        """Shows a line; on a terminal, the time of day `at_s` (time.time()) precedes it."""
         if self._is_live:
             at = time.strftime("%H:%M:%S", time.localtime(at_s))
             self._line(f"{at}  {text}", style="dim")
@@ -132,15 +137,18 @@ class LiveDisplay:
         self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def stop(self) -> None:
-        """Ends what moves; the panel stays on the screen as it was last."""
+        """Ends the spinner or the panel; the panel's last state stays on the screen."""
         self._spinner = None
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def _start(self, moving: RenderableType, *, per_second: float, is_transient: bool) -> None:
-        """Shows something that moves. What others print to sys.stdout stays theirs: sent through
-        here they would wait for a terminal that nobody reads."""
+        """Shows something that moves.
+
+        sys.stdout is not redirected to the console: other threads that print would block on a
+        terminal that nobody reads.
+        """
         self._live = Live(
             moving,
             console=self._console,
@@ -171,7 +179,10 @@ class LiveDisplay:
 
 
 def summary(report: Report) -> RenderableType:
-    """What stands at the end of a run: its facts, a line each, unbroken, and its ledger."""
+    """The summary of a run: its facts, where its time went, and predicted beside measured.
+
+    Facts have a line each and are not wrapped.
+    """
     records = report.iterations
     samples = sum(record.samples for record in records)
     seconds = sum(record.seconds for record in records)

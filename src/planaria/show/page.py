@@ -1,12 +1,14 @@
-"""A page on which boxes, lines and text are put, in points from its upper left corner; its look.
+"""A page that collects boxes, lines and text, and the fonts and colours of all pictures.
 
-matplotlib measures text and draws the page. It is an extra and takes a third of a second, so only
-`Page` imports it. Nothing of it that is global stays changed: there is no pyplot, and the settings
-are the user's again when a call returns. The same page gives the same bytes: text stays text in an
-SVG, ids are hashed with a constant, and no file says when it was made.
+Coordinates are points (1/72 inch) from the upper left corner.
 
-Colours are of Okabe and Ito's palette, which people who confuse red and green can tell apart, and
-which differ in lightness too, so that a grey print still shows them.
+matplotlib measures text and draws the page. It is an optional dependency and its import takes a
+third of a second, so only `Page` imports it. No global state of it stays changed: pyplot is not
+used, and a call restores the user's settings before it returns. The same page gives the same bytes:
+an SVG keeps text as text, ids are hashed with a constant, and no file contains its creation time.
+
+Colours come from the palette of Okabe and Ito: people with red-green colour blindness can tell them
+apart, and they also differ in lightness, so they survive a grey print.
 """
 
 import importlib.util
@@ -29,11 +31,11 @@ _FORMATS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png", ".pdf": "pdf
 INK: Final = "#1f2933"
 FAINT_INK: Final = "#66727f"
 
-_DOTS_PER_INCH: Final = 192  # Of a PNG: two for each of the 96 that a browser gives an SVG.
+_DOTS_PER_INCH: Final = 192  # PNG only: twice the 96 at which browsers show an SVG.
 _POINTS_PER_INCH: Final = 72
 _MEASURED_PT: Final = 100.0
 _BOXES_PER_PATH: Final = 500  # Agg refuses paths of some ten thousand corners.
-# The first one comes with matplotlib; viewers of an SVG that lack it take the next.
+# The first one comes with matplotlib; SVG viewers that lack it fall back to the next.
 _FAMILIES: Final = ["DejaVu Sans", "Verdana", "Helvetica", "Arial"]
 _SETTINGS: Final[dict[Any, Any]] = {
     "font.family": ["sans-serif"],
@@ -50,14 +52,14 @@ _METADATA: Final[dict[Format, dict[str, None]]] = {
 
 
 class Font(NamedTuple):
-    """How text looks."""
+    """Size, colour and weight of text."""
 
     size_pt: float = 7.0
     colour: str = INK
     weight: Literal["normal", "bold"] = "normal"
 
 
-PAGE_WIDTH_PT: Final = 900.0  # 1,200 pixels of a browser.
+PAGE_WIDTH_PT: Final = 900.0  # 1,200 pixels in a browser.
 LEFT_PT: Final = 32.0
 RIGHT_PT: Final = PAGE_WIDTH_PT - LEFT_PT
 PLOT_LEFT_PT: Final = 178.0
@@ -80,7 +82,12 @@ GRID_COLOUR: Final = "#d5dbe1"
 
 
 class _Text(NamedTuple):
-    """Text whose left end, centre or right end stands at x, its baseline at y."""
+    """Text on a page.
+
+    Attributes:
+        x: position of the left end, centre or right end, as `align` says.
+        y: position of the baseline.
+    """
 
     x: float
     y: float
@@ -100,15 +107,18 @@ class Rectangle:
 
 
 def is_picture(name: str) -> bool:
-    """Whether a file of this name is a picture in a format that there is."""
+    """Whether the suffix of a file name is that of a supported picture format."""
     return name[name.rfind(".") :].lower() in _FORMATS
 
 
 def picture_format(option: str, name: str) -> Format:
-    """The format of a file of this name, in which a page can be drawn here.
+    """The picture format that the suffix of a file name stands for.
+
+    Args:
+        option: name of the option for the error message.
 
     Raises:
-        ConfigError: the name ends in none that there is, or there is no matplotlib.
+        ConfigError: the suffix is not supported, or matplotlib is not installed.
     """
     picture = _FORMATS.get(name[name.rfind(".") :].lower())
     if picture is None:
@@ -119,7 +129,7 @@ def picture_format(option: str, name: str) -> Format:
 
 
 class Page:
-    """What has been put on a page so far; from below: the ground, boxes, lines, text."""
+    """The elements of a page; drawn from bottom to top are the ground, boxes, lines and text."""
 
     def __init__(self) -> None:
         from matplotlib.font_manager import FontProperties
@@ -159,12 +169,16 @@ class Page:
         *,
         align: Literal["left", "center", "right"] = "left",
     ) -> None:
-        """Puts text on the page; its baseline goes through the place."""
+        """Puts text on the page.
+
+        Args:
+            place: x of the end or centre that `align` names, y of the baseline.
+        """
         if text:
             self._texts.append(_Text(*place, printable(text), font, align))
 
     def text_width(self, text: str, font: Font) -> float:
-        """The points that a text takes."""
+        """The width of a text in points."""
         key = (printable(text), font.weight)
         if key not in self._widths_em:
             measured_font = self._measured_fonts[font.weight]
@@ -177,10 +191,13 @@ class Page:
     def all_fitting(
         self, forms: Sequence[Sequence[str]], widths: Sequence[float], font: Font
     ) -> list[str]:
-        """Texts in the first form in which all of them fit, or in the last one those that do.
+        """The texts in the first form in which every text fits its width.
+
+        If there is no such form: the texts of the last form, empty where one does not fit.
 
         Args:
-            forms: ways to write the texts, each as long as widths.
+            forms: alternative ways to write all texts, the preferred one first.
+            widths: space for each text, points.
         """
         for form in forms:
             pairs = zip(form, widths, strict=True)
@@ -190,7 +207,7 @@ class Page:
         return [text if does_fit else "" for text, does_fit in zip(form, fits, strict=True)]
 
     def shortened(self, text: str, width: float, font: Font) -> str:
-        """The text, with dots for its end if it is wider."""
+        """The text, with dots in place of its end if it is wider than `width` points."""
         if self.text_width(text, font) <= width:
             return text
 
@@ -202,7 +219,7 @@ class Page:
         return without_end(max(0, most - 1))
 
     def encoded(self, height_pt: float, picture: Format) -> bytes:
-        """The page as a file of a format."""
+        """The content of a picture file with the page, cut off at a height."""
         with _settings():
             return self._drawn(height_pt, picture)
 
@@ -219,7 +236,7 @@ class Page:
         axes.set_xlim(0, PAGE_WIDTH_PT)
         axes.set_ylim(height_pt, 0)
         for colour, boxes in (*self._ground.items(), *self._boxes.items()):
-            # One path for many boxes: with one for each, files are ten times larger.
+            # Many boxes share a path: with a path per box, files are ten times larger.
             for first in range(0, len(boxes), _BOXES_PER_PATH):
                 path = _path([_around(box) for box in boxes[first : first + _BOXES_PER_PATH]])
                 patch = PathPatch(path, facecolor=colour, linewidth=0, snap=False, clip_on=False)
@@ -246,7 +263,7 @@ class Page:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """matplotlib with its own settings and ours, whatever the user's are."""
+    """Sets matplotlib to its defaults and ours; restores the user's settings at the end."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -256,7 +273,7 @@ def _settings() -> Iterator[None]:
 
 
 def _path(lines: Sequence[Sequence[tuple[float, float]]]) -> "Path":
-    """Lines as one path; one that ends where it began is closed."""
+    """All lines as one path; a line that ends at its first point becomes a closed polygon."""
     from matplotlib.path import Path
 
     points = [_rounded(*point) for line in lines for point in line]
@@ -273,11 +290,11 @@ def _path(lines: Sequence[Sequence[tuple[float, float]]]) -> "Path":
 
 
 def _around(box: Rectangle) -> tuple[tuple[float, float], ...]:
-    """The corners of a box, closed."""
+    """The corners of a box; the first one is repeated at the end."""
     left, top, right, bottom = box.left, box.top, box.left + box.width, box.top + box.height
     return ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
 
 
 def _rounded(x: float, y: float) -> tuple[float, float]:
-    """To a hundredth of a point, so that files say no more than one sees."""
+    """The point, rounded to 0.01 points: more digits make files larger and no one sees them."""
     return round(x, 2), round(y, 2)

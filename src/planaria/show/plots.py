@@ -1,10 +1,10 @@
-"""Timelines as pictures: a Chrome trace, for chrome://tracing or https://ui.perfetto.dev.
+"""Timelines as a Chrome trace, for chrome://tracing or https://ui.perfetto.dev.
 
-Trace Event Format: a process per node and a thread per lane of a rank. Predicted and measured
-nodes are processes of their own, the predicted ones above. Measured iterations stand one after
-the other, and each has the prediction at its start, so that the two can be compared by eye. What it
-took to answer a loss stands before the iteration that came after it, in a process of the whole job.
-The most memory that a rank holds in an iteration is a counter of its node.
+In the Trace Event Format a node is a process, and a lane of a rank is a thread. Predicted and
+measured nodes are separate processes, the predicted ones above. Iterations follow each other; the
+predicted and the measured timeline of an iteration start at the same time, so that they can be
+compared by eye. The phases of a transition stand before the iteration that follows it, in a process
+of the whole job. The peak memory of a rank in an iteration is a counter of its node.
 
 Source: the torch.profiler and torch.distributed.pipelining traces, which use the same format.
 """
@@ -29,8 +29,10 @@ def chrome_trace(
     """The trace as plain dicts, ready for `json.dump`.
 
     Args:
-        iterations: in order, at least one; what was not measured has no spans.
-        transitions: what was answered in between.
+        iterations: predicted and measured timelines, in order; one that was not measured has no
+            spans.
+        transitions: events of the job; those without an answer are ignored.
+        devices_per_node: number of ranks of a node.
     """
     ranks = {span.rank for one in iterations for line in (one[1], one[2]) for span in line.spans}
     num_processes = 2 + max(ranks, default=0) // devices_per_node
@@ -57,7 +59,11 @@ def chrome_trace(
 
 
 class _Places(NamedTuple):
-    """Which process and thread a lane of a rank has; the job's own process comes first."""
+    """The trace's process and thread for each lane of a rank; the job's process comes first.
+
+    Attributes:
+        first_process: process of the job; those of the nodes follow it.
+    """
 
     first_process: int
     devices_per_node: int
@@ -105,7 +111,7 @@ def _metadata(place: dict[str, int], name: str, arguments: dict[str, Any]) -> di
 
 
 def _spans(timeline: Timeline, start_s: float, places: _Places) -> Iterator[dict[str, Any]]:
-    """The complete events of one iteration."""
+    """The "complete" trace events of one iteration."""
     for span in timeline.spans:
         place = places.of(span.rank, span.lane)
         times_s = (start_s + span.start_s, start_s + span.end_s)
@@ -115,7 +121,7 @@ def _spans(timeline: Timeline, start_s: float, places: _Places) -> Iterator[dict
 def _counters(
     peaks: Iterable[PeakBytes], start_s: float, places: _Places, *, is_measured: bool
 ) -> Iterator[dict[str, Any]]:
-    """The peaks of an iteration, from its start on."""
+    """Counter events with the peak memory of each rank in an iteration, set at its start."""
     for peak in peaks:
         place = places.of(peak.rank, _THREADS[0])
         num_bytes = peak.measured if is_measured else peak.predicted
@@ -131,7 +137,7 @@ def _counters(
 def _phases(
     event: EventRecord, start_s: float, places: _Places, *, is_measured: bool
 ) -> Iterator[dict[str, Any]]:
-    """The phases of a transition. What is predicted begins when the answer is told."""
+    """The phases of a transition; the prediction begins when the coordinator tells the answer."""
     predicted_s = event.predicted_downtime_s - event.predicted_transfer_s
     phases = (
         (
@@ -155,7 +161,7 @@ def _phases(
 def _complete(
     name: str, category: str, times_s: tuple[float, float], place: dict[str, int]
 ) -> dict[str, Any]:
-    """A complete event; its times are microseconds."""
+    """A "complete" trace event; the format wants microseconds."""
     start_s, end_s = times_s
     lasts_us = (end_s - start_s) * 1e6
     return {"ph": "X", "name": name, "cat": category, "ts": start_s * 1e6, "dur": lasts_us, **place}

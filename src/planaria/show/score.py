@@ -1,4 +1,4 @@
-"""What many runs under faults came to: a table, and the same as JSON."""
+"""The results of many runs under faults, as a table and as JSON."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 class Run(Protocol):
-    """What is shown of a run; see `Outcome` in chaos/runs.py."""
+    """The part of `Outcome` in chaos/runs.py that is shown."""
 
     @property
     def number(self) -> int: ...
@@ -34,7 +34,7 @@ class Run(Protocol):
 
 
 def run_text(run: Run) -> str:
-    """A line: what struck a run, and what came of it."""
+    """One line with the faults of a run and its result."""
     came = "survived, the same bits"
     if run.wrongs:
         came = "NOT AS IT MUST BE"
@@ -47,7 +47,7 @@ def run_text(run: Run) -> str:
 
 
 def score(runs: Sequence[Run]) -> dict[str, Any]:
-    """The numbers."""
+    """The numbers of all runs, as JSON."""
     fired: Counter[str] = Counter()
     surroundings: Counter[str] = Counter()
     for run in runs:
@@ -71,7 +71,7 @@ def score(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def score_table(runs: Sequence[Run]) -> Table:
-    """The numbers as a person reads them."""
+    """The numbers of all runs, as a table."""
     numbers = score(runs)
     kinds, surroundings = (
         ", ".join(f"{count} {name}" for name, count in numbers[key].items())

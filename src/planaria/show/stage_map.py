@@ -1,9 +1,10 @@
-"""The stage map of a plan: what each stage holds, how long it takes, how full its devices are.
+"""The stage map of a plan: the layers, the time and the peak memory of each stage.
 
-A row for pipelines that do the same, with the model's layers from left to right. From the top: the
-nodes, in brackets; a column per stage, as wide as its layers and as high as the seconds of one
-microbatch, the backward on the forward; layers and devices; the peak memory of a device. Columns of
-all rows have one scale, so a stage that others wait for stands out.
+Each group of alike pipelines has a row, in which the model's layers run from left to right. From
+top to bottom, a row has: brackets around the stages of each node; a column per stage, as wide as
+its layers and as high as the seconds of one microbatch, the backward on top of the forward; the
+layers and devices; the peak memory of a device. All rows share one scale, so a stage that others
+wait for stands out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ _VALUE: Final = Font(SMALL.size_pt, INK)
 
 
 class _Column(NamedTuple):
-    """A stage with its place on the page; gaps between nodes are wider than within."""
+    """A stage with its place on the page; gaps are wider between nodes than within a node."""
 
     stage: Stage
     left: float
@@ -64,11 +65,12 @@ class _Column(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """What the columns and bars of all rows are measured by.
+    """The scale of the columns and bars of all rows.
 
     Attributes:
-        seconds: as high as columns can be.
-        num_bytes: as wide as bars can be: the memory of a device, or the highest peak.
+        seconds: time of a column of full height: the longest of any stage.
+        num_bytes: bytes of a bar of full width: the memory of a device, or the highest peak if that
+            is unknown.
     """
 
     seconds: float
@@ -79,7 +81,7 @@ def draw_stage_map(page: Page, problem: Problem, groups: Sequence[Alike], *, top
     """Draws a row per group.
 
     Returns:
-        where the map ends.
+        the y at which the map ends.
     """
     peaks = [_peak_bytes(problem, group) for group in groups]
     scale = _Scale(
@@ -139,7 +141,7 @@ def _columns(template: PipelineTemplate, num_layers: int) -> Iterator[_Column]:
 
 
 def _draw_nodes(page: Page, group: Alike, *, columns: Sequence[_Column], baseline: float) -> None:
-    """A bracket over the stages of each node, and the node of every pipeline."""
+    """Draws a bracket over the stages of each node, with that node's number in every pipeline."""
     brackets = tuple(_brackets(group.template, columns))
     y = baseline + 4
     for left, right in brackets:
@@ -157,7 +159,7 @@ def _draw_nodes(page: Page, group: Alike, *, columns: Sequence[_Column], baselin
 def _brackets(
     template: PipelineTemplate, columns: Sequence[_Column]
 ) -> Iterator[tuple[float, float]]:
-    """From where to where the stages of each node are."""
+    """The left and right ends of the stages of each node."""
     num_devices, left = 0, columns[0].left
     for column in columns:
         if num_devices % template.devices_per_node == 0:
@@ -168,7 +170,7 @@ def _brackets(
 
 
 def _nodes_texts(nodes: Sequence[int]) -> tuple[str, str, str]:
-    """From long to short."""
+    """The numbers of some nodes in words, in a long, a short and the shortest form."""
     if len(nodes) == 1:
         return f"node {nodes[0]}", str(nodes[0]), str(nodes[0])
     ends = f"{nodes[0]}{', ' if len(nodes) == 2 else ' .. '}{nodes[-1]}"
@@ -176,7 +178,7 @@ def _nodes_texts(nodes: Sequence[int]) -> tuple[str, str, str]:
 
 
 def _spaced(page: Page, texts: Sequence[str], middles: Sequence[float]) -> list[str]:
-    """Every text, or every second, fifth .. so that none touches the next; the others empty."""
+    """The texts, with all but every second, fifth, .. one empty if neighbours would touch."""
     halves = [page.text_width(text, SMALL) / 2 + 2 for text in texts]
     num_texts = len(texts)
     steps = [times * 10**power for power in range(5) for times in (1, 2, 5)]
@@ -192,7 +194,7 @@ def _spaced(page: Page, texts: Sequence[str], middles: Sequence[float]) -> list[
 
 
 def _draw_scale(page: Page, scale: _Scale, *, ground: float) -> None:
-    """Lines behind the columns, with their seconds at the right."""
+    """Draws horizontal lines behind the columns, with their seconds at the right."""
     step_s = nice_step(scale.seconds, _SCALE_STEPS_MAX)
     unit, unit_s = seconds_unit(scale.seconds)
     for index in range(int(scale.seconds / step_s + 1e-9) + 1):
@@ -227,14 +229,14 @@ def _draw_columns(
 
 
 def _decimals(largest: float) -> int:
-    """Decimals of a scale whose largest number has three digits that count."""
+    """The decimals with which the largest number of a scale has three significant digits."""
     return max(0, 2 - floor(log10(largest))) if largest >= 1 else 2
 
 
 def _draw_labels(
     page: Page, template: PipelineTemplate, *, columns: Sequence[_Column], baseline: float
 ) -> float:
-    """Layers, and devices where a node has several, below each column.
+    """Draws each column's layers below it, and its devices if a node has several.
 
     Returns:
         the last baseline.
@@ -254,7 +256,7 @@ def _draw_labels(
 def _draw_memory(
     page: Page, peaks: Sequence[int], *, columns: Sequence[_Column], scale: _Scale, top: float
 ) -> None:
-    """Below each column a bar, filled by what its devices hold at the peak."""
+    """Draws a bar below each column, filled in proportion to the peak memory of a device."""
     widths = [column.width for column in columns]
     unit, unit_bytes = bytes_unit(scale.num_bytes)
     numbers = [f"{peak / unit_bytes:.1f}" for peak in peaks]
@@ -269,7 +271,7 @@ def _draw_memory(
 
 
 def _draw_layer_axis(page: Page, num_layers: int, *, top: float) -> float:
-    """Which layer is where, for columns too narrow to say so."""
+    """Draws an axis of layers, since narrow columns have no text."""
     page.line((PLOT_LEFT_PT, top), (PLOT_RIGHT_PT, top), colour=GRID_COLOUR)
     step = max(1, round(nice_step(num_layers, _AXIS_TICKS_MAX)))
     for layer in range(0, num_layers, step):

@@ -1,4 +1,4 @@
-"""What happened in a job, in sentences: each event, its answer, and what came of it."""
+"""The events of a job in sentences: each event, its answer, and the result."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ _NOBODYS = {
 
 
 def event_lines(event: EventRecord) -> Iterator[str]:
-    """An event in sentences, a line each; the first says what happened, where and why."""
+    """The sentences of an event, a line each; the first says what happened, where and why."""
     yield _happened(event)
     if not event.fired:
         return
@@ -82,7 +82,7 @@ def _happened(event: EventRecord) -> str:
 
 
 def _ended(event: EventRecord) -> str:
-    """How the code in a worker came to an end."""
+    """How the code in a worker ended: an exception, or a signal or exit status."""
     verb = "was ended by" if event.error.startswith(("SIG", "signal ", "status ")) else "raised"
     layers = ", ".join(map(str, event.layers))
     noun = "layer" if len(event.layers) == 1 else "layers"
@@ -90,7 +90,7 @@ def _ended(event: EventRecord) -> str:
 
 
 def _where(event: EventRecord) -> str:
-    """The iteration, and its step or how long the job had trained."""
+    """The iteration, with its step or the time since training began."""
     if not event.step.startswith("~"):
         return f"iteration {event.iteration}" + (f", {event.step}" if event.step else "")
     after = f"{event.step[1:]} s after training began"
@@ -98,7 +98,7 @@ def _where(event: EventRecord) -> str:
 
 
 def _is_restart(event: EventRecord) -> bool:
-    """Whether the coordinator was lost, and nobody had to answer to that."""
+    """Whether the event is a loss of the coordinator that did not interrupt training."""
     return event.kind == "leader" and not event.answer
 
 
@@ -111,7 +111,7 @@ def _restart(event: EventRecord) -> str:
 
 
 def _why(event: EventRecord) -> str:
-    """The scores of all candidates: what the choice maximises."""
+    """A sentence with the scores of all candidates, of which the choice takes the largest."""
     scores = sorted(
         ((float(str(c["score"])), str(c["answer"])) for c in event.candidates), reverse=True
     )
@@ -132,7 +132,7 @@ def _done(event: EventRecord) -> Iterator[str]:
 
 
 def _took(event: EventRecord) -> str:
-    """Predicted beside measured, in phases."""
+    """Predicted and measured times of the phases of a transition."""
     if not event.detect_s:
         return (
             f"Training paused for {seconds_text(event.downtime_s)}, predicted were "

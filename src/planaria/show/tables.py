@@ -1,11 +1,13 @@
 """Templates and plans as `planaria plan` shows them: tables for a terminal, or JSON.
 
-The iteration time of a template is that at the microbatches which it gets in the plan; of one that
-the plan does not use, at the job's microbatches divided among as many such pipelines as its nodes
-would hold, or those after all joins if only then it has a use, rounded up. The peak memory is that
-of the fullest device at the same microbatches. The gap is how much slower than the best partition
-of as many nodes a template can be at most, at the latter microbatches. Bubbles are parts of the
-plan's whole iteration, reductions included.
+The iteration time and the peak memory (of the fullest device) of a template are computed for the
+most microbatches that one of its pipelines gets in the plan. A template that the plan does not use
+is given an even share, rounded up: the job's microbatches divided by the number of such pipelines
+that fit into the plan's nodes, or into the most nodes that there can be after joins if the template
+is too large for any plan of the present nodes.
+
+The gap is an upper bound on how much slower a template is than the best partition of as many nodes,
+at such an even share. Bubbles are a share of the plan's whole iteration, reductions included.
 """
 
 from collections import Counter
@@ -46,11 +48,10 @@ _STAGES_MAX: Final = 8
 
 
 def plan_table(every: EveryPlan, plan: Plan, *, templates: Sequence[RankedTemplate]) -> Group:
-    """What rich prints: the templates, those in use first to the eye, the plan, and what follows
-    failures and joins.
+    """The tables of the templates, of the plan, and of the plans after failures and joins.
 
     Args:
-        every: has the plans for fewer nodes, and for more.
+        every: all plans of the job, those for fewer and for more nodes included.
     """
     parts: list[RenderableType] = [
         _heading(every.problem, plan),
@@ -77,11 +78,12 @@ def plan_json(
     templates: Sequence[RankedTemplate],
     planning_s: float,
 ) -> dict[str, Any]:
-    """The same as `planaria plan --json` prints it; templates that were chosen by Oobleck's own
-    objective are given with that.
+    """The content of `planaria plan --json`: what `plan_table` shows.
+
+    A template that was chosen by the objective of Oobleck's paper has its value as iteration_s.
 
     Args:
-        planning_s: what it took to make templates and plans.
+        planning_s: time that it took to make templates and plans, seconds.
     """
     costs = _costs(every, templates, plan)
     return {
@@ -117,7 +119,7 @@ def plan_json(
 
 
 def _others_json(every: EveryPlan, others: Mapping[int, Plan]) -> list[dict[str, Any]]:
-    """Plans by their number of nodes."""
+    """JSON of the plans for other numbers of nodes."""
     return [
         {
             "nodes": num_nodes,
@@ -134,7 +136,7 @@ def _others_json(every: EveryPlan, others: Mapping[int, Plan]) -> list[dict[str,
 
 
 def _kinds_json(template: PipelineTemplate) -> dict[str, Any]:
-    """The nodes of a template, in order, if they differ from the profile's."""
+    """JSON of the kinds of a template's nodes, in order; empty if all are as profiled."""
     return {"node_kinds": [asdict(kind) for kind in template.kinds]} if template.kinds else {}
 
 
@@ -148,13 +150,13 @@ def _speed(every: EveryPlan, plan: Plan) -> dict[str, float]:
 
 
 def model_text(problem: Problem) -> str:
-    """What the profile was measured of."""
+    """The model and device on which the profile was measured, in words."""
     profile = problem.profile
     return f"{counted(len(profile.layers), 'layer')}, {profile.dtype} on {profile.device}"
 
 
 def job_text(problem: Problem, plan: Plan) -> str:
-    """What is planned, and for which machines."""
+    """The job's nodes, microbatches and tolerated failures, in words."""
     return (
         f"{counted(len(plan.nodes), 'node')} of {counted(problem.devices_per_node, 'device')}, "
         f"{counted(problem.num_microbatches, 'microbatch')} "
@@ -164,7 +166,7 @@ def job_text(problem: Problem, plan: Plan) -> str:
 
 
 def samples_per_s(problem: Problem, iteration_s: float) -> float:
-    """Of the whole job; 0 if an iteration takes no time."""
+    """Samples per second of the whole job; 0 if an iteration takes no time."""
     num_samples = problem.num_microbatches * problem.profile.microbatch_size
     return num_samples / iteration_s if iteration_s else 0.0
 
@@ -174,8 +176,8 @@ class _Cost:
     """What a template costs at the microbatches that it gets.
 
     Attributes:
-        num_used: pipelines of this template in the plan.
-        peak_bytes: of the fullest device.
+        num_used: number of pipelines of this template in the plan.
+        peak_bytes: peak memory of the fullest device.
     """
 
     template: PipelineTemplate
@@ -185,7 +187,7 @@ class _Cost:
 
 
 def _costs(every: EveryPlan, templates: Sequence[RankedTemplate], plan: Plan) -> Iterator[_Cost]:
-    """Of each template."""
+    """The cost of each template, in their order."""
     problem, num_nodes = every.problem, len(plan.nodes)
     largest = num_nodes - problem.failures_tolerated * templates[0].template.num_nodes
     used: dict[PipelineTemplate, list[int]] = {}
@@ -203,7 +205,7 @@ def _cost(
     problem: Problem, ranked: RankedTemplate, *, num_used: int, num_microbatches: int
 ) -> _Cost:
     template, iteration_s = ranked.template, ranked.objective_s
-    if num_used or ranked.is_paper:  # It was chosen by another number.
+    if num_used or ranked.is_paper:  # The objective is not the makespan at these microbatches.
         iteration_s = makespan_s(stage_seconds(problem.profile, template), num_microbatches)
     return _Cost(
         template=template,
@@ -259,7 +261,7 @@ def _templates_table(every: EveryPlan, templates: Sequence[RankedTemplate], plan
 
 
 def _pipelines_table(every: EveryPlan, plan: Plan) -> Table:
-    """A row for all pipelines that do the same."""
+    """The table of the plan: a row for all pipelines of one template with equal microbatches."""
     problem = every.problem
     iteration_s = plan_iteration_s(plan, every.times)
     table = _table("Plan")
@@ -295,20 +297,24 @@ def _summary(every: EveryPlan, plan: Plan) -> Text:
 
 
 def _fewer_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
-    """By the number of nodes left, after one failure first."""
+    """Plans for fewer nodes by number of nodes, largest first."""
     num_nodes = len(plan.nodes)
     return {n: every.plans[n] for n in sorted(every.plans, reverse=True) if n < num_nodes}
 
 
 def _more_plans(every: EveryPlan, plan: Plan) -> dict[int, Plan]:
-    """By the number of nodes, after one join first."""
+    """Plans for more nodes by number of nodes, smallest first."""
     return {n: every.plans[n] for n in sorted(every.plans) if n > len(plan.nodes)}
 
 
 def _others_table(
     every: EveryPlan, plan: Plan, others: Mapping[int, Plan], *, title: str, nodes: str
 ) -> Table:
-    """What the plan would be re-formed to; `nodes` is what the numbers of nodes are called."""
+    """A table of plans for other numbers of nodes, compared with the present plan.
+
+    Args:
+        nodes: heading of the column with the number of nodes.
+    """
     now_s = plan_iteration_s(plan, every.times)
     table = _table(title)
     table.add_column(nodes, justify="right")
@@ -329,7 +335,11 @@ def _others_table(
 
 
 def _pipelines_texts(plan: Plan, num_left: int) -> Iterator[str]:
-    """Such as "3 x 4 nodes", by size."""
+    """Numbers of pipelines by size, such as "3 x 4 nodes", then the number of idle nodes.
+
+    Args:
+        num_left: number of nodes that there are.
+    """
     by_size = Counter(pipeline.template.num_nodes for pipeline in plan.pipelines)
     for num_nodes, count in sorted(by_size.items()):
         yield f"{count} x {counted(num_nodes, 'node')}"
@@ -338,7 +348,10 @@ def _pipelines_texts(plan: Plan, num_left: int) -> Iterator[str]:
 
 
 def _joins_note(problem: Problem, plan: Plan, templates: Sequence[RankedTemplate]) -> str:
-    """Which nodes that join could not all work, as Oobleck's first condition (4.1.1) is not met."""
+    """A warning that after some joins not all nodes could work; empty if all always can.
+
+    That happens where the first condition of Oobleck, section 4.1.1, is not met.
+    """
     if _is_unequal(plan):
         return ""
     sizes = [ranked.template.num_nodes for ranked in templates]
@@ -357,7 +370,7 @@ def _is_unequal(plan: Plan) -> bool:
 
 
 def _kinds_texts(template: PipelineTemplate) -> Iterator[str]:
-    """Such as "2 of 1", "1 of 0.5, 8.0 GiB", in the order of the nodes."""
+    """Speed and memory of a template's nodes in their order: "2 of 1", "1 of 0.5 and 8.0 GiB"."""
     for kind, alike_nodes in groupby(template.node_kinds):
         memory = kind.device_memory_bytes
         of = f"{kind.speed:g}" + (f" and {bytes_text(memory)}" if memory else "")
@@ -365,7 +378,8 @@ def _kinds_texts(template: PipelineTemplate) -> Iterator[str]:
 
 
 def _stages_text(stages: Sequence[Stage], *, is_used: bool) -> str:
-    """Each stage; of many that are not used how many there are, and of what sizes."""
+    """The layers and devices of each stage; only number and sizes of stages if the template is not
+    used and has more than _STAGES_MAX."""
     if is_used or len(stages) <= _STAGES_MAX:
         return " | ".join(
             range_text(stage.first_layer, stage.end_layer - 1)

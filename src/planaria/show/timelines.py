@@ -1,9 +1,9 @@
-"""The timelines of a plan's pipelines: a lane per stage, boxes for what it does in an iteration.
+"""The timelines of a plan's pipelines: a lane per stage, with a box for each forward and backward.
 
-Tints of forwards and backwards come and go, so that a microbatch can be followed from lane to lane;
-numbers stand where they fit. All timelines have one axis of time. What shows between boxes is a
-bubble. What would be too narrow to see or too much for a file is cut out: of time the middle, where
-an iteration repeats itself, and of many lanes those in the middle.
+The tint of a box depends on its microbatch, so that a microbatch can be followed from lane to lane;
+boxes that are wide enough have its number. All timelines share one axis of time. Gaps between boxes
+are bubbles. Where boxes would be too narrow or a file too large, the middle of the iteration is cut
+out, in which the schedule repeats itself; of many lanes, those in the middle are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,22 +44,24 @@ from planaria.show.words import (
 
 TIMELINES_MAX: Final = 4
 
-_LANES_MAX: Final = 96  # Of a picture, so that the page stays a page.
+_LANES_MAX: Final = 96  # Lanes of a picture, so that it is not too high.
 _LANES_OF_ONE_MAX: Final = 64
 _LANES_OF_ONE_MIN: Final = 4
-_BOXES_MAX: Final = 20_000  # About: 65 bytes each, in an SVG.
-_PERIOD_WHOLE_PT: Final = 8.0  # A microbatch's forward and backward take this much, or it is cut
-_PERIOD_CUT_PT: Final = 14.0  # so that they take this much, and numbers fit.
+_BOXES_MAX: Final = 20_000  # Approximately; a box takes about 65 bytes of an SVG.
+# If a microbatch's forward and backward were narrower than the first width in the whole iteration,
+# the middle is cut out so that they get the second one, in which numbers fit.
+_PERIOD_WHOLE_PT: Final = 8.0
+_PERIOD_CUT_PT: Final = 14.0
 _WORTH_CUTTING: Final = 0.8
 _NUMBERS_MAX: Final = 2_000
 _CUT_PT: Final = 16.0
 _TICK_PT: Final = 70.0
 _LEFT_OUT_PT: Final = 14.0
 
-_LANE_PT: Final = {16: 15.0, 40: 11.0, 56: 8.0, _LANES_MAX: 5.5}  # By lanes at most.
+_LANE_PT: Final = {16: 15.0, 40: 11.0, 56: 8.0, _LANES_MAX: 5.5}  # Keys: largest number of lanes.
 _NUMBERED_PT: Final = 10.0  # On lower lanes, numbers would be too small to read.
 
-# From the first microbatch on, then back to it, and so on.
+# Microbatches take the tints from first to last, then back to the first, and so on.
 _FORWARD_TINTS: Final = ("#2f87bd", "#549fcc", "#7cb7da", "#a3cde6")
 _BACKWARD_TINTS: Final = ("#e5a11a", "#edb647", "#f3ca77", "#f8dea8")
 
@@ -75,7 +77,11 @@ class Box(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A piece of the iteration and where on the page it lies."""
+    """A part of the iteration and its place on the page.
+
+    Attributes:
+        left, width: place on the page, points.
+    """
 
     start_s: float
     end_s: float
@@ -83,18 +89,18 @@ class Window(NamedTuple):
     width: float
 
     def place(self, time_s: float) -> float:
-        """Where a time lies; times outside lie on the nearer edge."""
+        """The x of a time; a time outside the window gets the nearer edge."""
         inside_s = min(max(time_s, self.start_s), self.end_s) - self.start_s
         return self.left + self.width * inside_s / ((self.end_s - self.start_s) or 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """Some or all of the lanes of alike pipelines.
+    """The lanes that are drawn of a group of alike pipelines.
 
     Attributes:
-        ends: of every forward and backward of one of them.
-        stages: in order; a number is missing where lanes are left out.
+        ends: end times of every forward and backward of one pipeline.
+        stages: indices of the stages that are drawn, ascending.
     """
 
     group: Alike
@@ -112,7 +118,12 @@ class Lanes:
 
 
 class _Lane(NamedTuple):
-    """Where a lane's boxes lie, and how wide a box is that has a number on it."""
+    """The place of a lane on the page.
+
+    Attributes:
+        font: font of the numbers on boxes.
+        numbered_width: least width of a box that gets a number.
+    """
 
     top: float
     height: float
@@ -130,7 +141,7 @@ class _Number(NamedTuple):
 
 
 def drawn_lanes(groups: Sequence[Alike]) -> tuple[Lanes, ...]:
-    """The first few timelines, with the lanes for which there is room."""
+    """The lanes of the first TIMELINES_MAX groups, as many as there is room for."""
     drawn = groups[:TIMELINES_MAX]
     affordable = _BOXES_MAX // (4 * _num_periods(drawn) * len(drawn))
     most = min(_LANES_OF_ONE_MAX, _LANES_MAX // len(drawn), max(_LANES_OF_ONE_MIN, affordable))
@@ -145,20 +156,21 @@ def drawn_lanes(groups: Sequence[Alike]) -> tuple[Lanes, ...]:
 
 
 def _num_periods(drawn: Sequence[Alike]) -> int:
-    """Until the last stage is in its steady part, the first one is too, and a few more."""
+    """The number of periods (forward and backward of one microbatch) to show at the beginning and
+    at the end: enough for all stages to reach the steady state, and a few more."""
     depth = max(len(group.stages_s) for group in drawn)
     return max(depth + 8, int(PLOT_WIDTH_PT / 2 / _PERIOD_CUT_PT))
 
 
 def _shown_stages(num_stages: int, most: int) -> tuple[int, ...]:
-    """All, or as many of the first as of the last."""
+    """The indices of all stages, or of equally many first and last ones if there are too many."""
     if num_stages <= most:
         return tuple(range(num_stages))
     return (*range(most // 2), *range(num_stages - most // 2, num_stages))
 
 
 def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[Window, ...]:
-    """What is shown of an iteration: all of it, or its beginning and its end."""
+    """The parts of an iteration that are shown: all of it, or its beginning and its end."""
     whole = (Window(0.0, iteration_s, PLOT_LEFT_PT, PLOT_WIDTH_PT),)
     period_s = min(max(one.group.stages_s) for one in drawn)
     if not period_s or PLOT_WIDTH_PT * period_s >= _PERIOD_WHOLE_PT * iteration_s:
@@ -178,7 +190,7 @@ def time_windows(drawn: Sequence[Lanes], iteration_s: float) -> tuple[Window, ..
 
 
 def lane_boxes(one: Lanes, stage: int, windows: Sequence[Window]) -> Iterator[Box]:
-    """The forwards and backwards of a lane of which some part lies in a window."""
+    """The forwards and backwards of a lane that are at least partly inside a window."""
     seconds = one.group.seconds
     for kind, lasts_s, ends_s in (
         (FORWARD, seconds.forward_s[stage], one.ends.forward_s[stage]),
@@ -192,7 +204,7 @@ def lane_boxes(one: Lanes, stage: int, windows: Sequence[Window]) -> Iterator[Bo
 
 
 def lane_reductions(stage: Stage, iteration: Iteration) -> Iterator[Reduction]:
-    """Those that a stage takes part in, of a layer that it holds."""
+    """The reductions that contain a layer of a stage."""
     held = range(stage.first_layer, stage.end_layer)
     return (one for one in iteration.reductions if not set(held).isdisjoint(one.bucket.layers))
 
@@ -205,10 +217,10 @@ def draw_timelines(
     iteration: Iteration,
     top: float,
 ) -> float:
-    """Draws them one below the other.
+    """Draws the timelines one below the other.
 
     Returns:
-        where they end.
+        the y at which they end.
     """
     num_lanes = sum(len(one.stages) for one in drawn)
     height = next(height for most, height in _LANE_PT.items() if num_lanes <= most)
@@ -240,10 +252,11 @@ def _draw_title(page: Page, one: Lanes, *, iteration_s: float, baseline: float) 
 
 
 def _placed(page: Page, one: Lanes, *, top: float, height: float) -> dict[int, _Lane]:
-    """The lane of each stage; between nodes, and where lanes are left out, there is a gap."""
+    """The lane of each drawn stage, with gaps between nodes and where lanes are left out."""
     template = one.group.template
     font = Font(0.62 * height if height < 11 else 7.0)
-    # All boxes of a lane have numbers, or none: a 9 that fits beside a 10 that does not misleads.
+    # The longest number decides for all boxes of a lane: it would be confusing if microbatch 9 had
+    # a number and microbatch 10 had none.
     widest = page.text_width("0" * len(str(one.group.num_microbatches - 1)), font) + 1.5
     placed: dict[int, _Lane] = {}
     num_devices = 0
@@ -263,7 +276,7 @@ def _placed(page: Page, one: Lanes, *, top: float, height: float) -> dict[int, _
 def _draw_grounds(
     page: Page, one: Lanes, *, placed: Mapping[int, _Lane], windows: Sequence[Window]
 ) -> None:
-    """The ground that bubbles are seen on, and the lanes' names as far as there is room."""
+    """Draws the background of the lanes, and their names where there is room."""
     labelled = float("-inf")
     for stage, lane in placed.items():
         for window in windows:
@@ -286,17 +299,17 @@ def _stage_text(template: PipelineTemplate, stage_index: int) -> str:
 
 
 def box_colour(kind: Kind, microbatch: int) -> str:
-    """The tint of a microbatch's forward, or of its backward."""
+    """The tint of a microbatch's forward or backward."""
     tints = _FORWARD_TINTS if kind is FORWARD else _BACKWARD_TINTS
     turn = len(tints) - 1
     return tints[turn - abs(turn - microbatch % (2 * turn))]
 
 
 def _draw_box(page: Page, box: Box, *, lane: _Lane, windows: Sequence[Window]) -> Iterator[_Number]:
-    """Draws the parts of a box that windows show.
+    """Draws the parts of a box that are inside windows.
 
     Yields:
-        its number, where it fits.
+        the box's number for each part in which it fits.
     """
     colour = box_colour(box.kind, box.microbatch)
     for drawn in _rectangles(box.start_s, box.end_s, lane=lane, windows=windows):
@@ -316,7 +329,7 @@ def _draw_reduction(
 def _rectangles(
     start_s: float, end_s: float, *, lane: _Lane, windows: Sequence[Window]
 ) -> Iterator[Rectangle]:
-    """What windows show of a piece of time, with a seam before and behind it."""
+    """The parts of a span of time that are inside windows, with a thin gap at both ends."""
     for window in windows:
         left, right = window.place(start_s), window.place(end_s)
         seam = min(0.35, (right - left) / 10)
@@ -325,7 +338,7 @@ def _rectangles(
 
 
 def _draw_numbers(page: Page, numbers: Sequence[_Number]) -> None:
-    """All that fit, or those of every second, fifth .. microbatch if they are too many."""
+    """Draws the numbers, only of every second, fifth, .. microbatch if there are too many."""
     step = ceil(nice_step(len(numbers), _NUMBERS_MAX))
     for number in numbers:
         if number.microbatch % step == 0:
@@ -334,7 +347,7 @@ def _draw_numbers(page: Page, numbers: Sequence[_Number]) -> None:
 
 
 def draw_axis(page: Page, windows: Sequence[Window], *, top: float) -> None:
-    """Ticks of time at round numbers; two strokes where time is cut out."""
+    """Draws an axis with ticks at round times, and two strokes where time is cut out."""
     end_s = windows[-1].end_s
     shown_s = sum(window.end_s - window.start_s for window in windows)
     step_s = nice_step(shown_s, int(PLOT_WIDTH_PT / _TICK_PT))

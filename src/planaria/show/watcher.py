@@ -1,4 +1,4 @@
-"""Takes what the launcher tells about a running job to its report and to whoever shows it."""
+"""Forwards the launcher's messages about a running job to its report and its display."""
 
 import time
 from collections.abc import Callable
@@ -41,26 +41,26 @@ _AROUND: Final = {
 
 
 class Progress(Protocol):
-    """Who shows a job once its nodes start."""
+    """A display of a job whose nodes have started."""
 
     def began(self) -> None:
-        """Training runs."""
+        """Shows that training has begun."""
 
     def committed(self, record: IterationRecord) -> None:
-        """An iteration is committed."""
+        """Shows a committed iteration."""
 
     def replanned(self, plan: Plan) -> None:
-        """The job goes on with another plan."""
+        """Shows that the job goes on with another plan."""
 
     def note(self, text: str) -> None:
-        """Something else happened that a person should know."""
+        """Shows something else that a person should know."""
 
 
 class Watcher:
-    """Takes what the launcher tells to the recorder and the display.
+    """Forwards the launcher's messages to the recorder and the display.
 
     Args:
-        predicted_peak_bytes: of a plan.
+        predicted_peak_bytes: function that predicts the peak memory of a plan.
     """
 
     def __init__(
@@ -148,21 +148,27 @@ class Watcher:
         return msgspec.json.encode(self._recorder.events()).decode()
 
     def failed(self, reason: str, ended: Ended) -> None:
-        """Training ended before its time."""
+        """Records that training ended too early, and why."""
         iteration = self._recorder.next_iteration
         raised = ended.failure.raised if ended.failure else None
         self._recorder.noted(ended.ending, iteration=iteration, reason=reason, raised=raised)
 
     def ended(self, unfired: tuple[Injection, ...]) -> None:
-        """The job is over; the places of these faults never came."""
+        """Records the end of the job, and the faults that were never injected because the job never
+        reached their places."""
         self._recorder.ended()
         for injection in unfired:
             self._recorder.unfired(injection)
             self._display.note(f"never injected, for its place never came: {injection.spec}")
 
     def checkpoints(self, *, every: int, is_resumed: bool) -> dict[str, float]:
-        """The report's table: seconds from a commit to its complete save, and to read one; where
-        there were copies in memory, of these, and how much of the idle network they used."""
+        """The report's table of checkpoints: seconds to complete a save after its commit and to
+        read one, the same for copies in memory, and their use of the idle network.
+
+        Args:
+            every: number of iterations from one save to the next; 0: none are made.
+            is_resumed: whether the job started from a save.
+        """
         saves, records = self._checkpoint_s, self._recorder.iterations
         checkpoint_s = fmean(saves) if saves else 0.0
         retrieval_s = self._began_s - self._starting_s if is_resumed else 0.0
@@ -224,7 +230,7 @@ def _loss_text(message: Recovering) -> str:
 
 
 def _event_texts(event: EventRecord) -> tuple[str, ...]:
-    """What the loss cost, and what was answered to it."""
+    """Sentences with the costs of a loss and the answer to it; empty without an answer."""
     if not event.answer:
         return ()
     phases = (

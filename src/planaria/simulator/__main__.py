@@ -10,18 +10,19 @@ from multiprocessing import get_context
 
 from planaria.simulator.simulation import Run, run, told
 
-# Of a module that a process which was spawned can import; this one is its program.
+# A spawned process unpickles it from the module simulation; this module is its own __main__.
 _RUN = partial(run, keeps_log=False)
 _CHUNK = 20
 _TOLD_EVERY = 5000  # Runs.
 
 
 def runs(seeds: range, *, num_processes: int) -> Iterator[Run]:
-    """The runs of these seeds, in their order; their logs only where something is wrong."""
+    """The runs of these seeds in order; only those with violations have logs."""
     if num_processes == 1:
         yield from map(_RUN, seeds)
         return
-    # Not forked: what is collected there may wait for ever for a thread that only the parent has.
+    # Not forked: garbage collection in a forked process may wait for ever for a thread that only
+    # the parent has.
     with get_context("spawn").Pool(num_processes) as pool:
         yield from pool.imap(_RUN, seeds, chunksize=_CHUNK)
 

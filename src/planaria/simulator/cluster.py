@@ -1,7 +1,6 @@
 """A simulated job: nodes, coordinator, launcher, store and disk on one loop.
 
-It is the place where a fault strikes and where a checker looks: what happens is told to a
-`Watcher`, which knows nothing that the real system is told.
+Faults strike it, and a `Watcher` observes it from outside: it is told what really happens.
 """
 
 from collections.abc import Callable
@@ -35,47 +34,51 @@ _NOTICE_S = 0.002
 
 
 class Watcher(Protocol):
-    """Who looks on from outside."""
+    """An observer from outside."""
 
     def reached(self, place: str, worker: SimulatedWorker, iteration: int) -> None:
-        """A worker is at a place of an iteration or of a recovery."""
+        """Called when a worker is at a place of an iteration or of a recovery."""
 
     def recorded(self, event: Event) -> None:
-        """A key has changed, and the disk has it."""
+        """Called when a change of a key is on the disk."""
 
     def noticed(self, message: ToLauncher) -> None:
-        """A coordinator has told the launcher something."""
+        """Called with each message from the coordinator to the launcher."""
 
     def published(self, iteration: int, layers: dict[int, int]) -> None:
-        """A checkpoint is complete."""
+        """Called when a checkpoint is complete."""
 
     def crashed(self, fact: CrashFact) -> None:
-        """The code in a worker has raised, or its process has ended."""
+        """Called when the code in a worker has raised or its process has ended."""
 
     def rescued(self, rescue: Rescue) -> None:
-        """The next coordinator only saves, and goes on from this."""
+        """Called before a coordinator starts that only saves, with what it goes on from."""
 
     def raised(self, error: BaseException) -> None:
-        """Something raised what nobody expects."""
+        """Called when code of the system or of a model raises an unexpected error."""
 
 
 class SimulatedCluster:
-    """All that runs in a simulated job.
+    """Everything that runs in a simulated job.
 
     Attributes:
-        saves: the disk or store on which they are.
-        log: what happened, with the moment, in order.
-        agents: by node; those that are gone stay.
-        leader: the newest process of the coordinator.
-        ended: how the job ended.
-        files: layers on disk, by (iteration, epoch).
-        published: of these the ones that are complete, in order.
-        discarded: saves that were given up, by (iteration, epoch).
-        damaged: of the complete ones those that are not what was written; set_aside: those of which
-            that is known.
-        recording: of what the launcher is told.
-        records: what it knows of the coordinators' records.
-        granted_s: when nodes came on machines that were asked for.
+        saves: disk or store of the saves.
+        log: what happened, in order: (seconds, what, details).
+        strikes: callbacks of faults that wait for a place, called with each place and its node.
+        disk: disk of the coordinator's records.
+        agents: agents by node, those of lost nodes included.
+        leader: newest process of the coordinator.
+        ended: how the job ended; None before.
+        num_committed: number of iterations that were ever committed.
+        files: layers of saves, by (iteration, epoch).
+        published: complete saves, in order.
+        discarded: (iteration, epoch) of saves that were given up.
+        damaged: sources of complete saves that differ from what was written.
+        set_aside: sources of those that are known to be damaged.
+        recording: recorder of the launcher's messages.
+        records: what the launcher knows of the coordinators' records.
+        granted_s: time when each node on a granted machine came.
+        leader_rate: rate of the clock of the coordinator and the launcher.
     """
 
     def __init__(
@@ -114,7 +117,11 @@ class SimulatedCluster:
         self.leader_rate = 1.0
 
     def begin(self, rates: dict[int, float]) -> None:
-        """Starts every process; `rates` are of the clocks of nodes, and of the coordinator (-1)."""
+        """Starts every process.
+
+        Args:
+            rates: rates of clocks other than 1, by node; -1: the coordinator.
+        """
         self.leader_rate = rates.get(LAUNCHER, 1.0)
         for node in self.job.plan.nodes:
             self._start_agent(node, rates.get(node, 1.0))
@@ -129,13 +136,13 @@ class SimulatedCluster:
         )
 
     def join(self) -> None:
-        """A node comes."""
+        """Starts a new node."""
         node = max(self.agents) + 1
         self.happened("comes", node)
         self._start_agent(node, 1.0)
 
     def _replace(self, nodes: tuple[int, ...]) -> None:
-        """Other machines come for those of lost nodes, some time later."""
+        """Grants machines for lost nodes, each within scenario.grant_s."""
         for node in sorted(set(nodes).difference(self._replaced)):
             self._replaced.add(node)
             self.loop.after(self.job.scenario.grant_s * self.rng.random(), self._grant)
@@ -146,13 +153,13 @@ class SimulatedCluster:
             self.granted_s[max(self.agents)] = self.loop.now_s
 
     def drain(self, node: int) -> None:
-        """The user asks that the job go on without a node."""
+        """Has the user ask that the job go on without a node."""
         self.drained.append(node)
         if self.leader.process.is_alive:
             self.leader.queue(DrainRequested(node=node))
 
     def happened(self, what: str, *facts: object) -> None:
-        """Something that a fault may wait for, or a reader may want to know."""
+        """Adds an entry to the log."""
         self.log.append((self.loop.now_s, what, facts))
 
     def _raised(self, error: BaseException) -> None:
@@ -191,7 +198,7 @@ class SimulatedCluster:
             self.leader.queue(StopRequested())
 
     def _rescue(self) -> Rescue | None:
-        """What a coordinator goes on from that only saves; the job ends if none can."""
+        """What a coordinator that only saves goes on from; None if the job ends instead."""
         there = [node for node, agent in self.agents.items() if agent.process.is_alive]
         if self.records.num_rescues >= RESCUES_MAX:
             why = f"{RESCUES_MAX} more ended before they had it saved"
@@ -211,7 +218,7 @@ class SimulatedCluster:
         return None
 
     def _memory(self) -> SimulatedDisk:
-        """What a coordinator keeps its records in that only saves."""
+        """A store in memory for the records of a coordinator that only saves."""
 
         def written(event: Event) -> None:
             if self.leader.has_adopted:
@@ -220,7 +227,7 @@ class SimulatedCluster:
         return SimulatedDisk(self.loop, self.rng, written, is_memory=True)
 
     def _watch_leader(self) -> None:
-        """The launcher's tick."""
+        """Kills the coordinator if it stands still; repeats itself as the launcher's tick."""
         self.loop.after(LEASE_S / TICKS_PER_LEASE, self._watch_leader)
         self._silent_ticks += 1
         is_silent = stands_still(self._silent_ticks, has_begun=self._is_heard, lease_s=LEASE_S)
@@ -228,7 +235,7 @@ class SimulatedCluster:
             self.kill_leader()
 
     def kill_leader(self) -> None:
-        """The coordinator is killed, and started again."""
+        """Kills the coordinator and starts another soon."""
         self.happened("coordinator killed")
         self.recording.leader_lost(self.launcher_s)
         self.leader.process.kill()
@@ -239,16 +246,16 @@ class SimulatedCluster:
         self.loop.after(delay_s, self._start_leader)
 
     def replace_leader(self, lasts_s: float) -> None:
-        """Another coordinator starts while this one stands still, and goes on later.
+        """Stops the coordinator for a while and meanwhile starts another.
 
-        Only with a store that outlives its coordinator can that be.
+        That is possible only with a store that outlives its coordinator.
         """
         self.happened("coordinator replaced")
         self.recording.leader_lost(self.launcher_s)
         old = self.leader.process
         old.stop()
         self._replaced_leaders.append(old)
-        self.leader.is_serving = False  # Agents look for the leader that the store names.
+        self.leader.is_serving = False  # Agents connect to the coordinator that the store names.
         self.network.break_all(old)
         self.loop.after(lasts_s, old.go_on)
         self.records.restart()
@@ -257,12 +264,12 @@ class SimulatedCluster:
 
     @property
     def launcher_s(self) -> float:
-        """By the clock of the launcher's machine, which the coordinator's is."""
+        """Time by the clock of the launcher's machine, on which the coordinator runs too."""
         return self.loop.now_s * self.leader_rate
 
     @property
     def can_lose_leader(self) -> bool:
-        """There is one, and the launcher does not give up if it is killed once more."""
+        """Whether a coordinator is there, and the launcher could replace it once more."""
         return self.records.num_rescues < RESCUES_MAX and not self._is_starting
 
     def door(self, agent: SimulatedAgent) -> End | None:
@@ -278,7 +285,7 @@ class SimulatedCluster:
 
     def hear(self, leader: SimulatedLeader, message: ToLauncher) -> None:
         """See Launcher."""
-        if leader is not self.leader:  # Another has taken its place.
+        if leader is not self.leader:  # It has been replaced.
             self.happened("unheard", type(message).__name__)
             return
         self._is_heard, self._silent_ticks = True, 0
@@ -296,7 +303,7 @@ class SimulatedCluster:
             self.ended = message
 
     def request_stop(self) -> None:
-        """The user asks to stop."""
+        """Has the user ask to stop the job."""
         self.stop_requested = True
         self.happened("stop requested")
         if self.leader.process.is_alive:
@@ -313,7 +320,7 @@ class SimulatedCluster:
     # -- workers ----------------------------------------------------------------------------------
 
     def workers(self) -> list[SimulatedWorker]:
-        """Those whose processes are there."""
+        """The workers whose processes are alive."""
         found = [worker for agent in self.agents.values() for worker in agent.workers]
         return [worker for worker in found if worker.process.is_alive]
 
@@ -348,7 +355,7 @@ class SimulatedCluster:
         for strike in tuple(self.strikes):
             strike(place, node)
 
-    # -- what stays -------------------------------------------------------------------------------
+    # -- records and saves ------------------------------------------------------------------------
 
     def _recorded(self, event: Event) -> None:
         name = event.key.rsplit("/", 2)[-2:]
@@ -370,7 +377,7 @@ class SimulatedCluster:
         return self.files[iteration, epoch][layer]
 
     def damage(self) -> bool:
-        """The newest save is not what was written any more; whether there is any."""
+        """Damages the newest save; returns whether there is one."""
         if not self.published:
             return False
         self.damaged.add(self.published[-1].source)

@@ -1,8 +1,8 @@
-"""Faults, drawn from a seed: what strikes, whom, and when.
+"""Faults, drawn from a seed: what happens, to which node, and when.
 
-Swarm style: each run draws which kinds of faults it has at all, so that rare mixtures come up. A
-fault strikes at a moment, or when somebody is at a place for the n-th time: a window of a
-millisecond is hit as often as one of a second.
+Each run first draws which kinds of faults it has at all (swarm testing), so that rare combinations
+occur. A fault strikes at a given time, or when somebody is at a given place for the n-th time: so a
+window of a millisecond is hit as often as one of a second.
 
 Source: Groce et al., Swarm Testing (ISSTA '12).
 """
@@ -22,7 +22,7 @@ from planaria.simulator.scenario import LEASE_S, TIMEOUT_S, Conduct
 
 
 class FaultKind(Enum):
-    """What can go wrong."""
+    """Kinds of faults."""
 
     KILL = "the node is killed"
     CRASH = "a worker is killed"
@@ -50,7 +50,7 @@ class FaultKind(Enum):
     MISTAKE = "the code in one of the node's workers raises, and it is the job's fault"
 
 
-_LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # For ever, now and then.
+_LAST: Final = (FaultKind.HANG, FaultKind.STALL, FaultKind.DETACH)  # Some of these last for ever.
 _LOSSES: Final = (
     *(FaultKind.KILL, FaultKind.CRASH, FaultKind.HANG, FaultKind.STALL),
     *(FaultKind.CUT, FaultKind.ISOLATE, FaultKind.DETACH, FaultKind.BREAK),
@@ -59,11 +59,11 @@ _OF_COPIES: Final = (FaultKind.SPOIL, FaultKind.DAMAGE)
 _OF_CODE: Final = (FaultKind.RAISE, FaultKind.MISTAKE)
 _NOT_OTHERS: Final = (*_LOSSES, *_OF_COPIES, *_OF_CODE, FaultKind.FULL, FaultKind.STUCK)
 _PLACES: Final = ("layers", "layers", "start", "step", AT_ANY_PLACE)  # Where code raises.
-# After which a node may be given up: by itself, or anywhere; and what makes nodes leave in peace.
+# Faults after which the struck node, or any node, may be evicted; faults that make nodes drain.
 LOOK_LIKE_LOSS: Final = (FaultKind.KILL, FaultKind.HANG, FaultKind.DETACH, FaultKind.BREAK)
 ANYWHERE: Final = (FaultKind.CUT, FaultKind.ISOLATE, FaultKind.SLOW)
 ASKED: Final = (FaultKind.NOTICE, FaultKind.DRAIN)
-# The first to hold a vector, and so alone with it for a while, is at "vector".
+# "vector" is the place of the first rank that holds a commit vector: for a while it alone does.
 TRAINING: Final = (
     *("start", "backward", "reduce", "commit", "vector", "vector", "vector"),
     *("optimizer", "save", "recorded node"),
@@ -73,8 +73,8 @@ RECOVERING: Final = (
     *("recorded members", "recorded outcome", "recorded plan"),
 )
 LASTS_S: Final = (0.005, 0.05, 0.5, 2.0, LEASE_S + 0.5, 2 * LEASE_S + 1.0, 4 * LEASE_S)
-THERE: Final = -1  # Whoever is at the place.
-BEFORE: Final = -2  # Whoever was at the place of the fault before.
+THERE: Final = -1  # The node that is at the fault's place.
+BEFORE: Final = -2  # The node that was at the place of the previous fault.
 FAULTS_S_MAX: Final = 12.0
 _NUM_FAULTS_MAX: Final = 6
 _CHANGING: Final = (
@@ -84,22 +84,26 @@ _CHANGING: Final = (
 _WITNESS_SHARE: Final = 0.2
 _CHANGE_SHARE: Final = 0.2
 _CONNECTED_S: Final = 0.5
-_FIRST_WRITES: Final = 8  # Until the first nodes are admitted: of which most wait for another.
+_FIRST_WRITES: Final = 8  # Writes until the first nodes are admitted, most of them in sequence.
 _COMING_S: Final = 0.03
 _FULL_SHARE: Final = 0.05
 _STUCK_SHARE: Final = 0.1
-_REPLACED_S_MIN: Final = 0.5  # Another must lead by then, or the old one has evicted everybody.
+_REPLACED_S_MIN: Final = 0.5  # Another must lead before the old one goes on and evicts everybody.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault: after `at_s`, or `delay_s` after somebody is at `place` for the `count`-th time.
+    """A fault that strikes after `at_s`, or `delay_s` after somebody is at `place` for the
+    `count`-th time.
 
     Attributes:
-        node: that it strikes; or THERE, or BEFORE.
-        other: of a cut.
-        follows: all that counts from when the fault before it has struck, not from the start.
-        blame, where: whose fault it is that code raises, and at which place of a worker.
+        node: node that it strikes; or THERE, or BEFORE.
+        other: second node of a cut; otherwise the number that picks a worker of the node.
+        lasts_s: duration; infinity: for ever.
+        breaks: whether connections break as well.
+        follows: whether times and counts start when the fault before it strikes, not with the run.
+        blame: whose fault it is that code raises.
+        where: place of a worker at which code raises.
     """
 
     kind: FaultKind
@@ -132,7 +136,8 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
     """The faults of a run."""
     losses = [kind for kind in _LOSSES if rng.random() < 0.5] or [FaultKind.KILL]
     others = [kind for kind in FaultKind if kind not in _NOT_OTHERS and rng.random() < 0.3]
-    if FaultKind.REPLACE in others:  # Leases end while anybody runs who can end them.
+    # A replaced coordinator that runs again may end leases while the new one is paused.
+    if FaultKind.REPLACE in others:
         others = [kind for kind in others if kind is not FaultKind.PAUSE]
     faults = []
     for _ in range(rng.randint(1, _NUM_FAULTS_MAX)):
@@ -147,10 +152,11 @@ def drawn_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def more_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """What strikes copies, saves and standby nodes, too, or nothing.
+    """Nothing, or (in half of the runs) 1 to 3 faults that may strike copies, saves and standby
+    nodes as well.
 
     Args:
-        num_nodes: with those on standby.
+        num_nodes: number of nodes, those on standby included.
     """
     if rng.random() < 0.5:
         return ()
@@ -159,7 +165,7 @@ def more_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def drawn_conduct(rng: Random) -> Conduct:
-    """How the disk or store of saves behaves: well in two of three runs."""
+    """The behaviour of the disk or store of saves: good in two of three runs."""
     if rng.random() < 2.0 / 3.0:
         return Conduct()
     refuses, hangs = rng.choice(((0.0, 0.0), (0.3, 0.0), (1.0, 0.0), (0.0, 0.2), (0.2, 0.1)))
@@ -173,8 +179,8 @@ def drawn_conduct(rng: Random) -> Conduct:
 
 
 def disk_faults(rng: Random) -> tuple[Fault, ...]:
-    """Few disks are full some day, which ends the job; some do nothing for a while. The coordinator
-    may be lost soon after that."""
+    """Nothing, or a disk that is full from some time on (in few runs; it ends the job) or does
+    nothing for a while. The coordinator may be lost soon after that."""
     share, at_s = rng.random(), rng.random() * FAULTS_S_MAX
     if share > _FULL_SHARE + _STUCK_SHARE:
         return ()
@@ -195,8 +201,8 @@ def disk_faults(rng: Random) -> tuple[Fault, ...]:
 
 
 def disk_filled(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """The disk of records is full while the job trains, and in most runs the coordinator is lost
-    then."""
+    """A disk of records that is full while the job trains, and in most runs a loss of the
+    coordinator soon after that."""
     del num_nodes
     filled = Fault(
         kind=FaultKind.FULL,
@@ -211,7 +217,7 @@ def disk_filled(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """The code in workers raises, on one node or on two."""
+    """One to three faults that make the code in workers raise."""
     kinds = (FaultKind.RAISE,) * rng.randint(1, 3)
     if rng.random() < 0.3:
         kinds = (*kinds[1:], FaultKind.MISTAKE)
@@ -223,7 +229,7 @@ def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
         )
         for kind in kinds
     ]
-    if len(faults) > 1 and rng.random() < 0.5:  # On another node at the same time.
+    if len(faults) > 1 and rng.random() < 0.5:  # The second one on another node at the same time.
         first, second, *more = faults
         second = replace(second, at_s=rng.random() * 0.01, place="", follows=True, node=first.other)
         second = replace(second, blame=first.blame, lasts_s=first.lasts_s)
@@ -232,14 +238,15 @@ def code_raises(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def raising_faults(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """What the code in workers raises, now and then."""
+    """The faults of `code_raises` in 3 of 10 runs, otherwise nothing."""
     return code_raises(rng, num_nodes) if rng.random() >= 0.7 else ()
 
 
 def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """One alone has the vector and a rank is lost; in the recovery this one too; then another.
+    """Four faults: the only rank that has a commit vector is isolated, another node is lost, the
+    holder is lost in the recovery, and then a node or the coordinator.
 
-    Left to chance that comes up once in thousands of runs.
+    By chance this happens only once in thousands of runs.
     """
     ends = (FaultKind.KILL, FaultKind.CRASH, FaultKind.BREAK)
     alone = replace(
@@ -265,7 +272,7 @@ def witness_lost(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def change_struck(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """A node comes or is asked to leave, and something strikes while the change is being made."""
+    """A node that joins or is asked to leave, and a fault while that change is being made."""
     asked = rng.choice((FaultKind.JOIN, FaultKind.JOIN, FaultKind.DRAIN, FaultKind.NOTICE))
     first = replace(
         _drawn(rng, asked, num_nodes),
@@ -289,7 +296,7 @@ def change_struck(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
 
 
 def _in_recovery(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
-    """A fault right after the one before."""
+    """A fault in the recovery from the one before it."""
     return replace(
         _drawn(rng, kind, num_nodes),
         at_s=-1.0,
@@ -302,7 +309,8 @@ def _in_recovery(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
 
 
 def held_back(rng: Random, num_nodes: int) -> tuple[Fault, ...]:
-    """A node stands still for ever, or is cut off, most likely before it was ever heard of."""
+    """A node that stands still or is cut off for ever, most likely before anybody heard of it; in
+    half of the runs other faults too."""
     alone = replace(
         _drawn(rng, rng.choice((FaultKind.HANG, FaultKind.DETACH)), num_nodes),
         at_s=rng.random() * _COMING_S,
@@ -343,7 +351,7 @@ def _drawn(rng: Random, kind: FaultKind, num_nodes: int) -> Fault:
 
 
 class Slowed(Protocol):
-    """What takes long now and then."""
+    """Something of which a share of the operations is slow."""
 
     slow_share: float
 
@@ -352,7 +360,7 @@ class Faults:
     """Injects faults into a cluster.
 
     Attributes:
-        struck: those that have struck, with the moment and the node.
+        struck: faults that have struck: (seconds, fault, node).
     """
 
     def __init__(self, cluster: SimulatedCluster, faults: tuple[Fault, ...]) -> None:
@@ -369,11 +377,11 @@ class Faults:
 
     @property
     def over_s(self) -> float:
-        """When the last of them that has struck is over."""
+        """When the last of the faults that have struck is over."""
         return self._over_s
 
     def last_until(self, moment_s: float) -> None:
-        """Something else than these goes on until then."""
+        """Counts another disturbance, which lasts until a moment, as one of the faults."""
         self._over_s = max(self._over_s, moment_s)
 
     def _arm(self, fault: Fault) -> None:
@@ -393,7 +401,8 @@ class Faults:
                     whom = whom if whom >= 0 else fault.other
                     if fault.node != BEFORE:
                         self._there = node
-                    # Never inside of what happens: the kernel of a real machine strikes beside it.
+                    # Never within the callback that reached the place: a real fault does not run
+                    # inside the code that it strikes either.
                     cluster.loop.after(fault.delay_s, lambda: self._strike(fault, whom))
 
         cluster.strikes.append(reached)
@@ -471,16 +480,16 @@ class Faults:
 
     def _note_end(self, fault: Fault) -> None:
         now_s = self._cluster.loop.now_s
-        # A node that never came is lost later than one that did.
+        # A node that never connected is taken for lost later than one that did.
         connected_s = _CONNECTED_S + _FIRST_WRITES * 2.0 * self._cluster.disk.model.write_s
         may_be_awaited = now_s < connected_s and math.isinf(fault.lasts_s)
         lasts_s = arrival_s(LEASE_S) if may_be_awaited else fault.lasts_s
-        # What lasts for good has done what it does when it strikes.
+        # A fault that lasts for ever changes nothing after it has struck.
         self._over_s = max(self._over_s, now_s + (lasts_s if math.isfinite(lasts_s) else 0.0))
 
     def _kill(self, node: int, *, loses: bool) -> None:
         agent = self._cluster.agents[node]
-        if loses:  # The machine is gone, with what its kernel had yet to send.
+        if loses:  # The machine is gone, and so is what its kernel had not sent yet.
             for process in (agent.process, *(worker.process for worker in agent.workers)):
                 self._cluster.network.break_all(process)
         agent.kill()

@@ -1,11 +1,11 @@
 """The kernel of the simulator: a virtual clock, a heap of events, and processes that run on it.
 
-Coroutines wait for `Waiting`s, which somebody resolves; nothing runs at the same time, and what
-happens at the same instant happens in the order in which it was asked for. So a run is a function
+Coroutines wait for `Waiting` objects, which other code resolves. Nothing runs concurrently, and
+events of the same instant happen in the order in which they were scheduled. So a run is a function
 of its seed.
 
-A `Process` can be stopped (SIGSTOP): what is due then happens when it goes on. Killed, it does
-nothing any more, wherever it was. Its clock may go at another rate than the world's.
+A `Process` can be stopped, as by SIGSTOP: what is due meanwhile happens when it goes on. A killed
+process does nothing any more. The clock of a process may have another rate than the loop's.
 
 Source: SimPy's Environment (a heap of time, counter, event); trio's mock clock.
 """
@@ -24,8 +24,8 @@ class Loop:
 
     Attributes:
         now_s: seconds since the run began.
-        num_events: that have happened.
-        tasks: all that were ever started.
+        num_events: number of events that have happened.
+        tasks: all tasks that were ever started.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Loop:
         self.tasks: list[Coroutine[Any, Any, None]] = []
 
     def after(self, delay_s: float, callback: Callback) -> None:
-        """Has something happen after a delay."""
+        """Calls something after a delay."""
         self._count += 1
         heappush(self._heap, (self.now_s + delay_s, self._count, callback))
 
     def run(self, *, until_s: float, is_over: Callable[[], bool]) -> None:
-        """Lets events happen until it is over, nothing is left, or the time has come."""
+        """Runs events until `is_over`, none is left, or the next one is later than `until_s`."""
         heap = self._heap
         while heap and heap[0][0] <= until_s and not is_over():
             self.now_s, _, callback = heappop(heap)
@@ -49,14 +49,14 @@ class Loop:
             callback()
 
     def close(self) -> None:
-        """Ends all tasks, outer ones first; the collector would take them in any order."""
+        """Closes all tasks in the order of their start, which garbage collection would not keep."""
         self._heap.clear()
         for task in self.tasks:
             task.close()
 
 
 class Waiting(Generic[Result]):
-    """What one coroutine waits for, and somebody else resolves or fails, once."""
+    """A result that one coroutine awaits and other code sets once, or fails with an error."""
 
     __slots__ = ("_error", "_result", "_waiter", "is_done")
 
@@ -84,7 +84,7 @@ class Waiting(Generic[Result]):
             self._waiter()
 
     def on_done(self, waiter: Callback) -> None:
-        """Whom to call when it is done; it has one waiter at most."""
+        """Sets what is called when the result is there; there may be only one waiter."""
         assert self._waiter is None
         self._waiter = waiter
 
@@ -97,15 +97,15 @@ class Waiting(Generic[Result]):
 
 
 class Process:
-    """A process of the simulated world: what happens in it happens while it lives and runs.
+    """A simulated process: its callbacks and tasks run only while it is alive and not stopped.
 
     Args:
-        rate: seconds that its clock counts in a second of the world.
-        failed: is given what a task of it raised.
+        rate: seconds that its clock counts per second of the loop.
+        failed: callback that gets an error raised in one of its tasks.
 
     Attributes:
-        place: the node on which it runs; -1 beside the nodes.
-        stopped_s: since when it is stopped, by its own clock; -1 while it runs.
+        place: node on which it runs; -1: on no node.
+        stopped_s: when it was stopped, by its own clock; -1: it runs.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class Process:
 
     @property
     def now_s(self) -> float:
-        """By this process's clock."""
+        """The time by this process's clock."""
         return self._loop.now_s * self._rate
 
     def do(self, callback: Callback) -> None:
-        """Does something now, once it runs again, or never."""
+        """Calls something now; if the process is stopped, once it goes on; if it is dead, never."""
         if not self.is_alive:
             return
         if self.stopped_s >= 0.0 or self._deferred:
@@ -142,11 +142,11 @@ class Process:
             callback()
 
     def after(self, delay_s: float, callback: Callback) -> None:
-        """Does something after a delay by this process's clock."""
+        """Calls something after a delay by this process's clock."""
         self._loop.after(delay_s / self._rate, lambda: self.do(callback))
 
     def sleep(self, delay_s: float) -> Waiting[None]:
-        """Waits by this process's clock."""
+        """An awaitable that is done after a delay by this process's clock."""
         waiting: Waiting[None] = Waiting()
         self.after(delay_s, lambda: waiting.resolve(None))
         return waiting
@@ -157,11 +157,11 @@ class Process:
         _Task(self, coroutine, self._failed).resume()
 
     def at_exit(self, callback: Callback) -> None:
-        """Has something happen when the process ends."""
+        """Calls something when the process ends."""
         self._at_exit.append(callback)
 
     def kill(self) -> None:
-        """Ends the process where it is."""
+        """Ends the process at once."""
         if not self.is_alive:
             return
         self.is_alive = False
@@ -176,7 +176,7 @@ class Process:
             self.stopped_s = self.now_s
 
     def go_on(self) -> None:
-        """What was due meanwhile happens now."""
+        """Continues a stopped process; everything that was due meanwhile happens now."""
         self.stopped_s = -1.0
         while self._deferred and self.is_alive and self.stopped_s < 0.0:
             self._deferred.popleft()()

@@ -1,8 +1,8 @@
-"""Connections between simulated processes, with what a network does to them.
+"""Connections between simulated processes, with delays, cuts and breaks.
 
-A connection is TCP's: what is sent arrives whole, in order, once, after a delay; or the connection
-breaks, and what was under way is lost. Where two places are cut off from each other, what is sent
-waits until they are joined again, unless the cut broke the connection.
+A connection behaves like TCP: messages arrive whole, in order and once, after a delay; or the
+connection breaks, and messages in flight are lost. While two places are cut off from each other,
+messages wait until the places are joined again, unless the cut broke the connection.
 """
 
 from collections import deque
@@ -12,16 +12,17 @@ from typing import Any
 
 from planaria.simulator.loop import Loop, Process
 
-_CLOSE = object()  # The last that an end sends.
+_CLOSE = object()  # The last message that an end sends.
 
 
 class Network:
     """All connections of a run.
 
     Attributes:
-        delay_s: of a message, at least; up to twice that.
-        is_uneven: some connections are up to thirty times as slow as others.
-        slow_share: of messages that take up to slow_s, 0 to 1.
+        delay_s: lower bound on the delay of a message; the upper bound is twice that.
+        is_uneven: whether the delays of new connections are 1 to about 30 times as long.
+        slow_share: share of messages that take up to slow_s, 0 to 1.
+        slow_s: upper bound on the delay of a slow message.
     """
 
     def __init__(self, loop: Loop, rng: Random) -> None:
@@ -35,7 +36,7 @@ class Network:
         self._ends: list[End] = []
 
     def pair(self, near: Process, far: Process) -> "tuple[End, End]":
-        """Both ends of a new connection; whoever owns one sets what it does with what comes."""
+        """Both ends of a new connection; the owner of an end sets its callbacks."""
         factor = 10.0 ** (self._rng.random() * 1.5) if self.is_uneven else 1.0
         ends = End(self, near, factor), End(self, far, factor)
         ends[0].other, ends[1].other = ends[1], ends[0]
@@ -45,7 +46,7 @@ class Network:
         return ends
 
     def is_cut(self, place: int, other: int) -> bool:
-        """Whether nothing gets from one place to the other."""
+        """Whether two places are cut off from each other."""
         return frozenset((place, other)) in self._cuts
 
     def cut(self, place: int, other: int, *, breaks: bool) -> None:
@@ -56,24 +57,29 @@ class Network:
                 end.lose()
 
     def join(self, place: int, other: int) -> None:
-        """Joins them again; what waited arrives."""
+        """Joins two places again; messages that waited arrive."""
         self._cuts.discard(frozenset((place, other)))
         for end in self._between(place, other):
             end.send_held()
 
     def break_all(self, process: Process) -> None:
-        """Breaks every connection of a process: what is under way is lost, and both ends know."""
+        """Breaks every connection of a process: messages in flight are lost, and both ends learn
+        of it."""
         for end in [end for end in self._ends if process in (end.process, end.other.process)]:
             end.lose()
 
     def latency_s(self, factor: float = 1.0) -> float:
-        """How long the next message takes, on a connection so much slower than others."""
+        """The delay of the next message on a connection.
+
+        Args:
+            factor: slowness of the connection; 1 is normal.
+        """
         if self.slow_share and self._rng.random() < self.slow_share:
             return self._rng.random() * self.slow_s
         return factor * self.delay_s * (1.0 + self._rng.random())
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Has something happen outside of all processes."""
+        """Calls something after a delay, outside of all processes."""
         self._loop.after(delay_s, callback)
 
     @property
@@ -87,11 +93,12 @@ class Network:
 
 
 class End:
-    """One end of a connection; the methods are for whoever owns it.
+    """One end of a connection; its owner calls the methods.
 
     Attributes:
-        received: is given each message.
-        closed: is called once the other end has closed, after all that it sent.
+        received: callback that gets each message.
+        closed: callback for when the other end has closed and all its messages have arrived, or the
+            connection has broken.
     """
 
     __slots__ = (
@@ -121,11 +128,11 @@ class End:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can come of it any more."""
+        """Whether neither end can receive anything any more."""
         return self._is_lost or (self._is_closed and self.other._is_closed)
 
     def send(self, message: object) -> None:
-        """Sends a message, without waiting; nothing if the connection is closed."""
+        """Sends a message without waiting; does nothing if the connection is closed."""
         if self._is_closed or self._is_lost:
             return
         now_s = self._network.now_s
@@ -133,12 +140,13 @@ class End:
         self._network.after(self._arrives_s - now_s, lambda: self._arrive(message))
 
     def close(self) -> None:
-        """Ends the connection, after what was sent."""
+        """Closes the connection; messages sent before still arrive."""
         self.send(_CLOSE)
         self._is_closed = True
 
     def lose(self) -> None:
-        """Breaks the connection: this end hears nothing more, what it sent may be lost."""
+        """Breaks the connection: this end receives nothing more, and its messages in flight may be
+        lost."""
         if not self._is_lost:
             self._is_lost = True
             self._held.clear()
@@ -146,12 +154,12 @@ class End:
             self._network.after(delay_s, lambda: self.process.do(self._hear_end))
 
     def send_held(self) -> None:
-        """Sends what waited for the places to be joined."""
+        """Delivers the messages that waited for the places to be joined."""
         while self._held:
             self._deliver(self._held.popleft())
 
     def _arrive(self, message: object) -> None:
-        """What meets a cut waits, and what was sent after it waits behind it."""
+        """Delivers a message; holds it back if the places are cut off or others wait before it."""
         if self._held or self._network.is_cut(self.process.place, self.other.process.place):
             self._held.append(message)
         else:
@@ -177,4 +185,4 @@ class End:
 
 
 def _ignore(*_: object) -> None:
-    """What an end does that nobody has taken up yet."""
+    """The callback of an end whose owner has not set one."""

@@ -1,4 +1,4 @@
-"""The jobs that are simulated: small models on a few nodes, planned once for all runs."""
+"""The jobs that are simulated: small models on a few nodes, each planned once for all runs."""
 
 import math
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ from planaria.policies.named import aware_policy_of
 from planaria.policies.policy import Policy, profile_prices
 from planaria.policies.roomy import stage_peaks
 
-PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on what is expected.
-LAYER_S = 0.01  # Of a layer and a microbatch, forward; the backward takes twice that.
+PLAINEST: Final[PolicyName] = "reinstantiate"  # Its answers do not depend on predictions.
+LAYER_S = 0.01  # Time of the forward of a layer for a microbatch; its backward takes twice that.
 LEASE_S = 3.0
 NUM_SAMPLES = 1000
 REGROUP_S = 0.05
-_FIRST_DRIFT = 1.15  # Less than makes a node slow.
+_FIRST_DRIFT = 1.15  # Too little for a node to be taken for slow.
 TIMEOUT_S = 4.0  # checkpoint.timeout_s
 
 
@@ -43,8 +43,11 @@ class Conduct:
     """How badly the disk or store of saves behaves, for a while.
 
     Attributes:
-        late_s: that a request takes, at most.
-        refuses, hangs: shares of requests that are refused, or not answered meanwhile.
+        at_s: when it begins; infinity: never.
+        lasts_s: how long it lasts.
+        late_s: upper bound on the delay of a request.
+        refuses: share of requests that are refused, 0 to 1.
+        hangs: share of requests that are not answered before it is over, 0 to 1.
     """
 
     at_s: float = math.inf
@@ -63,15 +66,19 @@ class Scenario:
     """A job; `n0` to `max_nodes` nodes can train it, and it starts with `num_nodes`.
 
     Attributes:
-        copies: in memory, of each layer; every so many iterations a commit waits for them.
-        num_standby: nodes that there are besides at first.
-        grant_s: in which a machine is granted for a lost one, at most; 0: none is.
-        failures_per_hour: that answers are chosen by; 0 if that is learned.
-        link_bytes_per_s: that answers are priced by.
-        learns: the coordinator corrects what is predicted by what is measured.
-        drift: how many times as long as predicted layers take then.
-        processors: that all ranks share, as far as is predicted; 0: each has its own.
-        room: how many times what any stage is estimated to hold a device does; 0: unknown.
+        num_more: number of nodes that can work besides the first ones.
+        copies: number of copies of each layer in memory.
+        copies_every: number of iterations after which a commit waits for complete copies; 0: no
+            commit waits, and a version begins whenever the last one is complete.
+        num_standby: number of standby nodes at the start.
+        grant_s: upper bound on the time until a machine is granted for a lost one; 0: none is.
+        failures_per_hour: failure rate by which answers are chosen; 0: it is learned.
+        link_bytes_per_s: bandwidth of links by which answers are priced.
+        learns: whether the coordinator corrects its predictions by measurements.
+        drift: time of a layer in a job that learns, as a multiple of the predicted time.
+        processors: number of processors that all ranks are predicted to share; 0: each has its own.
+        room: memory of a device, as a multiple of the largest peak that is estimated for any stage;
+            0: unknown.
     """
 
     num_nodes: int
@@ -123,14 +130,18 @@ SCENARIOS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedJob:
-    """A scenario with all that its coordinator and workers need.
+    """A scenario with everything that its coordinator and workers need.
 
     Attributes:
-        saving_rules: of a coordinator that only saves what is live.
-        forward_s: that the forward of each layer takes for a microbatch, in truth; the backward
-            takes twice that.
-        samples: of each iteration, by microbatch.
-        contents: what each layer's state is at each age, a hash of all that led there.
+        saving_rules: rules of a coordinator that only saves the live state.
+        every: prepared plans for all numbers of nodes.
+        plan: the first plan.
+        predicted_s: predicted time of an iteration by the first plan.
+        forward_s: actual time of each layer's forward for a microbatch; the backward takes twice
+            that.
+        samples: sample numbers by iteration and microbatch.
+        contents: the correct state of each layer at each age, by (layer, age): a hash of all that
+            led to it.
     """
 
     scenario: Scenario
@@ -148,7 +159,7 @@ class PlannedJob:
 def planned_job(scenario: Scenario) -> PlannedJob:
     """The job of a scenario, planned."""
     job = _config(scenario)
-    # What there is to plan is the same under each policy, and for as many iterations.
+    # The plans depend neither on the policy nor on the number of iterations.
     plain = replace(scenario, policy=PLAINEST, failures_per_hour=0.0, iterations=0, drift=1.0)
     every = _every(replace(plain, copies=0, copies_every=0, num_standby=0, grant_s=0.0))
 
@@ -197,7 +208,10 @@ class _NoAnswer:
 
 
 def _forward_s(scenario: Scenario, layer_s: tuple[float, ...]) -> tuple[float, ...]:
-    """What is so; in a job that learns the first layer is further off than the others."""
+    """The actual forward time of each layer.
+
+    In a job that learns, the first layer deviates more from its prediction than the others.
+    """
     if not scenario.learns:
         return (LAYER_S,) * scenario.num_layers
     first_s, *others_s = (scenario.drift * seconds / 3.0 for seconds in layer_s)
@@ -226,12 +240,12 @@ def _every(scenario: Scenario) -> EveryPlan:
 
 
 def content_after(content: int, iteration: int, samples: tuple[int, ...]) -> int:
-    """What a layer's state is after an optimizer step with these samples' gradients."""
+    """A layer's state after an optimizer step with the gradients of these samples."""
     return hash((content, iteration, samples))
 
 
 def first_content(layer: int) -> int:
-    """What a layer's state is at first."""
+    """The initial state of a layer."""
     return hash((layer, -1))
 
 
@@ -289,7 +303,7 @@ def _config(scenario: Scenario) -> JobConfig:
 
 
 def _profile(scenario: Scenario) -> ModelProfile:
-    """Unequal layers of some 10 ms and some MiB."""
+    """A profile of unequal layers, each with roughly 10 ms of compute and a few MiB of state."""
     layers = tuple(
         LayerProfile(
             name=f"layer {layer}",

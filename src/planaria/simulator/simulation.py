@@ -1,4 +1,4 @@
-"""One run, or many: a seed gives the job, its faults and every delay, so it replays exactly."""
+"""Simulated runs: a seed determines the job, its faults and every delay, so runs replay exactly."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -24,14 +24,14 @@ from planaria.simulator.scenario import PLAINEST, SCENARIOS, Conduct, Scenario, 
 
 _CLOCK_MOST = 0.05
 _DELAYS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01)
-# Failures in an hour, and bytes that links carry, with which quick answers to a loss pay and better
-# ones follow at commits; that takes some iterations.
+# Pairs of failures per hour and link bytes per second for which a quick answer to a loss pays off
+# and a better plan follows at a later commit. That takes some more iterations.
 _HURRIED = ((1000.0, 1e7), (100.0, 1e6))
 _ITERATIONS_MORE = 8
-LEARNING_SHARE = 0.3  # Of jobs.
+LEARNING_SHARE = 0.3  # Share of jobs whose coordinator corrects the profile by measurements.
 _LOG_TAIL = 40
-_NEXT_S = 30.0  # From a commit to the next one, where messages are slow.
-_LONGEST_S = 600.0  # From the last fault to the end of the job, however it gets on.
+_NEXT_S = 30.0  # Longest time from a commit to the next one, where messages are slow.
+_LONGEST_S = 600.0  # Longest time from the last fault to the end of a job that keeps committing.
 
 
 Draw = Callable[[Random, int], tuple[Fault, ...]]
@@ -39,11 +39,14 @@ Draw = Callable[[Random, int], tuple[Fault, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run that is over.
+    """The result of a run.
 
     Attributes:
-        violations: what must not have happened, in words.
-        log: what happened: the moment, what, and whom it concerns.
+        num_struck: number of faults that struck.
+        ending: how the job ended; "none" if it did not.
+        violations: the violations that checkers found, in words.
+        epochs: the job's last epoch; -1 if it did not end.
+        log: what happened, in order: (seconds, what, details); empty if it was not kept.
     """
 
     seed: int
@@ -65,11 +68,13 @@ def run(
     draw: Draw = drawn_faults,
     policies: Sequence[PolicyName] = POLICIES,
 ) -> Run:
-    """The run of a seed; with its log if something is wrong, or if that is wanted.
+    """The run of a seed.
 
     Args:
-        draw: the faults, for so many nodes.
-        policies: of which the job has one; all else is the same with any.
+        keeps_log: whether the result has a log even if there are no violations.
+        draw: function that draws the faults for a number of nodes.
+        policies: policies of which the job gets one; the choice changes nothing else that is drawn,
+            except that a job with another policy than PLAINEST may be hurried.
     """
     rng = Random(seed)
     scenario = _under_policy(rng.choice(SCENARIOS), Random(f"policy {seed}"), policies)
@@ -108,7 +113,8 @@ def run(
 
 
 def _under_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName]) -> Scenario:
-    """The job with a policy; where this one chooses, now and then so that it hurries."""
+    """The job with a drawn policy; for a policy that chooses among answers, half of the jobs get
+    failure rates and links of _HURRIED."""
     scenario = replace(scenario, policy=rng.choice(policies))
     if scenario.policy == PLAINEST or rng.random() < 0.5:
         return scenario
@@ -122,7 +128,7 @@ def _under_policy(scenario: Scenario, rng: Random, policies: Sequence[PolicyName
 
 
 def _with_copies(scenario: Scenario, rng: Random) -> Scenario:
-    """The job with copies in memory, standby nodes and machines that are granted, or without."""
+    """The job with or without copies in memory, standby nodes and granted machines, as drawn."""
     copies = rng.choice((0, 0, 2, 2, 3))
     return replace(
         scenario,
@@ -134,8 +140,8 @@ def _with_copies(scenario: Scenario, rng: Random) -> Scenario:
 
 
 def _learning(scenario: Scenario, rng: Random) -> Scenario:
-    """The job, now and then so that its coordinator learns how long layers take, and what they
-    hold."""
+    """The job; in a share of LEARNING_SHARE its coordinator learns how long layers take and how
+    much memory they need."""
     if rng.random() >= LEARNING_SHARE:
         return scenario
     room = rng.choice((0.0, 1.2, 1.5))
@@ -144,13 +150,13 @@ def _learning(scenario: Scenario, rng: Random) -> Scenario:
         learns=True,
         drift=rng.choice((1.0, 1.5, 2.0)),
         processors=rng.choice((0, 0, 2, 4)),
-        room=0.0 if scenario.policy == "absorb" else room,  # Shadows take more.
+        room=0.0 if scenario.policy == "absorb" else room,  # Shadow layers need more memory.
         iterations=scenario.iterations + _ITERATIONS_MORE,
     )
 
 
 def _let_run(cluster: SimulatedCluster, checkers: Checkers, faults: Faults) -> None:
-    """Until the job ends, something is wrong, or patience is."""
+    """Runs the loop until the job ends, a checker finds a violation, or the job takes too long."""
 
     def is_over() -> bool:
         return cluster.ended is not None or bool(checkers.violations)
@@ -177,7 +183,7 @@ def _clock_rates(rng: Random, faults: Iterable[Fault]) -> dict[int, float]:
 
 
 def told(run: Run) -> str:
-    """A run in words: its seed, its job, its faults, and what happened last."""
+    """A run in words: its seed, job and faults, the end of its log, and its violations."""
     lines = [f"seed {run.seed}: {run.ending}, {run.scenario}"]
     lines += [f"  fault: {fault}" for fault in run.faults]
     lines += [f"  the store of saves: {run.conduct}"] if run.conduct.lasts_s else []

@@ -1,5 +1,5 @@
-"""What a job could go on with, as seen from outside: what is saved, what nodes keep in memory, and
-machines that were granted."""
+"""What a job could continue from, as seen from outside: saves, copies in memory, and granted
+machines."""
 
 from collections.abc import Iterable
 
@@ -11,13 +11,13 @@ from planaria.simulator.scenario import LEASE_S
 
 
 def newest_saved(cluster: SimulatedCluster) -> int:
-    """Iterations in the newest save of which nobody knows that it is damaged; 0 without any."""
+    """The number of iterations in the newest save that is not known to be damaged; 0: no save."""
     spoilt = cluster.set_aside | cluster.leader.spoilt
     return max((one.iteration for one in cluster.published if one.source not in spoilt), default=0)
 
 
 def newest_told(cluster: SimulatedCluster) -> int:
-    """As `newest_saved`, of those of which the coordinator can know."""
+    """The number of iterations in the newest usable save known to the coordinator; 0: no save."""
     leader = cluster.leader
     if not leader.is_in_the_dark:
         return newest_saved(cluster)
@@ -26,10 +26,10 @@ def newest_told(cluster: SimulatedCluster) -> int:
 
 
 def newest_copied(cluster: SimulatedCluster, members: Iterable[int], origin: Origin) -> int:
-    """Of the versions of which members keep all layers the newest, by its age; 0 without any.
+    """The age of the newest version of which members keep copies of all layers; 0: none.
 
     Args:
-        origin: on which what these members have trained is built.
+        origin: origin on which the members' training is built; copies of others do not count.
     """
     layers: dict[Label, set[int]] = {}
     for node in members:
@@ -48,8 +48,8 @@ def newest_copied(cluster: SimulatedCluster, members: Iterable[int], origin: Ori
 
 
 def unused_grants(cluster: SimulatedCluster, faults: Faults) -> set[int]:
-    """Nodes on machines that were granted, which have been there for a lease, and nothing strikes
-    any more."""
+    """The nodes on granted machines that have been there for a lease and that no fault struck;
+    empty until a lease after the last fault."""
     long_ago_s = cluster.loop.now_s - LEASE_S
     if faults.over_s > long_ago_s:
         return set()

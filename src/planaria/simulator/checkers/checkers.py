@@ -1,16 +1,17 @@
-"""What must hold in every run, checked from outside of the system.
+"""Invariants of every run, checked from outside the system.
 
-    samples    each layer holds what the samples of all iterations up to its age made of it, no
-               more and no less, wherever it is: on a worker, or in a checkpoint
-    one age    all ranks of an epoch begin with the same age, on which what was committed is built
-    the plan   covers the model, gives every survivor work, for which it has the layers, computes
-               every microbatch once, and can be run to its end; a new one is another
-    trust      distrusted nodes hold no layer alone where others could fill a pipeline, but under a
-               policy that moves nothing
-    records    each is written once, epochs rise one by one, and only the newest leader writes
-    commits    come in order, each with its own samples, and never again with others
-    the end    is what the facts allow, and comes soon after the last fault is over
-    members    whoever is none any more is gone
+    samples    the state of each layer, on a worker or in a checkpoint, comes from exactly the
+               samples of all iterations up to its age
+    one age    all ranks begin an epoch with layers of one age, which includes every iteration that
+               counts
+    the plan   covers the model, computes every microbatch once, gives every survivor work for which
+               it has the layers, and can be run to its end; a changed plan differs from the old one
+    trust      no layer is on distrusted nodes alone if trusted nodes could fill a pipeline, except
+               under a policy that moves nothing
+    records    each is written once, epochs rise by one, and only the newest coordinator writes
+    commits    come in order, each with the samples of its iteration
+    the end    of the job is justified by what happened, and comes soon after the last fault is over
+    members    a node that is no member any more ends
 
 Source: TigerBeetle's checkers, which watch and assert and take no part.
 """
@@ -61,14 +62,14 @@ from planaria.simulator.modelled.worker import SimulatedWorker
 from planaria.simulator.scenario import LEASE_S
 from planaria.store.store import Entry, Event
 
-_STILL_S: Final = 60.0  # Between commits without a fault; who waits in vain does so as long.
-PATIENCE_S: Final = 75.0  # As long, from the last fault to the end of the job, and to recover.
-_LEAVES_S: Final = 4 * LEASE_S  # From its eviction to the end of a node that can hear of it.
+_STILL_S: Final = 60.0  # Longest time between commits without a fault: that of a wait in vain.
+PATIENCE_S: Final = 75.0  # Time from the last fault to the job's end: such a wait, and a recovery.
+_LEAVES_S: Final = 4 * LEASE_S  # Longest time from an eviction to the end of a reachable node.
 
 
 @dataclass(frozen=True, slots=True)
 class _OnRecord:
-    """What is on record."""
+    """The job's state according to the records."""
 
     epoch: int
     members: tuple[int, ...]
@@ -78,12 +79,12 @@ class _OnRecord:
 
 
 class Checkers:
-    """Watches a cluster; collects what must not have happened.
+    """Watches a cluster and collects violations of the invariants.
 
     Attributes:
-        faults: that strike the cluster.
-        violations: in words, the first first.
-        moved_s: when the job committed last; until it has, when it began to run.
+        faults: faults that strike the cluster.
+        violations: violations in words, in order of time.
+        moved_s: time of the last commit; before the first one, of the beginning of training.
     """
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -100,7 +101,7 @@ class Checkers:
         self._members: tuple[int, ...] = cluster.job.plan.nodes
         self._outcome = -1
         self._origin = Origin()
-        # A grid leaves nodes without work, and who holds a layer alone does not matter.
+        # The grid of this policy may leave nodes without work, and ignores trust.
         self._morphs = cluster.job.scenario.policy == "morph"
         self._num_committed = 0
         self._ranks: tuple[int, ...] = ()
@@ -112,10 +113,10 @@ class Checkers:
         self._plan = cluster.job.plan
         self._fitted = cluster.job.rules
         self._crashes = CrashLog()
-        self._furthest = 0  # Iterations that were ever committed.
+        self._furthest = 0  # Number of iterations that were ever committed.
         self._absence = Absence(cluster)
         self._num_before_back = 0
-        self._told = self._on_record()  # As far as the launcher knows.
+        self._told = self._on_record()  # The records as far as the launcher knows them.
 
     def _on_record(self) -> "_OnRecord":
         gone = frozenset(self._gone)
@@ -149,9 +150,10 @@ class Checkers:
                 self._fail(f"rank {worker.rank} begins iteration {iteration} with ages {ages}")
 
     def _check_on_record(self, place: str, worker: SimulatedWorker) -> None:
-        """Nobody is told what is not on record."""
+        """Checks that the records that a worker acts on have been written."""
         kinds = {"answer": ("members",), "resume": ("members", "outcome", "plan")}
-        if worker.state.epoch in self._planned:  # What is decided is recorded once it has begun.
+        if worker.state.epoch in self._planned:  # Its plan is recorded only once the epoch has
+        begun.
             kinds["resume"] = ("members",)
         for kind in kinds.get(place, ()):
             if (kind, str(worker.state.epoch)) not in self._records:
@@ -190,7 +192,7 @@ class Checkers:
             self._check_record(kind, self._whole(kind, name, event.value))
 
     def _whole(self, kind: str, epoch: str, value: bytes) -> bytes:
-        """The record, which may be in pieces."""
+        """The value of a record, joined if it is stored in pieces."""
         if (pieces := decode_pieces(value)) is None:
             return value
         names = [f"{kind}-{epoch}-{pieces.term}-{index}" for index in range(pieces.num)]
@@ -224,12 +226,12 @@ class Checkers:
             self._fail(f"{members} has a node that was no member any more")
         if members.is_planned:
             self._planned.add(members.epoch)
-        else:  # One that left in a change that was not made may still be there.
+        else:  # In a planned change a node may stay after all, if the change is given up.
             self._gone |= set(self._members) - set(members.nodes)
         for node in set(self._members) - set(members.nodes):
             self._check_cause(node)
             self._evicted_s[node] = self._cluster.loop.now_s
-        for node in members.nodes:  # Also one that was to leave in a change that was not made.
+        for node in members.nodes:  # It may include one of a planned change that was given up.
             self._evicted_s.pop(node, None)
         self._epoch, self._members = members.epoch, members.nodes
         failures = {machine: count for machine, (count, _) in members.failures.items()}
@@ -255,19 +257,19 @@ class Checkers:
         self._outcome = outcome.iteration
 
     def _is_held(self) -> bool:
-        """Whether a member holds a layer: else nobody knows what was told and is on no record."""
+        """Whether a member holds a layer; otherwise unrecorded commits are forgotten."""
         workers = self._cluster.workers()
         per_node = self._cluster.job.scenario.devices_per_node
         return any(w.held for w in workers if w.rank // per_node in self._members)
 
     def _check_origin(self, origin: Origin) -> None:
-        """All go back to the newest state that there is of all layers, unless the policy wants it
-        to be saved; what came after does not count any more."""
+        """Checks that all go back to the newest state that has all layers (under morph, to the
+        newest save unless the origin has copies); later iterations do not count any more."""
         saved = newest_told(self._cluster)
         copied = newest_copied(self._cluster, self._members, self._origin)
         self._cluster.happened("goes back", origin.iteration)
         wanted = saved if self._morphs and not origin.copied else max(saved, copied)
-        # A worker whose code raises at its start tells of no copies.
+        # A worker whose code raises at its start reports no copies.
         is_older = bool(self._crashes.mistakes()) and saved <= origin.iteration < wanted
         if origin.iteration != wanted and not is_older:
             self._fail(f"all go back to {origin.iteration}, not to {saved} or {copied}")
@@ -292,15 +294,16 @@ class Checkers:
         if is_short or not set(plan.nodes) <= set(self._members):
             self._fail(f"of {self._members} only {plan.nodes} work")
         moves = job.scenario.policy == "adaptive" or not plan.gone
-        if moves and not plan.silent and not self._morphs:  # Else it is an older one.
+        if moves and not plan.silent and not self._morphs:  # Otherwise it keeps older pipelines.
             self._check_trust(plan, staying)
-        # Of more nodes than a plan is foreseen for some may be used that have too little.
+        # With more nodes than there are plans for, nodes with too little memory may be used.
         is_foreseen = rules.n0 <= staying and len(self._members) in plans
         if rules is not job.rules and is_foreseen and not plan.silent:
             self._check_room(plan, rules, plans[staying])
 
     def _fitted_rules(self) -> Rules:
-        """With estimates of memory that were raised, which needs somebody who had too little."""
+        """The rules with the newest memory estimates; checks that these were raised only after a
+        worker had too little memory."""
         if (fitted := self._cluster.leader.fitted) is not None:
             self._fitted = fitted
             if not any(fact.blame == "memory" for fact in self._crashes.facts):
@@ -311,7 +314,11 @@ class Checkers:
         return rules.every.plans if rules.every else self._job.every.plans
 
     def _check_room(self, plan: Plan, rules: Rules, other: Plan) -> None:
-        """By what is estimated it fits, if any plan does."""
+        """Checks that the plan fits into memory, as estimated, if the prepared plan does.
+
+        Args:
+            other: the prepared plan for the nodes that stay.
+        """
         assert rules.every is not None
         problem = rules.every.problem
         self._cluster.happened("fitted", rules.n0)
@@ -320,7 +327,8 @@ class Checkers:
             self._fail(f"there is no memory for {stages}")
 
     def _check_trust(self, plan: Plan, num_staying: int) -> None:
-        """Trusted nodes fill the smallest pipeline, if all who can work still do beside it."""
+        """Checks that no layer is on distrusted nodes alone, if trusted nodes can fill the smallest
+        pipeline and no more nodes are idle than otherwise."""
         rules = self._fitted_rules()
         n0, plans = rules.n0, self._plans_of(rules)
         machines = {node: machine_of(node) for node in self._members}
@@ -367,14 +375,15 @@ class Checkers:
         if still_s > _STILL_S:
             self._fail(f"nothing was committed for {still_s:.0f} s before {commit.iteration}")
         self.moved_s = self._cluster.loop.now_s
-        if commit.iteration >= self._furthest:  # What is done again forgives nothing.
+        if commit.iteration >= self._furthest:  # A repeated iteration does not reset error counts.
             self._crashes.committed()
             self._furthest = commit.iteration + 1
         self._num_committed = max(self._num_committed, commit.iteration + 1)
         self._check_applied(commit.iteration)
 
     def _check_applied(self, iteration: int) -> None:
-        """What counts is applied by all who train, or on record."""
+        """Checks that all ranks that train have applied a committed iteration, unless an outcome on
+        record covers it."""
         for worker in self._cluster.workers():
             ages = [held.age for held in worker.held.values() if held.age != NOT_YET]
             is_young = any(age <= iteration for age in ages)
@@ -403,14 +412,14 @@ class Checkers:
     def rescued(self, rescue: Rescue) -> None:
         """See Watcher."""
         told = self._told
-        if self._origin != told.origin:  # Nobody knows that all were to go back.
+        if self._origin != told.origin:  # The launcher does not know that all were to go back.
             self._num_committed = self._num_before_back
         self._outcome, self._origin = told.outcome, told.origin
         self._term, self._epoch, self._members = rescue.term, told.epoch, told.members
         self._gone, self._failures = set(told.gone), {}
         for key in [key for key in self._records if int(key[1]) > told.epoch]:
             self._records.remove(key)
-        # Its term is that of the members before and one more, which nobody looks at.
+        # The rescue's members have a term that nobody reads: that of the members before, plus one.
         members = msgspec.structs.replace(rescue.members, term=rescue.term)
         self._records.add(("members", str(members.epoch)))
         self._check_members(members)
@@ -419,7 +428,7 @@ class Checkers:
     # -- members ----------------------------------------------------------------------------------
 
     def _check_cause(self, node: int) -> None:
-        """A node is given up only if something happened that can look like its loss."""
+        """Checks that something happened that can look like the loss of an evicted node."""
         struck = {*self._struck_nodes(*LOOK_LIKE_LOSS), *self._leaving(), *self._crashes.often()}
         struck |= self._absence.forsaken()
         anywhere = self._struck_nodes(*ANYWHERE)
@@ -427,14 +436,14 @@ class Checkers:
             self._fail(f"node {node} is given up, and nothing happened to it")
 
     def _leaving(self) -> set[int]:
-        """The nodes that were asked to leave, or told that they will be gone."""
+        """The nodes that the user drained or that got a preemption notice."""
         return set(self._struck_nodes(*ASKED))
 
     def _struck_nodes(self, *kinds: FaultKind) -> Counter[int]:
         return Counter(node for _, fault, node in self.faults.struck if fault.kind in kinds)
 
     def check_over(self, *, until_s: float) -> None:
-        """What must be so when a run is over."""
+        """Checks the invariants of a run that is over, at `until_s` at the latest."""
         if self._cluster.ended is None:
             self._fail(f"nothing came to an end by {until_s:.0f} s; {self._stuck()}")
         for text in self._cluster.recording.wrongs(self._cluster.launcher_s):
@@ -456,23 +465,24 @@ class Checkers:
 
 
 # -- absence ---------------------------------------------------------------------------------------
-# Nodes that no coordinator could answer: none was there, or it stood still, or its disk did before
-# it had admitted the node. An agent that nobody answers for two leases ends itself.
+# An agent that nobody answers for two leases ends itself. That is justified where no coordinator
+# could answer it: there was none, or it stood still, or its disk did before the node was admitted.
 
 _LOOK_S: Final = 0.05
-_ADMITTED_S: Final = 1.0  # In which a coordinator that is there admits a node, if its disk is idle.
-_ANSWERED_S: Final = 0.5  # In which a node that has been admitted hears so.
-# Of two leases: a tick from a heartbeat to the next, what messages take, and wrong clocks.
+_ADMITTED_S: Final = 1.0  # Time in which a coordinator whose disk is idle admits a node.
+_ANSWERED_S: Final = 0.5  # Time in which an admitted node hears of it.
+# What an agent's wait may fall short of two leases: a tick between heartbeats, the time of
+# messages, and wrong clocks.
 _SHORT_S: Final = 1.2
 
 
 class Absence:
-    """Looks every now and then who could have been answered."""
+    """Records, at regular intervals, which nodes the coordinator could have answered."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._answerable_s: dict[int, float] = {}
-        self._admitted_s: dict[int, float] = {}  # Since when those are that are now.
+        self._admitted_s: dict[int, float] = {}  # Since when each admitted node is.
         self._idle_since_s = 0.0
         cluster.loop.after(_LOOK_S, self._look)
 
@@ -495,7 +505,7 @@ class Absence:
                 self._answerable_s[node] = now_s
 
     def forsaken(self) -> frozenset[int]:
-        """The nodes that ended themselves, for nobody could answer them."""
+        """The nodes that ended themselves because no coordinator could answer them."""
         agents = self._cluster.agents.items()
         return frozenset(
             node
@@ -505,11 +515,11 @@ class Absence:
         )
 
 
-# -- what must hold of any plan, by itself: it covers the model, and can be run to its end ---------
+# -- what must hold of a single plan: it covers the model, and can be run to its end ---------------
 
 
 def wrong_in(plan: Plan, *, num_layers: int, num_microbatches: int) -> Iterator[str]:
-    """What is wrong in the plan, in words; nothing in a right one."""
+    """The errors of a plan in words; none if it is correct."""
     for route in (*plan.routes, *(pipeline.route() for pipeline in plan.pipelines)):
         ends = [0, *(hop.end_layer for hop in route)]
         starts = [*(hop.first_layer for hop in route), num_layers]
@@ -521,7 +531,8 @@ def wrong_in(plan: Plan, *, num_layers: int, num_microbatches: int) -> Iterator[
 
 
 def _wrong_in_work(plan: Plan) -> Iterator[str]:
-    """Work is where its layers are, all have some, and there is an order in which it ends."""
+    """Errors in the work of a plan: hops on ranks without their layers, ranks without work, or a
+    schedule that deadlocks."""
     layers = {rank: set(own) for rank, own in plan.layers_by_rank.items()}
     hops = {hop for route in plan.routes for hop in route}
     for hop in hops:
@@ -537,12 +548,12 @@ def _wrong_in_work(plan: Plan) -> Iterator[str]:
 
 
 def is_another(plan: Plan, before: Plan) -> bool:
-    """Whether to train by it is to train in another way."""
+    """Whether two plans differ in more than their epoch."""
     return replace(plan, epoch=before.epoch) != before
 
 
 def num_exposed(plan: Plan, trusted: Collection[int]) -> int:
-    """How many layers no trusted node computes."""
+    """The number of layers that no trusted node computes."""
     per_node = plan.pipelines[0].template.devices_per_node
     of_trusted = [layers for r, layers in plan.layers_by_rank.items() if r // per_node in trusted]
     return plan.num_layers - len(set().union(*of_trusted))

@@ -1,6 +1,4 @@
-"""What went wrong in the workers of a simulated job, as it happened: what the coordinator should
-have heard of, and made of it.
-"""
+"""The errors in the workers of a simulated job, and what the coordinator should make of them."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -14,8 +12,12 @@ _COMMITS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class CrashFact:
-    """The code in a worker raised, or its process ended, at `at_s`; `blame` says whose fault it
-    is."""
+    """An error in a worker: its code raised, or its process ended.
+
+    Attributes:
+        at_s: when it happened.
+        blame: whose fault it is.
+    """
 
     at_s: float
     node: int
@@ -24,7 +26,7 @@ class CrashFact:
 
 
 def _are_alike(mine: Raised, other: Raised) -> bool:
-    """Whether it is one error, in layers that both computed or outside of all."""
+    """Whether two errors have the same type, in a layer that both computed or outside any layer."""
     layers = range(mine.first_layer, mine.end_layer)
     both = set(layers).intersection(range(other.first_layer, other.end_layer))
     is_outside = mine.end_layer == other.end_layer == 0
@@ -32,13 +34,16 @@ def _are_alike(mine: Raised, other: Raised) -> bool:
 
 
 class CrashLog:
-    """Facts, but for those from before the last few commits: a coordinator that a slow disk holds
-    up may hear of what was before a commit behind it.
+    """The errors in workers, in order.
+
+    Errors count together only if no more than a few commits lie between them. One commit would be
+    too few: a coordinator that a slow disk holds up may hear of an error after a later commit.
 
     Attributes:
-        facts: all.
-        were_alike: two nodes had the same error in layers that both computed, one of them often.
-        had_often: the nodes that ever had an error as often as evicts a node, since when each.
+        facts: all errors.
+        were_alike: whether two nodes had the same error, in a layer that both computed or outside
+            any layer, and one of them had it often.
+        had_often: nodes that ever had an error often enough to be evicted, with the time of that.
     """
 
     def __init__(self) -> None:
@@ -48,22 +53,23 @@ class CrashLog:
         self._firsts: deque[int] = deque([0], maxlen=_COMMITS + 1)
 
     def add(self, fact: CrashFact) -> None:
-        """Something has gone wrong."""
+        """Adds an error."""
         self.facts.append(fact)
         self.had_often = self.often() | self.had_often
         self.were_alike = self.were_alike or self._are_alike()
 
     def committed(self) -> None:
-        """An iteration is committed, for the first time."""
+        """Notes that an iteration is committed for the first time."""
         self._firsts.append(len(self.facts))
 
     @property
     def recent(self) -> list[CrashFact]:
-        """Those that may count together."""
+        """The errors since the last few commits, which count together."""
         return self.facts[self._firsts[0] :]
 
     def often(self) -> dict[int, float]:
-        """The nodes that had the same error as often as evicts a node, since when each."""
+        """The nodes that recently had the same error often enough to be evicted, with the time of
+        that."""
         counts: Counter[tuple[int, str]] = Counter()
         found: dict[int, float] = {}
         for fact in self.recent:
@@ -83,11 +89,11 @@ class CrashLog:
         )
 
     def mistakes(self) -> int:
-        """How often the job's own code raised."""
+        """The number of errors that were the job's own fault."""
         return sum(fact.blame == "job" for fact in self.facts)
 
     def has_failed_twice(self) -> bool:
-        """Whether the code raised, or a worker ended, again when the job had failed."""
+        """Whether there was another error after one for which the job fails."""
         failed_s = [fact.at_s for fact in self.facts if fact.blame == "job"]
         failed_s += self.had_often.values()
         return bool(failed_s) and any(fact.at_s > min(failed_s) for fact in self.recent)

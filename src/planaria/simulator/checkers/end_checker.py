@@ -1,6 +1,4 @@
-"""Whether a job may end as it does, by what happened to it: a fault is an excuse for what follows
-from it, and for nothing else.
-"""
+"""Checks that a job may end as it does: a fault excuses what follows from it, and nothing else."""
 
 import re
 from collections import Counter
@@ -23,22 +21,22 @@ from planaria.simulator.modelled.rescue import RESCUES_MAX, RESTARTS_MAX
 from planaria.simulator.modelled.worker import SimulatedWorker
 
 _END_A_LEASE = (FaultKind.HANG, FaultKind.DETACH, FaultKind.SLOW, FaultKind.DISK, FaultKind.STUCK)
-_TOLD_S = 1.0  # Of a save that was told so long ago the coordinator knows.
+_TOLD_S = 1.0  # The coordinator knows of a save that was reported this long ago.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A job at its end, as somebody saw it who looked on.
+    """A job at its end, as seen from outside.
 
     Attributes:
-        num_committed: iterations that count.
-        outcome: the iteration of the newest outcome on record.
-        origin: on which they are built.
-        plan: the newest.
+        num_committed: number of iterations that count.
+        outcome: iteration of the newest outcome on record.
+        origin: origin on which the committed iterations are built.
+        plan: the newest plan.
         gone: nodes that are no members any more.
-        n0: nodes of the smallest pipeline.
-        crashes: what went wrong in workers.
-        forsaken: nodes that ended themselves, for no coordinator could answer them.
+        n0: number of nodes of the smallest pipeline.
+        crashes: errors in workers.
+        forsaken: nodes that ended themselves because no coordinator could answer them.
     """
 
     num_committed: int
@@ -52,7 +50,7 @@ class Seen:
 
 
 class EndChecker:
-    """Looks at the end of one job."""
+    """Checks the end of one job."""
 
     def __init__(self, cluster: SimulatedCluster, faults: Faults, seen: Seen, ended: Ended) -> None:
         self._cluster = cluster
@@ -62,7 +60,7 @@ class EndChecker:
         self._ended = ended
 
     def wrongs(self) -> Iterator[str]:
-        """What is wrong with it, in words."""
+        """What is wrong with the end, in words."""
         ended, number = self._ended, self._seen.num_committed
         match ended.ending:
             case "finished":
@@ -80,7 +78,7 @@ class EndChecker:
             case "failed":
                 yield from self._wrong_in_failed()
             case "unsaved" if self._has_bad_store():
-                pass  # Whoever's lease has run out writes nothing, and a store may refuse.
+                pass  # A node whose lease has run out writes nothing, and a store may refuse.
             case _:
                 yield f"ended: {ended.ending}, {ended.reason}"
 
@@ -96,7 +94,8 @@ class EndChecker:
         return bool(reason) and self._ended.reason.startswith(reason)
 
     def _wrong_in_forced(self) -> Iterator[str]:
-        """A full disk, or coordinators that were lost: what is live is saved first."""
+        """Errors of an end after a full disk or too many lost coordinators; the live state must be
+        saved first."""
         records, reason = self._cluster.records, self._ended.reason
         if not self._cluster.disk.is_full and records.num_restarts <= RESTARTS_MAX:
             yield f"ended, and every coordinator could go on: {reason}"
@@ -126,20 +125,21 @@ class EndChecker:
             yield from self._wrong_in_missing(int(layer[1]))
             yield from self._wrong_in_going_back()
         elif not ended.nodes:
-            pass  # Nobody is left whom a granted machine could help.
+            pass  # No member is left that a granted machine could help.
         elif idle := unused_grants(self._cluster, self._faults) - {*ended.nodes, *seen.gone}:
             yield f"node {idle} had been granted, and the job ends: {ended.reason}"
         elif not self._is_short(num_left):
             yield f"{num_left} nodes are left, and the job ends: {ended.reason}"
 
     def _is_short(self, num_left: int) -> bool:
-        """Whether so few nodes cannot go on."""
+        """Whether a number of nodes is too small to go on."""
         scenario, n0 = self._scenario, self._seen.n0
         wanted = (scenario.failures_tolerated + 1) * n0
         return num_left < n0 or (scenario.stops_below and num_left < wanted)
 
     def _wrong_in_missing(self, layer: int) -> Iterator[str]:
-        """No member has it at the age at which all would go on, nor will."""
+        """The members that have a layer at the age at which all would go on, or can still bring it
+        there; there must be none."""
         workers = [w for w in self._cluster.workers() if self._node(w) in self._ended.nodes]
         age = max((self._seen.outcome, *(w.state.vector_iteration + 1 for w in workers)))
         for worker in workers:
@@ -150,7 +150,7 @@ class EndChecker:
                 yield f"rank {worker.rank} has layer {layer}, and the job ends without it"
 
     def _wrong_in_going_back(self) -> Iterator[str]:
-        """Nothing is saved or kept that all could go back to."""
+        """The saves and copies to which all could go back; there must be none."""
         if saved := newest_told(self._cluster):
             yield f"a save of iteration {saved} is there, and the job ends"
         if copied := newest_copied(self._cluster, self._ended.nodes, self._seen.origin):
@@ -162,7 +162,11 @@ class EndChecker:
     # -- the code in workers raised ---------------------------------------------------------------
 
     def _wrong_in_failed(self) -> Iterator[str]:
-        """A mistake in the job's code; or an error that two nodes had, or one that was needed."""
+        """Errors of an end after errors in workers.
+
+        Such an end needs a mistake in the job's code, the same error on two nodes, or repeated
+        errors on a node without which the others cannot go on.
+        """
         ended, crashes = self._ended, self._seen.crashes
         if not crashes.mistakes() and not crashes.were_alike and not self._was_needed():
             errors = [(fact.node, fact.raised.error) for fact in crashes.recent]
@@ -171,7 +175,7 @@ class EndChecker:
         yield from self._wrong_in_last_save(told)
 
     def _was_needed(self) -> bool:
-        """Whether the others could not go on without a node that had an error often."""
+        """Whether the others cannot go on without a node that had an error often."""
         staying = set(self._ended.nodes) - set(self._struck(*ASKED))
         return any(
             self._is_short(len(staying - {node})) or self._is_alone(node, at_s)
@@ -179,7 +183,11 @@ class EndChecker:
         )
 
     def _is_alone(self, node: int, at_s: float) -> bool:
-        """Whether no other member had all of its layers, and all could go back to nothing."""
+        """Whether a node had layers that no other member has, with no state to go back to.
+
+        Args:
+            at_s: when the node had had an error often.
+        """
         per_node = self._scenario.devices_per_node
         plan, others = self._seen.plan, set(self._ended.nodes) - {node}
         elsewhere = {
@@ -199,7 +207,8 @@ class EndChecker:
     # -- the last save ----------------------------------------------------------------------------
 
     def _wrong_in_last_save(self, told: str) -> Iterator[str]:
-        """What was committed is saved, or it is told why not, and that is so."""
+        """Errors of the last save: everything committed must be saved, or the message must give a
+        true reason why it is not."""
         number = max(self._seen.num_committed, self._seen.origin.iteration)
         if max(newest_saved(self._cluster), 0) >= number:
             return
@@ -211,11 +220,11 @@ class EndChecker:
             yield f"nothing kept the job from saving {number}: {told}"
 
     def _has_bad_store(self) -> bool:
-        """Whether saves may have failed: by the store, or by a lease that had run out."""
+        """Whether saves may have failed because of the store or of a lease that had run out."""
         return bool(self._cluster.saves.num_bad or self._struck(*_END_A_LEASE, FaultKind.SPOIL))
 
     def _could_not_save(self) -> bool:
-        """Whether some member could not answer, or its code raised when the job had failed."""
+        """Whether a member could not answer, or code raised again after the job had failed."""
         members = [self._cluster.agents[node] for node in self._ended.nodes]
         processes = [w.process for agent in members for w in agent.workers]
         are_there = all(p.is_alive and p.stopped_s < 0.0 for p in processes)

@@ -1,8 +1,8 @@
-"""The ledger of a simulated job: the recorder of real ones, told by the same messages.
+"""Checks the ledger of a simulated job, which the real recorder keeps from the same messages.
 
-It must sum to the time that the job took, and a category must have seconds where what it stands for
-took time, and only there. So two things are said of each message, from what it tells alone: which
-categories may have more seconds after it than before, and which must.
+The ledger must sum to the time that the job took, and a category must have seconds if, and only if,
+its activity took time. So each message alone determines which categories may have more seconds
+after it than before, and which must.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from planaria.observe.recorder import Recorder
 
 _TOLERANCE_S: Final = 1e-6
 
-# Of what there was before it a message tells that it was this.
+# The categories to which a message may assign the time before it.
 _WAS: Final[Mapping[type[ToLauncher], frozenset[Category]]] = {
     Decided: frozenset({Category.REDO}),
     Starting: frozenset({Category.REDO}),
@@ -40,7 +40,13 @@ _WAS: Final[Mapping[type[ToLauncher], frozenset[Category]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """All wait for something, since a moment, when the ledger had so many seconds of it."""
+    """A wait of all nodes.
+
+    Attributes:
+        category: what they wait for.
+        since_s: when the wait began.
+        before_s: seconds of the category in the ledger at that time.
+    """
 
     category: Category
     since_s: float
@@ -48,38 +54,41 @@ class _Wait:
 
 
 class Recording:
-    """What a simulated launcher records of its job.
+    """The recorder of a simulated launcher, with checks of its ledger.
 
     Args:
-        predicted_s: of an iteration by the first plan.
+        predicted_s: predicted time of an iteration by the first plan.
     """
 
     def __init__(self, *, predicted_s: float) -> None:
         self.recorder = Recorder(start_s=0.0, predicted_s=predicted_s, predicted_peak_bytes=0)
         self._committed = (-1, 0)
-        self._unled_s = -1.0  # Since when there is no coordinator, negative where there is one.
-        self._led_s = 0.0  # Since when there is one again.
+        self._unled_s = -1.0  # Since when there is no coordinator; negative: there is one.
+        self._led_s = 0.0  # Since when there is a coordinator again.
         self._wait: _Wait | None = None
         self._idle_members = 0
         self._is_recovering = False
         self._is_training = False
-        self._training_s = 0.0  # When it was told last that all train, or what they have done.
-        self._was_training = False  # When the loss struck that is being answered.
-        self._was_forking = False  # Then, too.
-        self._has_settled = False  # An iteration counts that was in flight then.
-        self._redo_due: float | None = None  # More than that once the next plan is told.
+        self._training_s = 0.0  # Time of the newest Running or Committed.
+        # The state when the loss struck that is being answered, and whether the iteration that was
+        # in flight then has been committed.
+        self._was_training = False
+        self._was_forking = False
+        self._has_settled = False
+        # Seconds of REDO that the ledger must exceed once the next plan is told; None: no check.
+        self._redo_due: float | None = None
         self._wrongs: list[str] = []
 
     def leader_lost(self, now_s: float) -> None:
-        """The coordinator is gone."""
+        """Notes that the coordinator is gone."""
         if self._unled_s < 0.0:
             self._unled_s = now_s
 
     def noticed(self, message: ToLauncher, now_s: float) -> None:
-        """The coordinator has told something."""
+        """Records a message of the coordinator and checks what it adds to the ledger."""
         if isinstance(message, Committed):
             if (message.since, message.iteration) < self._committed:
-                return  # The coordinator before this one has told it, as in nodes/head/launcher.py.
+                return  # An earlier coordinator has told it; nodes/head/launcher.py skips it too.
             self._committed = (message.since, message.iteration + 1)
         ledger = self.recorder.ledger
         before, did = dict(ledger.seconds), ledger.category
@@ -101,12 +110,12 @@ class Recording:
     # -- what a message means for the ledger ------------------------------------------------------
 
     def _may_grow(self, message: ToLauncher) -> set[Category]:
-        """Of what there may be more seconds, beside what was being done so far."""
+        """The categories that may grow with a message, besides the current one."""
         match message:
             case Leading() if self._unled_s >= 0.0:
                 return {Category.RESTART}
             case Recovering():
-                # What it answers to may have been before there was a coordinator again.
+                # The loss may have struck while there was no coordinator.
                 waited = (
                     {Category.RESTART} if message.lost_s <= self._led_s + _TOLERANCE_S else set()
                 )
@@ -124,14 +133,14 @@ class Recording:
         return set(_WAS.get(type(message), ()))
 
     def _must_grow(self, message: ToLauncher, now_s: float) -> set[Category]:
-        """Of what there must be more seconds."""
+        """The categories that must grow with a message."""
         ledger = self.recorder.ledger
         match message:
             case Leading() if self._unled_s >= 0.0 and ledger.category is not Category.USEFUL:
                 waited_s = now_s - max(self._unled_s, ledger.now_s)
                 return {Category.RESTART} if waited_s > _TOLERANCE_S else set()
             case Committed() if message.iteration < self.recorder.next_iteration:
-                return set()  # As much as it had before may be given back with it.
+                return set()  # The ledger may take back as many seconds as it adds.
             case Committed() if self._useful_s(message) > _TOLERANCE_S:
                 trained_s = min((report.seconds for report in message.reports), default=0.0)
                 found = {Category.IDLE} if self._idle_members and trained_s else set()
@@ -141,14 +150,14 @@ class Recording:
         return set()
 
     def _useful_s(self, message: Committed) -> float:
-        """What the ledger has of useful seconds with this iteration, of which some may be others;
-        none where a job is told at once that it runs and what it has done."""
+        """An upper bound on the useful seconds in the ledger after a commit; 0 where the launcher
+        hears at the same time that the job runs and what it has committed."""
         ledger = self.recorder.ledger
         newest_s = message.now_s - ledger.now_s if self._is_training else 0.0
         return ledger.seconds.get(Category.USEFUL, 0.0) + newest_s
 
     def _does(self, message: ToLauncher) -> Category | None:
-        """What all do after a message; None if it does not change that."""
+        """The category that begins with a message; None if the message does not change it."""
         match message:
             case Recovering():
                 return Category.RESTART if message.is_forking else Category.DETECT
@@ -163,11 +172,11 @@ class Recording:
         return None
 
     def _check_wait(self, message: ToLauncher, now_s: float) -> None:
-        """A wait that is over by this message has seconds, and another one may begin."""
+        """Checks that a wait that ends with a message has seconds, and notes one that begins."""
         ledger = self.recorder.ledger
         until_s = message.lost_s if isinstance(message, Recovering) else now_s
         if isinstance(message, Leading):
-            self._wait = None  # For the coordinator, too.
+            self._wait = None  # All have waited for a coordinator as well.
         if (wait := self._wait) and isinstance(message, Recovering | Forked | Decided | Ended):
             spent_s = ledger.seconds.get(wait.category, 0.0) - wait.before_s
             if ledger.category is wait.category:
@@ -210,7 +219,7 @@ class Recording:
             case Recovering():
                 self._is_recovering = True
                 self._was_forking |= message.is_forking
-                # What was begun before that was told has no seconds to give back.
+                # What was begun before the Running message has no seconds to take back.
                 trained_s = now_s - self._training_s
                 self._was_training |= self._is_training and trained_s > _TOLERANCE_S
                 self._is_training = False
@@ -222,10 +231,10 @@ class Recording:
             case AwaitingSaves():
                 recorder.awaiting_saves(message)
             case Decided():
-                # What was committed before it was told that all run has no seconds to give back.
+                # What was committed before the Running message has no seconds to take back.
                 has_trained = recorder.ledger.seconds.get(Category.USEFUL, 0.0) > 0.0
                 goes_back = message.iteration < recorder.next_iteration and has_trained
-                is_new = self._redo_due is None  # Or decided anew, of the same loss.
+                is_new = self._redo_due is None  # False: another decision on the same loss.
                 if message.redone_samples and is_new and (self._was_training or goes_back):
                     self._redo_due = recorder.ledger.seconds.get(Category.REDO, 0.0)
                 recorder.decided(message, predicted_peak_bytes=0)
@@ -237,10 +246,10 @@ class Recording:
                 recorder.ended()
 
     def _check_redo(self) -> None:
-        """Where samples are computed again the ledger has seconds for what was lost of them.
+        """Checks that the ledger has seconds of REDO if samples are computed again.
 
-        But where all wait for a worker, and the iteration before was settled meanwhile: nobody can
-        tell then whether the next one had begun.
+        There is no check if all waited for a worker process to be forked and the iteration in
+        flight was committed meanwhile: nobody can tell then whether the next one had begun.
         """
         redo_s = self.recorder.ledger.seconds.get(Category.REDO, 0.0)
         is_known = not (self._was_forking and self._has_settled)

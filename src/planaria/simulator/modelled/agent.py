@@ -1,6 +1,6 @@
-"""A modelled node: the agent's decisions are the real ones, its processes and sockets are not.
+"""A modelled node: real code makes the agent's decisions; its processes and sockets are simulated.
 
-Source: nodes/agent.py, whose order of things it keeps.
+Source: nodes/agent.py; the steps come in the same order.
 """
 
 from collections.abc import Callable
@@ -45,14 +45,14 @@ from planaria.simulator.scenario import LEASE_S, PlannedJob
 
 _RECONNECT_S = 0.02
 _STARTUP_S = 0.05
-_LEAVES_S = 0.3  # What its workers still write is written by then.
+_LEAVES_S = 0.3  # Time from a shutdown to the node's end, in which workers finish writing.
 KILLED = -9
 UNANSWERED = "its lease ran out, unanswered"
 ANYWHERE = "anywhere"  # A worker's code may raise at any of its places: start, layers, step.
 
 
 class World(Surroundings, Protocol):
-    """What a node finds around it."""
+    """The surroundings of a node."""
 
     loop: Loop
     rng: Random
@@ -60,17 +60,17 @@ class World(Surroundings, Protocol):
     job: PlannedJob
 
     def door(self, agent: "SimulatedAgent") -> End | None:
-        """A connection to the coordinator, None while none takes any."""
+        """A new connection to the coordinator; None while no coordinator accepts any."""
 
     def listener(self, port: int) -> SimulatedLinks | None:
-        """Which worker listens there."""
+        """The links of the worker that listens at a port; None: nobody does."""
 
     def happened(self, what: str, *facts: object) -> None:
-        """Something that a fault may wait for, or a reader may want to know."""
+        """Adds an entry to the log."""
 
 
 def machine_of(node: int) -> str:
-    """The machine that a node runs on. There are few, so that some fail more than once."""
+    """The machine of a node; there are only two, so that machines fail more than once."""
     return f"machine {node % 2}"
 
 
@@ -78,13 +78,15 @@ class SimulatedAgent:
     """An agent and the workers of its node.
 
     Attributes:
-        workers: by device, the present ones.
-        memories: for the copies that they keep.
+        workers: present workers, by device.
+        memories: memories of the copies that ranks keep, by device; they outlive workers.
         state: what the agent knows.
-        left: why it ended itself, "" if it did not; and when.
-        raising_until_s: until when the code in its workers raises as it may on one node alone.
-        raising: whose fault that is, and where.
-        mistaken_at: where its workers raise next for a mistake in the job's code, "" if nowhere.
+        left: why the agent ended itself; "": it did not.
+        left_s: when it did; -1: it did not.
+        raising_until_s: end of the time in which the code in its workers raises because of this
+            node.
+        raising: (whose fault that is, place of a worker at which it raises).
+        mistaken_at: place at which a worker raises once for a mistake in the job's code; "": none.
     """
 
     def __init__(
@@ -124,33 +126,34 @@ class SimulatedAgent:
         self.process.spawn(self._tick())
 
     def kill(self) -> None:
-        """The whole node is gone."""
+        """Kills the agent and all workers."""
         self.process.kill()
         for worker in self.workers:
             worker.process.kill()
 
     def notice(self, after_s: float) -> None:
-        """The node is told that it will be gone."""
+        """Gives the node a preemption notice: it will be gone after `after_s`."""
         rank = self.node * self._world.job.scenario.devices_per_node
         self.process.do(lambda: self._say(NoticeTaken(node=self.node, rank=rank, after_s=after_s)))
 
     def mistake(self, place: str) -> None:
-        """The code in one of its workers raises once, at a place: it is the job's mistake."""
+        """Has the code in one of the workers raise once at a place, for a mistake in the job's
+        code."""
         self.mistaken_at = place
 
     def raise_for(self, lasts_s: float, blame: Blame, place: str) -> None:
-        """The code in its workers raises for a while, at a place."""
+        """Has the code in the workers raise for a while at a place."""
         self.raising_until_s = self._world.loop.now_s + lasts_s
         self.raising = blame, place
 
     def break_workers(self, *, device: int) -> None:
-        """A worker crashes; its node lives."""
+        """Kills one worker; the node lives on."""
         self.workers[device].process.kill()
 
     # -- the coordinator --------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Serves one connection to a coordinator after the other."""
+        """Connects to the coordinator again and again and serves each connection until it ends."""
         while not self._is_shut_down:
             await self.process.sleep(self._world.network.latency_s() + _RECONNECT_S)
             end = self._world.door(self)
@@ -249,7 +252,7 @@ class SimulatedAgent:
         )
 
     def _raises(self, place: str) -> Blame | Literal[""]:
-        """Whose fault it is that the code in a worker raises now, "" if it does not."""
+        """Whose fault it is that the code in a worker raises now; "": it does not raise."""
         if self.mistaken_at in (place, ANYWHERE) and self.mistaken_at:
             self.mistaken_at = ""
             return "job"
@@ -258,7 +261,7 @@ class SimulatedAgent:
         return blame if is_there and self._world.loop.now_s < self.raising_until_s else ""
 
     def _joined(self, device: int) -> End:
-        """Starts a worker with a line to this agent."""
+        """Starts a worker; returns this agent's end of the connection to it."""
         worker = self.workers[device]
         mine, theirs = self._world.network.pair(self.process, worker.process)
         mine.received = self._say
@@ -270,7 +273,8 @@ class SimulatedAgent:
         return mine
 
     def _worker_ended(self, device: int, worker: SimulatedWorker) -> None:
-        """The new one is there before any order can follow on the loss of the old one."""
+        """Replaces a worker that has ended, before the coordinator hears of it: so the new one is
+        there when orders follow."""
         if self._is_shut_down:
             return
         was_stalled = worker.process.stopped_s >= 0.0

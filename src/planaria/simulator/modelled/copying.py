@@ -1,10 +1,10 @@
-"""Modelled copies in memory: what nodes keep of layers' versions, and when versions begin.
+"""Modelled copies in memory: the versions of layers that nodes keep, and when versions begin.
 
-The memory is the agent's, so it outlives workers. A version that is begun is copied here layer by
-layer and then sent to those who keep it; what is not whole everywhere is known by the votes that a
-commit sums up.
+The memory belongs to the agent, so it outlives workers. A version is first copied within the node,
+layer by layer, and then sent to its copy holders. The votes in a commit vector tell whether it is
+complete everywhere.
 
-Source: engine/copying.py and checkpoint/memory/stream.py, whose order of things they keep.
+Source: engine/copying.py and checkpoint/memory/stream.py; the steps come in the same order.
 """
 
 from collections.abc import Collection, Coroutine, Mapping
@@ -20,28 +20,36 @@ from planaria.errors import AbortedError, CheckpointError, PeerLostError
 from planaria.simulator.loop import Process
 from planaria.simulator.modelled.links import SimulatedLinks
 
-_COPY_S: Final = 0.0005  # A layer, here.
-_SEND_S: Final = 0.004  # A layer, to another node.
-_SPOILT: Final = -1  # What is read of a layer whose memory lies: no content that there is.
+_COPY_S: Final = 0.0005  # Time to copy a layer within the node.
+_SEND_S: Final = 0.004  # Time to send a layer to another node.
+_SPOILT: Final = -1  # Stands for spoilt content.
 
 Contents = Mapping[int, int]
 
 
 @dataclass(slots=True)
 class CopyMemory:
-    """What a rank keeps of layers, by version: a hash of what they are made of."""
+    """The copies that a rank keeps.
+
+    Attributes:
+        contents: state of each copied layer (a hash of all that led to it), by (layer, version).
+    """
 
     contents: dict[tuple[int, Label], int] = field(default_factory=dict)
 
     def versions(self) -> dict[int, tuple[Label, ...]]:
-        """Of each layer those that are here, ascending."""
+        """The versions of each layer that are here, ascending."""
         found: dict[int, list[Label]] = {}
         for layer, label in self.contents:
             found.setdefault(layer, []).append(label)
         return {layer: tuple(sorted(labels)) for layer, labels in found.items()}
 
     def read(self, layer: int, label: Label) -> int:
-        """Raises a CheckpointError, and drops it, where the memory lies."""
+        """The state of a layer in a copy.
+
+        Raises:
+            CheckpointError: the copy was spoilt; it is dropped.
+        """
         content = self.contents[layer, label]
         if content == _SPOILT:
             del self.contents[layer, label]
@@ -49,17 +57,17 @@ class CopyMemory:
         return content
 
     def keep(self, labels: Collection[Label]) -> None:
-        """Drops all versions but these."""
+        """Drops all versions except these."""
         self.contents = {key: one for key, one in self.contents.items() if key[1] in labels}
 
     def spoil(self) -> bool:
-        """Makes all that is kept something else; whether there was anything."""
+        """Spoils all copies; returns whether there were any."""
         self.contents = dict.fromkeys(self.contents, _SPOILT)
         return bool(self.contents)
 
 
 class SimulatedCopying:
-    """A rank's part in copies, from one epoch to the next; nothing if the job has none."""
+    """A rank's part in making copies, across epochs; does nothing if the job has no copies."""
 
     def __init__(
         self, process: Process, links: SimulatedLinks, memory: CopyMemory, job: CheckpointConfig
@@ -69,20 +77,20 @@ class SimulatedCopying:
         self._links = links
         self._job = job
         self._kept: Label | None = None
-        self._label: Label | None = None  # Of the version that was begun last in this epoch.
+        self._label: Label | None = None  # The newest version begun in this epoch.
         self._start: StartEpoch | None = None
         self._num_running = 0
         self._error: Exception | None = None
 
     def states(self, layers: Collection[int], label: Label | None) -> dict[int, int]:
-        """Those of these layers of which there is a copy of that version."""
+        """The states of those of some layers that have a copy of a version."""
         if label is None:
             return {}
         there = [(n, one) for n, one in self.memory.contents if n in layers and one == label]
         return {layer: self.memory.read(layer, label) for layer, _ in there}
 
     def enter(self, start: StartEpoch, contents: Contents, *, is_planned: bool) -> None:
-        """Begins the epoch's first version."""
+        """Begins an epoch and its first version."""
         if not self._job.copies:
             return
         self._start, self._label, self._error, self._num_running = start, None, None, 0
@@ -91,11 +99,12 @@ class SimulatedCopying:
         self._begin(start.iteration, contents)
 
     def leave(self) -> None:
-        """The epoch is over."""
+        """Ends the epoch."""
         self._start = None
 
     async def votes(self, iteration: int) -> tuple[int, int]:
-        """Whether this rank is through with the version, and whether it failed."""
+        """This rank's votes on the current version: 1 if its part is complete, and 1 if it failed
+        (always 0 here)."""
         if self._start is None:
             return 0, 0
         if self._job.every != "auto" and (iteration + 1) % self._job.every == 0:
@@ -109,7 +118,7 @@ class SimulatedCopying:
     def applied(
         self, vector: CommitVector, plan: Plan, contents: Contents, *, age: int, goes_on: bool
     ) -> None:
-        """All layers are of this age now."""
+        """Notes that all layers have an age; begins a version if one is due."""
         if self._start is None or not vector.copied(plan):
             return
         if not vector.votes.uncopied:
@@ -135,7 +144,7 @@ class SimulatedCopying:
                 self._process.spawn(self._ended(self._take(label, copy)))
 
     async def _ended(self, task: Coroutine[Any, Any, None]) -> None:
-        """Does a part of a version; what breaks it off is found with the next commit."""
+        """Runs a part of a version; an error is raised later, by the next votes."""
         epoch = self._links.epoch
         try:
             await task

@@ -1,9 +1,10 @@
 """A modelled iteration of one rank, up to and including the commit vector.
 
-Forward and backward along the routes, reductions bucket by bucket, then the commit vector up and
-down a binary tree. Gradients are the samples that went into them.
+A rank computes forwards and backwards along the routes, reduces gradients bucket by bucket, and
+sums the commit vector up and down a binary tree. The samples that went into a gradient stand for
+it.
 
-Source: engine/executor.py and groups.py, whose order of things it keeps.
+Source: engine/executor.py and groups.py; the steps come in the same order.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -19,12 +20,18 @@ from planaria.simulator.modelled.layout import Layout, Samples, Visit, tree_peer
 from planaria.simulator.modelled.links import SimulatedLinks
 from planaria.simulator.scenario import PlannedJob
 
-NOT_YET: Final = -1  # The age of a silent layer whose state has not come.
+NOT_YET: Final = -1  # Age of a silent layer whose state has not arrived.
 
 
 @dataclass(slots=True)
 class HeldLayer:
-    """A layer on a rank; `gradient` is the samples in its reduced gradients."""
+    """A layer on a rank.
+
+    Attributes:
+        content: its state, a hash of all that led to it.
+        gradients_of: iteration whose gradients are complete; -1: none.
+        gradient: samples in its reduced gradients, sorted.
+    """
 
     age: int
     content: int
@@ -37,14 +44,14 @@ class Pulse:
     """What a worker is doing, as its agent can see it.
 
     Attributes:
-        layers: first and end of those that it is computing, both 0 if it is not.
+        layers: (first, end) of the layers that it is computing; (0, 0): none.
     """
 
     layers: tuple[int, int] = (0, 0)
 
     @contextmanager
     def computing(self, first_layer: int, end_layer: int) -> Iterator[None]:
-        """It computes these layers meanwhile."""
+        """A context in which the worker computes these layers."""
         self.layers = first_layer, end_layer
         try:
             yield
@@ -56,12 +63,14 @@ class SimulatedExecutor:
     """One rank's part of the iterations of one epoch.
 
     Args:
-        shadows: layers whose forwards it computes eagerly.
-        computed: is called with the layers of each forward and backward, and may raise.
+        shadows: shadow layers, whose forwards it computes eagerly.
+        reached: callback for each place and iteration that it reaches.
+        computed: callback that gets the layers of each forward and backward, and may raise.
 
     Attributes:
-        action_s: of the iteration run last, by kind: the seconds of its forwards and backwards.
-        eager_s: of that, in eager forwards, which it computes while it would wait otherwise.
+        action_s: seconds of forwards ("F") and backwards ("B") in the last iteration.
+        eager_s: seconds of eager forwards in the last iteration, which fill time in which the rank
+            would wait.
     """
 
     def __init__(
@@ -95,7 +104,7 @@ class SimulatedExecutor:
         *,
         votes: Callable[[], Awaitable[Votes]],
     ) -> CommitVector:
-        """Computes all gradients of an iteration; what the ranks agree on."""
+        """Computes all gradients of an iteration and returns its commit vector."""
         own = [(layer, held[layer]) for layer in self._layout.held(self._rank)]
         for _, one in own:
             one.gradients_of = -1
@@ -111,7 +120,7 @@ class SimulatedExecutor:
         return await self._commit(iteration, await votes())
 
     async def _compute(self, iteration: int) -> dict[int, Samples]:
-        """Forward and backward along all routes: by layer the samples that went through it here."""
+        """Runs forwards and backwards of all routes; returns the samples that passed each layer."""
         visits = self._layout.visits.get(self._rank, ())
         self.action_s = {"F": 0.0, "B": 0.0}
         number = sum(len(visit.microbatches) for visit in visits)
@@ -144,7 +153,7 @@ class SimulatedExecutor:
         return samples
 
     async def _backward(self, visit: Visit, iteration: int, samples: Samples) -> bool:
-        """Whether the gradients of the weights are put off."""
+        """Computes a backward; returns whether the gradients of the weights are left for later."""
         if visit.after >= 0:
             await self._links.receive(visit.after, ("backward", iteration, visit.route, visit.hop))
         self._reached("backward", iteration)
@@ -157,7 +166,7 @@ class SimulatedExecutor:
         return is_split
 
     async def _work(self, visit: Visit, kind: str, num_parts: int) -> None:
-        """Computes a forward, or one or both parts of a backward, each of which takes as long."""
+        """Computes a forward, or one or both parts of a backward; each takes the forward's time."""
         each_s = sum(self._job.forward_s[layer] for layer in visit.layers)
         seconds = num_parts * each_s * len(visit.microbatches)
         with self._pulse.computing(visit.layers.start, visit.layers.stop):
@@ -166,11 +175,11 @@ class SimulatedExecutor:
         self._links.check_epoch()
 
     async def _reduce(self, iteration: int, samples: Mapping[int, Samples]) -> dict[int, Samples]:
-        """Sums the gradients of each bucket over its holders: by layer the samples in them."""
+        """Sums the gradients of each bucket over its holders; returns their samples by layer."""
         reduced: dict[int, Samples] = {}
         for index, bucket in self._layout.buckets[self._rank]:
             others = [rank for rank in bucket.ranks if rank != self._rank]
-            # What is silent adds nothing.
+            # A silent holder adds nothing.
             total = [samples.get(layer, ()) for layer in bucket.layers]
             for rank in others:
                 self._links.send(rank, ("reduce", iteration, index), tuple(total))
@@ -183,7 +192,7 @@ class SimulatedExecutor:
         return reduced
 
     async def _commit(self, iteration: int, votes: Votes) -> CommitVector:
-        """Sums the vector over all ranks, up and down a tree."""
+        """Sums the commit vector over all ranks, up and down a tree."""
         peers, has_parent = tree_peers(self._rank, self._layout.ranks)
         children = peers[has_parent:]
         total = self._layout.contribution(self._rank, self._job, iteration)

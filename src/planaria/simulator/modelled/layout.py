@@ -1,7 +1,7 @@
-"""What a plan means for each rank of a modelled iteration, worked out once for all of them.
+"""What each rank does in a modelled iteration of a plan, computed once for all iterations.
 
-Microbatches with the same route go together. Ranks take routes in order, all forward and then all
-backward, so whoever waits for somebody waits for who is before it in that order.
+Microbatches with the same route go together. Ranks run all forwards in the order of routes, and
+then all backwards. So each wait is for work that is earlier in this order, and none is a deadlock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,12 @@ class Visit:
     """A hop of all microbatches that have the same route.
 
     Attributes:
-        route: which of the plan's, from 0.
-        hop: which of the route's.
-        layers: that are computed there.
-        before, after: the ranks of the hops around it, -1 at the ends.
-        microbatches: that go this way.
+        route: index of the route among the plan's distinct routes.
+        hop: index of the hop in the route.
+        layers: layers that are computed there.
+        before: rank of the previous hop; -1: there is none.
+        after: rank of the next hop; -1: there is none.
+        microbatches: microbatches that have this route.
     """
 
     route: int
@@ -36,7 +37,7 @@ class Visit:
     microbatches: tuple[int, ...]
 
     def samples(self, job: PlannedJob, iteration: int) -> Samples:
-        """What goes this way, as the first hop takes it from the data."""
+        """The samples of the route's microbatches in an iteration."""
         numbers = job.samples[iteration]
         return tuple(n for microbatch in self.microbatches for n in numbers[microbatch])
 
@@ -46,11 +47,11 @@ class Layout:
     """A plan by rank.
 
     Attributes:
-        own: the layers that each rank computes.
-        silent: those that it only reduces and steps.
-        owner: of each layer, the rank that speaks and writes for it.
-        visits: of each rank that some route visits, in order.
-        buckets: that each rank reduces, with their numbers, in order.
+        own: layers that each rank computes.
+        silent: layers that each rank only reduces and steps.
+        owner: rank that contributes a layer's entry to the commit vector and saves it, by layer.
+        visits: visits of each rank that has any, in order.
+        buckets: (number, bucket) of all that each rank reduces, in order.
     """
 
     plan: Plan
@@ -62,7 +63,7 @@ class Layout:
     buckets: Mapping[int, tuple[tuple[int, Bucket], ...]]
 
     def peers(self, rank: int) -> set[int]:
-        """Whom a rank exchanges anything with in an iteration."""
+        """The ranks with which a rank exchanges messages in an iteration."""
         found = set(tree_peers(rank, self.ranks)[0])
         for visit in self.visits.get(rank, ()):
             found |= {visit.before, visit.after}
@@ -71,11 +72,11 @@ class Layout:
         return found - {rank, -1}
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """All layers that a rank is to hold."""
+        """All layers that a rank holds."""
         return tuple(sorted((*self.own.get(rank, ()), *self.silent.get(rank, ()))))
 
     def contribution(self, rank: int, job: PlannedJob, iteration: int) -> list[float]:
-        """What a rank adds to the commit vector of an iteration."""
+        """The entries that a rank adds to the commit vector of an iteration."""
         layout = job.rules.layout
         entries = [0.0] * layout.size
         for layer in self.own.get(rank, ()):
@@ -95,7 +96,7 @@ class Layout:
 def layout_of(plan: Plan) -> Layout:
     """The layout of a plan."""
     own = plan.layers_by_rank
-    # Shadows are reduced and stepped like silent layers; to compute ahead changes nothing here.
+    # Shadow layers are reduced and stepped like silent ones; eager forwards change nothing here.
     more = {rank: held.difference(own.get(rank, ())) for rank, held in plan.held_by_rank.items()}
     silent = tuple((rank, tuple(sorted(more[rank]))) for rank in sorted(more) if more[rank])
     return _layout(plan.pipelines, plan.routes, silent, plan.gone, plan.splits_backward)
@@ -123,7 +124,7 @@ def _layout(
 
 
 def _visits(routes: Sequence[Route]) -> dict[int, tuple[Visit, ...]]:
-    """By rank, those of the first route first."""
+    """The visits of each rank, those of the first route first."""
     visits: dict[int, list[Visit]] = {}
     for index, route in enumerate(dict.fromkeys(routes)):
         taken = tuple(m for m, path in enumerate(routes) if path == route)
@@ -137,7 +138,7 @@ def _visits(routes: Sequence[Route]) -> dict[int, tuple[Visit, ...]]:
 
 
 def tree_peers(rank: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """Whom a rank sums the commit vector with; whether the first of them is its parent."""
+    """The peers with which a rank sums the commit vector, and whether the first is its parent."""
     index = ranks.index(rank)
     parent = (ranks[(index - 1) // 2],) if index else ()
     children = tuple(ranks[c] for c in (2 * index + 1, 2 * index + 2) if c < len(ranks))

@@ -1,6 +1,6 @@
-"""A modelled process of the coordinator around the real one: an inbox, connections, ticks.
+"""A modelled process that runs the real coordinator: it has an inbox, connections and ticks.
 
-Source: nodes/head/leader.py, whose order of things it keeps.
+Source: nodes/head/leader.py; the steps come in the same order.
 """
 
 import math
@@ -44,11 +44,11 @@ from planaria.store.logbook import Logbook, opened_logbook
 Item = TypeVar("Item")
 
 _LOOK_S = 0.02
-_LIST_AGAIN_S = 5.0  # As the publisher does, which waits longer each time.
+_LIST_AGAIN_S = 5.0  # The real publisher waits longer each time.
 
 
 class Launcher(Protocol):
-    """Who started the coordinator; it writes to disk for it, too."""
+    """The launcher of the coordinator, and the saves on which the coordinator acts."""
 
     job: PlannedJob
     published: list[Published]
@@ -59,19 +59,19 @@ class Launcher(Protocol):
     loop: Loop
 
     def hear(self, leader: "SimulatedLeader", message: ToLauncher) -> None:
-        """The coordinator tells something."""
+        """Takes a message of the coordinator."""
 
     def happened(self, what: str, *facts: object) -> None:
-        """Something that a reader may want to know."""
+        """Adds an entry to the log."""
 
     def publish(self, command: Publish) -> bool:
-        """Creates the manifest of a save; False if a file of it is missing."""
+        """Creates the manifest of a save; returns False if one of its files is missing."""
 
     def discard(self, command: Discard) -> None:
-        """Removes what there is of a save, unless it is complete."""
+        """Removes the files of a save, unless it is complete."""
 
     def reached_by_leader(self, place: str, iteration: int) -> None:
-        """The coordinator is at a place at which a fault may strike."""
+        """Called when the coordinator is at a place at which a fault may strike."""
 
 
 class _Line:
@@ -93,16 +93,17 @@ class SimulatedLeader:
     """One process of the coordinator.
 
     Args:
-        piece_bytes: of a record, in one value of the store.
-        rescue: what to go on from, only to save what is live; None: from the store.
+        piece_bytes: size above which a record is cut into pieces.
+        rescue: state from which it goes on, only to save the live state; None: it goes on from the
+            records in its store.
 
     Attributes:
-        leadership: what it decides with, once it has read its records.
-        is_serving: it takes connections.
-        has_adopted: it goes on from its store, which has what the rescue knows.
+        leadership: the real coordinator's logic; set once its logbook is open.
+        is_serving: whether it accepts connections.
+        has_adopted: whether its store contains the rescue, if there is one.
         admitted: nodes whose heartbeats it answers.
-        told: when it heard of which save.
-        spoilt: those of which it has heard, or the leaders before it, that they are damaged.
+        told: when it heard of each save, by source.
+        spoilt: sources of saves that it or an earlier coordinator knows to be damaged.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class SimulatedLeader:
         self.admitted: set[int] = set()
         self.told: dict[str, float] = {}
         self.spoilt: set[str] = set()
-        self._requests: _Inbox[Saving | None] = _Inbox()  # None: to list the saves again.
+        self._requests: _Inbox[Saving | None] = _Inbox()  # None: list the saves again.
         self._num_requests = 0
         self._since_s = math.inf
         self._is_refused = self._is_unlisted = self._is_listed = False
@@ -141,7 +142,7 @@ class SimulatedLeader:
         await self._end_at_errors(self._lead())
 
     async def _end_at_errors(self, task: Awaitable[None]) -> None:
-        """What the store refuses to any task ends the process."""
+        """Runs a task; an error of the store ends the process."""
         try:
             await task
         except ConflictError:  # Another coordinator has taken over.
@@ -151,12 +152,13 @@ class SimulatedLeader:
             self.process.kill()
 
     def _refuse(self, error: StoreError) -> None:
-        """The disk keeps no records any more: the launcher knows before anything follows."""
+        """Tells the launcher, before anything else happens, that the disk keeps no records any
+        more."""
         self.notify(Unrecorded(reason=_reason(error)))
         self.queue(MustEnd(_reason(error)))
 
     async def _opened_logbook(self) -> Logbook:
-        """The records that this coordinator goes on from."""
+        """The logbook with the records that this coordinator goes on from."""
         name, rescue = self._launcher.job.rules.job.name, self._rescue
         logbook = await opened_logbook(
             self._store,
@@ -232,7 +234,7 @@ class SimulatedLeader:
     # -- agents -----------------------------------------------------------------------------------
 
     def accept(self, node: int, end: End) -> None:
-        """An agent has connected."""
+        """Accepts the connection of an agent."""
         self.process.spawn(self._serve_agent(node, _Line(end)))
 
     async def _serve_agent(self, node: int, line: _Line) -> None:
@@ -254,17 +256,17 @@ class SimulatedLeader:
 
     @property
     def fitted(self) -> Rules | None:
-        """The rules with estimates of memory that were raised; None: none were, or it has yet to
-        read that."""
+        """The rules with raised memory estimates; None: none were raised, or the records have not
+        been read yet."""
         return self.leadership.state.fitted if self._is_restored else None
 
     @property
     def is_writing(self) -> bool:
-        """Whether something that it records is not on the disk yet."""
+        """Whether a record is not on the disk yet."""
         return self._disk.is_writing
 
     def lost(self, node: int, reason: str) -> None:
-        """The launcher's word that the process of a node is gone."""
+        """Takes the launcher's message that the agent of a node is gone."""
         self.queue(NodeLost(node=node, reason=reason))
 
     # -- hands ------------------------------------------------------------------------------------
@@ -292,13 +294,14 @@ class SimulatedLeader:
 
     @property
     def is_in_the_dark(self) -> bool:
-        """Whether saves may be there of which it cannot know: the store has refused something, or
-        answers nothing; or they were listed, and one before it that was held up publishes more."""
+        """Whether there may be saves that it cannot know of: the store has refused a request or
+        does not answer; or a delayed request of an earlier coordinator may have published one after
+        the saves were listed."""
         is_waiting = self.process.now_s - self._since_s >= TIMEOUT_S
         return self._is_refused or self._is_listed or is_waiting
 
     async def _serve_saves(self) -> None:
-        """Asks the store for one thing after the other."""
+        """Sends requests to the store, one at a time."""
         await self._list_saves()
         while True:
             command = await self._requests.get()
@@ -334,7 +337,7 @@ class SimulatedLeader:
                     is_whole = self._launcher.publish(command)
 
                 reason = "" if await self._ask(publish) else "the store refuses"
-                if not (reason or is_whole):  # A coordinator before this one gave it up.
+                if not (reason or is_whole):  # An earlier coordinator gave the save up.
                     assert (iteration, epoch) in self._launcher.discarded, command
                     reason = "a layer is missing"
                 if reason:
@@ -352,7 +355,7 @@ class SimulatedLeader:
                 await self._ask(lambda: self._launcher.set_aside.add(source))
 
     async def _ask(self, act: Callable[[], None]) -> bool:
-        """Whether the store has done what it was asked for."""
+        """Sends a request to the store; returns whether the store confirmed it."""
         self._since_s = self.process.now_s
         try:
             await self._launcher.saves.request(self.process, act)
@@ -377,7 +380,7 @@ def _reason(error: StoreError) -> str:
 
 
 class _Inbox(Generic[Item]):
-    """A queue, for which one task waits."""
+    """A queue on which at most one task waits."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -391,7 +394,7 @@ class _Inbox(Generic[Item]):
             waiting.resolve(None)
 
     async def get(self) -> Item:
-        """The first item, once there is one."""
+        """Removes and returns the first item, once there is one."""
         while not self._items:
             self._waiting = Waiting()
             await self._waiting

@@ -1,8 +1,8 @@
-"""A modelled worker's links to others: what transport/links.py promises, without its sockets.
+"""A modelled worker's links to peers: the promises of transport/links.py without its sockets.
 
-A message is of an epoch and has a tag; one of an older epoch is dropped. `abort` frees whoever
-waits in an older epoch. A link belongs to two workers, of which each has an address of its own.
-Where one breaks whose peer may not have entered the epoch yet, the epoch is over.
+A message has an epoch and a tag; messages of older epochs are dropped. `abort` frees tasks that
+wait in an older epoch. A link connects two workers, each with an address of its own. If a link
+breaks whose peer may not have entered the epoch yet, the epoch is over.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -37,7 +37,7 @@ class SimulatedLinks:
     """The links of one worker.
 
     Args:
-        find: who listens at a port, None if nobody does any more.
+        find: function that finds the links that listen at a port; None: nobody listens there.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SimulatedLinks:
         link.end.send(_Message(self.epoch, tag, payload))
 
     async def receive(self, peer: int, tag: Tag) -> Any:
-        """What the peer sent under the tag in this epoch."""
+        """The payload that the peer sends under a tag in this epoch, once it is there."""
         key = (peer, self.epoch, tag)
         epoch = self.epoch
         while key not in self._inbox:
@@ -105,7 +105,7 @@ class SimulatedLinks:
         return self._inbox.pop(key)
 
     def abort(self, *, first_epoch: int) -> None:
-        """Frees whoever waits in an epoch before this one."""
+        """Frees all tasks that wait in an epoch before this one."""
         self._first_epoch = max(self._first_epoch, first_epoch)
         self._changed()
 
@@ -185,7 +185,7 @@ class SimulatedLinks:
         found.process.do(lambda: found.accept(self.rank, self.address[1], theirs))
 
     def accept(self, peer: int, port: int, end: End) -> None:
-        """A peer has called; it is told that the handshake is over."""
+        """Accepts a call of a peer and tells it that the handshake is over."""
         link = _Link(end, port)
         end.received = lambda message: self._deliver(peer, link, message)
         end.closed = lambda: self._drop(peer, link)

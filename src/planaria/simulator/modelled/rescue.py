@@ -1,7 +1,6 @@
-"""What the simulated launcher knows of a job's records, and what a coordinator is told to go on
-from that only saves.
+"""What the simulated launcher knows of a job's records, and hands to a coordinator that only saves.
 
-Source: nodes/head/launcher.py, whose order of things it keeps.
+Source: nodes/head/launcher.py; the steps come in the same order.
 """
 
 from collections.abc import Collection
@@ -20,17 +19,17 @@ from planaria.core.records import (
     Unrecorded,
 )
 
-RESTARTS_MAX: Final = 5  # Of the coordinator, without a commit in between.
+RESTARTS_MAX: Final = 5  # Restarts of the coordinator without a commit in between.
 RESCUES_MAX: Final = 3  # Coordinators that only save.
 
 
 class HeardRecords:
-    """What the coordinators of a job have told of their records.
+    """The records of a job as its coordinators have reported them.
 
     Attributes:
-        must_end: why no coordinator can go on from the records; "" while one can.
-        num_restarts: of coordinators, since an iteration was committed last.
-        num_rescues: coordinators that were started only to save.
+        must_end: why no coordinator can go on from the records; "": one can.
+        num_restarts: number of restarts of the coordinator since the last commit.
+        num_rescues: number of coordinators that were started only to save.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -48,7 +47,7 @@ class HeardRecords:
         return self._members.nodes
 
     def hear(self, message: ToLauncher) -> None:
-        """The coordinator tells something."""
+        """Takes a message of the coordinator."""
         match message:
             case Leading():
                 self._led_term = message.term
@@ -65,16 +64,16 @@ class HeardRecords:
                 self.num_restarts = 0
 
     def restart(self) -> None:
-        """The coordinator has ended before the job."""
+        """Counts a coordinator that ended before the job did."""
         self.num_restarts += 1
         if self.num_restarts > RESTARTS_MAX and not self.must_end:
             self.must_end = f"the coordinator ended {self.num_restarts} times without a commit"
 
     def rescue(self, there: Collection[int]) -> Rescue:
-        """What the next coordinator is to go on from.
+        """What the next coordinator, which only saves, goes on from.
 
         Args:
-            there: nodes whose agents have not ended.
+            there: nodes whose agents are alive.
         """
         self.num_rescues += 1
         left = tuple(node for node in self._members.nodes if node in there)

@@ -1,10 +1,10 @@
-"""How a modelled rank writes its layers to disk, and the disk or store that takes its time.
+"""A modelled rank's saves, and the disk or store that they go to.
 
-A rank writes beside training, one save at a time. A store that behaves badly for a while is slow,
-refuses some requests, or leaves some unanswered until it is well again, if ever; what was asked for
-may have been done all the same.
+A rank writes during training, one save at a time. A store that behaves badly for a while is slow,
+refuses some requests, or leaves some unanswered until it behaves well again, if ever. A request
+that was refused or not answered may have been carried out all the same.
 
-Source: engine/saver.py, whose order of things it keeps.
+Source: engine/saver.py; the steps come in the same order.
 """
 
 import math
@@ -18,18 +18,19 @@ from planaria.errors import CheckpointError
 from planaria.simulator.loop import Loop, Process, Waiting
 from planaria.simulator.scenario import TIMEOUT_S, Conduct
 
-_WRITE_S: Final = 0.02  # A layer to disk.
-_ANSWER_S: Final = 0.001  # Of a store that is well.
+_WRITE_S: Final = 0.02  # Time to write a layer to disk.
+_ANSWER_S: Final = 0.001  # Longest answer time of a store that behaves well.
 _WAIT_S: Final = 1.0
 _LOOK_S: Final = 0.02
-_LEASE_TIMEOUT_S: Final = 60.0  # For a coordinator that was lost to be there again.
+_LEASE_TIMEOUT_S: Final = 60.0  # Time in which a lost coordinator is replaced.
 
 
 class SimulatedSaves:
-    """Where saves are kept.
+    """The disk or store that keeps saves.
 
     Attributes:
-        num_bad: requests that were refused, or not answered for as long as anybody waits.
+        num_bad: number of requests that were refused, left unanswered, or answered after the
+            timeout.
     """
 
     def __init__(self, loop: Loop, conduct: Conduct, rng: Random) -> None:
@@ -39,10 +40,13 @@ class SimulatedSaves:
         self._rng = rng
 
     async def request(self, process: Process, act: Callable[[], None]) -> None:
-        """Has something done for a process.
+        """Carries out a request of a process.
+
+        Args:
+            act: what the request does.
 
         Raises:
-            CheckpointError: the store refuses, and may have done it.
+            CheckpointError: the store refuses; `act` may have been called all the same.
         """
         conduct, rng = self._conduct, self._rng
         left_s = conduct.end_s - self._loop.now_s if self._loop.now_s >= conduct.at_s else 0.0
@@ -72,13 +76,13 @@ class SimulatedSaver:
     """The saves of one rank.
 
     Args:
-        write: what a layer's files are, by iteration and epoch.
-        say: takes what the coordinator is to hear.
-        may_write: whether its node is a member, as far as it knows.
-        is_over: whether nobody wants any more what is saved in an epoch.
+        write: function that writes layers' states, by (iteration, epoch, states).
+        say: function that sends a fact to the coordinator.
+        may_write: function that tells whether its node is a member, as far as it knows.
+        is_over: function that tells whether saves of an epoch are not wanted any more.
 
     Attributes:
-        is_writing: whether another save could not begin now.
+        is_writing: whether a save is being written, so that no other can begin.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class SimulatedSaver:
         self._begin_s = 0.0
 
     async def save(self, contents: Mapping[int, int], age: int, epoch: int) -> bool:
-        """Begins a save; False if the one before is in its way."""
+        """Begins a save; returns False if the one before is not written yet."""
         if await self.wait_written(epoch, timeout_s=self._begin_s + _WAIT_S - self._process.now_s):
             self._begin(contents, age, epoch)
             return True
@@ -111,19 +115,23 @@ class SimulatedSaver:
         return False
 
     async def save_last(self, contents: Mapping[int, int], age: int, epoch: int) -> None:
-        """Saves once the one before is written; waits for it, unless its epoch is over."""
+        """Saves once the previous save is written, and waits until it ends or the epoch is over."""
         if await self.wait_written(epoch):
             self._begin(contents, age, epoch)
             await self.wait_written(epoch)
 
     async def leave(self, *, timeout_s: float) -> None:
-        """Gives a save that is being written time to end."""
+        """Waits until a save that is being written ends, at most for `timeout_s`."""
         deadline_s = self._process.now_s + timeout_s
         while self.is_writing and self._process.now_s < deadline_s:
             await self._process.sleep(_LOOK_S)
 
     async def wait_written(self, epoch: int, *, timeout_s: float = math.inf) -> bool:
-        """Waits for what is being written; False if that takes too long, or the epoch is over."""
+        """Waits for the save that is being written.
+
+        Returns:
+            False if that takes too long or the epoch is over.
+        """
         deadline_s = self._process.now_s + timeout_s
         while self.is_writing:
             if self._is_over(epoch) or self._process.now_s >= deadline_s:
@@ -132,7 +140,7 @@ class SimulatedSaver:
         return True
 
     def failed(self, age: int, epoch: int, reason: str, *, is_skipped: bool = False) -> None:
-        """A save cannot be made."""
+        """Reports that a save cannot be made."""
         self._say(
             SaveFailed(
                 rank=self._rank, epoch=epoch, iteration=age, reason=reason, is_skipped=is_skipped
@@ -151,7 +159,8 @@ class SimulatedSaver:
         self.is_writing = False
 
     async def _is_member_in_time(self) -> bool:
-        """As Pulse.wait_member: a node whose coordinator was lost gets its lease back."""
+        """Waits until the node is a member, as Pulse.wait_member does: a node whose coordinator was
+        lost gets its lease back."""
         deadline_s = self._process.now_s + _LEASE_TIMEOUT_S
         while not self._may_write() and self._process.now_s < deadline_s:
             await self._process.sleep(_LOOK_S)

@@ -1,9 +1,9 @@
-"""The disk of coordination under the virtual clock: the embedded store is the real one, it is slow.
+"""The disk of the coordinator's records under the virtual clock, below the real embedded store.
 
-What comes while it writes shares the next write, as in nodes/head/journal.py. A write takes the
-longer, the more bytes it has. A crash loses what the disk does not have, from some write on. A full
-disk takes nothing any more, for ever: whoever has it open is told with the first write that fails,
-and goes on in memory. A disk that hangs answers nothing for some seconds, and then goes on.
+Changes that come during a write share the next one, as in nodes/head/journal.py. The time of a
+write grows with its bytes. A crash loses all changes that are not on the disk. A full disk writes
+nothing any more: the process that has it open hears of that with the first write that fails, and
+goes on in memory. A disk that hangs does not answer for some seconds and then goes on.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,15 @@ _FULL: Final = "the disk is full"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskModel:
-    """How a disk is.
+    """The properties of a disk.
 
     Attributes:
-        write_s: that a write takes, at least; up to twice that, beside its bytes.
-        bytes_per_s: of values, that it writes.
-        slow_s: that a write takes at most while something else slows the disk.
-        piece_bytes: the coordinator cuts larger records into pieces.
-        value_bytes_max: no value may be larger, but that of a key which is no record of an epoch.
+        write_s: lower bound on the time of a write without its bytes; the upper bound is twice
+            that.
+        bytes_per_s: bandwidth for values.
+        slow_s: upper bound on the time of a slow write without its bytes.
+        piece_bytes: size above which the coordinator cuts records into pieces.
+        value_bytes_max: upper bound on the size of a value of an epoch's record.
     """
 
     write_s: float = 0.0005
@@ -39,7 +40,7 @@ class DiskModel:
 
 
 def drawn_disk(rng: Random) -> DiskModel:
-    """The disk of a run: most are fast; on some each record has several pieces."""
+    """The disk of a run; on half of the disks records have pieces of at most 500 bytes."""
     piece_bytes = rng.choice((1 << 19, 1 << 19, 500, 200))
     return DiskModel(
         write_s=rng.choice((0.0005, 0.0005, 0.0005, 0.01, 0.45, 0.9)),
@@ -54,13 +55,14 @@ class SimulatedDisk:
     """A Keeper; `open` gives its store to the next coordinator, `crash` ends the one before.
 
     Args:
-        written: is given each key that is written, or gone with its lease, once the disk has it.
-        is_memory: it is no disk: it takes no time, and nothing of it outlives its coordinator.
+        written: callback for each key that is written, or gone with its lease, once that is on the
+            disk.
+        is_memory: whether it stands for memory: writes take no time, and it is never full.
 
     Attributes:
-        model: how it is.
-        slow_share: of writes that take up to `model.slow_s`.
-        is_full: it takes nothing any more.
+        model: properties of the disk.
+        slow_share: share of writes that take up to `model.slow_s`, 0 to 1.
+        is_full: whether the disk writes nothing any more.
     """
 
     def __init__(
@@ -89,11 +91,11 @@ class SimulatedDisk:
         self._generation = 0
 
     def open(self, process: Process, refused: Callable[[StoreError], None]) -> EmbeddedStore:
-        """The store for the next coordinator's process; one before may still use it.
+        """The store for the next coordinator's process; an earlier process may still use it.
 
         Args:
-            refused: is told, in that process, when the disk takes nothing any more; what comes then
-                is kept in memory.
+            refused: callback in that process for the first write that fails because the disk is
+                full; later changes are kept in memory.
         """
         self._process, self._refused = process, refused
         self._store.set_clock(lambda: process.now_s)
@@ -101,11 +103,11 @@ class SimulatedDisk:
 
     @property
     def is_writing(self) -> bool:
-        """Whether somebody waits for it."""
+        """Whether a write is in progress."""
         return bool(self._writing)
 
     def crash(self) -> None:
-        """Ends the process that has it open; the write under way may have reached the disk."""
+        """Drops what is not on the disk; the write in progress may have reached it or not."""
         if self._writing and self._rng.random() < 0.5 and not self.is_full:
             self._write(self._writing)
         self._generation += 1
@@ -114,11 +116,11 @@ class SimulatedDisk:
         self._store.recover()
 
     def fill(self) -> None:
-        """From now on nothing can be written; what is being written is not."""
+        """Fills the disk: no write, the current one included, succeeds any more."""
         self.is_full = True
 
     def hang(self, lasts_s: float) -> None:
-        """What is being written is written when that is over, or later; so is what comes."""
+        """Delays the current write and later ones until a time is over."""
         self._hangs_until_s = max(self._hangs_until_s, self._loop.now_s + lasts_s)
 
     @property
@@ -152,7 +154,7 @@ class SimulatedDisk:
         self._loop.after(self._write_s(), lambda: self._flushed(generation))
 
     def _write_s(self) -> float:
-        """How long what is being written takes."""
+        """The time of the current write."""
         if self._is_memory:
             return 0.0
         model = self.model
@@ -174,7 +176,7 @@ class SimulatedDisk:
             self._take()
 
     def _refuse(self, generation: int) -> None:
-        """Whoever has it open knows before anything follows, and goes on in memory."""
+        """Tells the process that has the disk open, then goes on in memory."""
         if generation == self._generation:
             self._refused(StoreError(_FULL))
             self._is_memory = True
