@@ -152,8 +152,7 @@ class Checkers:
     def _check_on_record(self, place: str, worker: SimulatedWorker) -> None:
         """Checks that the records that a worker acts on have been written."""
         kinds = {"answer": ("members",), "resume": ("members", "outcome", "plan")}
-        if worker.state.epoch in self._planned:  # Its plan is recorded only once the epoch has
-        begun.
+        if worker.state.epoch in self._planned:  # Its plan is recorded once it has begun.
             kinds["resume"] = ("members",)
         for kind in kinds.get(place, ()):
             if (kind, str(worker.state.epoch)) not in self._records:
