@@ -1,10 +1,10 @@
-"""A worker's line to its agent: one thread that reads, and ends the process with its agent.
+"""A worker's connection to its agent: one thread reads it, and ends the process with the agent.
 
 The thread blocks in a selector over the agent's socket and the launcher's lifeline pipe. When
-either closes, the node or the job is over and the worker leaves at once, whatever its compute
-thread does. An order to abort frees the compute thread at once, and only then is queued for it.
-The thread also beats, so that the agent sees that the process runs at all, and takes SIGTERM for a
-notice that the node is going to be taken away.
+either closes, the node or the job is over, and the worker exits at once, whatever its compute
+thread is doing. An `Abort` first frees the compute thread, then is queued for it. The thread also
+beats, which shows the agent that the process runs, and it reports a SIGTERM as a notice that the
+node will be taken away.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from planaria.transport.pulse import Pulse
 
 
 class Orders:
-    """What a worker is told to do, in order; one thread puts, another one waits."""
+    """Queue of the orders that a worker was given; one thread puts, another one waits."""
 
     def __init__(self) -> None:
         self._waiting: queue.Queue[Order] = queue.Queue()
-        self._first_epoch = -1  # Older ones are over.
+        self._first_epoch = -1  # Epochs before this one are over.
         self._is_shut_down = False
 
     def put(self, order: Order) -> None:
-        """Takes in an order, for its turn."""
+        """Appends an order."""
         if isinstance(order, Abort):
             self._first_epoch = max(self._first_epoch, order.epoch)
         if isinstance(order, Shutdown):
@@ -48,14 +48,15 @@ class Orders:
         self._waiting.put(order)
 
     def wait(self) -> Order:
-        """Blocks until there is one, and takes it out."""
+        """Blocks until there is an order, and removes it from the queue."""
         return self._waiting.get()
 
     def is_over(self, epoch: int) -> bool:
-        """Whether nobody wants any more what is saved in this epoch.
+        """Whether saves of this epoch are of no use any more.
 
-        Orders to begin it, or to save in it, come again from a coordinator that was restarted, and
-        one to begin the next at a commit says nothing of this one: these end nothing.
+        Only an `Abort` of a later epoch or a `Shutdown` ends an epoch. A restarted coordinator
+        repeats the orders to begin an epoch or to save in it, and an order to begin the next epoch
+        at a commit leaves this one running.
         """
         return epoch < self._first_epoch or self._is_shut_down
 
@@ -64,13 +65,13 @@ class Control:
     """Sends and receives a worker's messages.
 
     Args:
-        links: aborted on order.
-        pulse: beats every beat_s.
-        notice: said when SIGTERM tells that the node will be taken away.
+        links: the worker's links, which an `Abort` aborts.
+        pulse: the worker's pulse, which beats every `beat_s` seconds.
+        notice: message to send on SIGTERM, which means that the node will be taken away.
 
     Attributes:
-        stop_requested: set while the ranks are asked to stop at the next commit.
-        next_epoch: of the newest order to begin an epoch at a commit, -1 if there was none.
+        stop_requested: event, set while the ranks are asked to stop at the next commit.
+        next_epoch: epoch of the newest order to begin one at a commit; -1: there was none.
     """
 
     def __init__(
@@ -94,38 +95,40 @@ class Control:
         self._beat_s = beat_s
         self._notice = notice
         self._signal_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Python's own handlers wait for the main thread, which may be deep in a kernel.
+        # Python runs signal handlers in the main thread, which may be busy in a torch kernel.
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Sends a message; any thread may."""
+        """Sends a message; may be called from any thread."""
         with self._lock:
             self._socket.sendall(frame(message))
 
     def is_over(self, epoch: int) -> bool:
-        """Whether the newest orders make worthless what is saved in this epoch."""
+        """Whether saves of this epoch are of no use any more, see `Orders.is_over`."""
         return self._orders.is_over(epoch)
 
     def wait_order(self) -> Order:
-        """Blocks until the coordinator says what to do next; the process ends with its agent."""
+        """Blocks until the coordinator gives the next order; the process ends with its agent."""
         return self._orders.wait()
 
     def _listen(self) -> None:
-        """Never returns: when this thread ends, for whatever reason, so does the process. Without
-        it nobody would hear of the end of the job."""
+        """Serves until the connection ends, then ends the process; never returns.
+
+        A process without this thread would not notice that the job has ended.
+        """
         try:
             self._serve()
         except BaseException:
             traceback.print_exc()
         finally:
-            with contextlib.suppress(OSError):  # With a launcher that was killed nobody reads.
+            with contextlib.suppress(OSError):  # If the launcher was killed, nobody reads stderr.
                 sys.stderr.flush()
             os._exit(1)
 
     def _serve(self) -> None:
-        """Takes messages in until the agent or the launcher is gone."""
+        """Receives messages until the agent or the launcher is gone."""
         decoder = FrameDecoder()
         selector = selectors.DefaultSelector()
         selector.register(self._socket, selectors.EVENT_READ)
