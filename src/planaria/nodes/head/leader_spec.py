@@ -29,7 +29,7 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The spec of the coordinator's process; mostly the same each time that it is started.
 
     Attributes:
-        plan: plan with which the job begins; unused if the journal has records already.
+        plan: plan with which the job begins; used unless the journal has a plan already.
         predicted_s: predicted seconds of an iteration of `plan`.
         templates: see `EveryPlan`.
         plans: see `EveryPlan`.
