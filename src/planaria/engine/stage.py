@@ -268,7 +268,7 @@ class Stage:
         return {layer: held for layer, held in self.layers.items() if held.age != NOT_YET}
 
     def keep_only(self, layers: Collection[int]) -> None:
-        """Drops all other layers."""
+        """Drops all layers that are not in `layers`."""
         self.layers = {layer: held for layer, held in self.layers.items() if layer in layers}
 
     def forward(

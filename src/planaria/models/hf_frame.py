@@ -38,13 +38,13 @@ class Call:
     kwargs: Mapping[str, Any]
 
     def output(self, block: nn.Module, hidden_BLD: Tensor) -> object:
-        """What the block returns for these hidden states."""
+        """The block's return value for these hidden states."""
         if self.is_named:
             return block(hidden_states=hidden_BLD, **self.kwargs)
         return block(hidden_BLD, *self.args, **self.kwargs)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor among the arguments."""
+        """All tensors among the arguments."""
         leaves = tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -165,7 +165,7 @@ def refusal(model: Any, why: str) -> ConfigError:
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter under every name that it has, in the model's order."""
+    """All parameters by name, in the model's order; a shared one is under each of its names."""
     return {
         f"{path}.{name}" if path else name: parameter
         for path, module in model.named_modules()

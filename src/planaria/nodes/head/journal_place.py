@@ -24,7 +24,7 @@ from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.user_files import plain_name, state_directory
 
-_BESIDE: Final = ".journal"  # No save has such a name: that would begin with a letter or digit.
+_BESIDE: Final = ".journal"  # No save can have this name: saves' names begin alphanumerically.
 _FILES: Final = ("journal*", "archive", "lock")
 _PROBE: Final = "journal.probe"
 _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.

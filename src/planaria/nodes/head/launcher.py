@@ -90,7 +90,7 @@ class Launcher:
 
     Args:
         spec: spec of every node; the launcher fills in `node` and all addresses.
-        leader: spec of the coordinator; the launcher fills in the rest, likewise.
+        leader: spec of the coordinator; the launcher fills in the token, addresses and places.
         tier: disk tier to which the job saves; must answer or raise in bounded time.
         other_journal: returns another directory for the journal, or "" if there is none.
     """

@@ -244,7 +244,7 @@ class _Leader:
         await self._tell_end(ended)
 
     async def _finish_saves(self) -> None:
-        """Waits, not for ever, until the disk has carried out all requests; tells what is left.
+        """Waits up to the timeouts until the disk has carried out all requests; reports the rest.
 
         Agents are answered meanwhile.
         """

@@ -7,7 +7,7 @@ from planaria.core.records import ToLauncher
 
 
 class Observer(Protocol):
-    """Is told of the events of a job; implemented by the live display and the report."""
+    """Receives the events of a job; implemented by the live display and the report."""
 
     def noticed(self, message: ToLauncher) -> None:
         """Takes a message of the coordinator; each committed iteration is reported once."""
@@ -24,7 +24,7 @@ class Observer(Protocol):
         """Notes that the coordinator was lost at `lost_s` and runs again since `now_s`."""
 
     def granted(self, node: int, *, stead: int) -> None:
-        """Notes that `node` starts on a machine granted in place of that of the lost `stead`."""
+        """Notes that `node` starts on a machine granted in place of that of lost node `stead`."""
 
     def stopping(self) -> None:
         """Notes that the user asked to stop."""
