@@ -20,7 +20,7 @@ from planaria.engine.blame import is_of_memory
 from planaria.engine.stage import HeldLayer, State
 from planaria.errors import CheckpointError
 
-WAIT_S: Final = 1.0  # A save that takes longer makes the next one be skipped.
+WAIT_S: Final = 1.0  # If a save takes longer, a save that is due meanwhile is skipped.
 _LOOK_S: Final = 0.02  # Interval at which waiting looks whether the epoch is over.
 
 

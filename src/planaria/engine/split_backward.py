@@ -1,11 +1,12 @@
 """A backward in two parts: the gradient of the input first, those of the parameters later.
 
 autograd runs only the nodes that are needed for the gradients it is asked for. The first part asks
-for the gradient of the input alone. A node on a path from the input to the output at which a branch
-from parameters ends is called a join; the first part notes the gradients that reach each join. The
-second part starts from these and runs the branches that lead to parameters only. No gradient is
-computed twice, and every node computes what it would in a whole backward, so the bits are the same.
-(The gradients of a parameter that a module uses three times or more are summed in another order.)
+for the gradient of the input alone. A join is a node on a path from the input to the output at
+which a branch that starts at parameters meets the path; the first part notes the gradients that
+reach each join. The second part starts from these and runs the branches that lead to parameters
+only. No gradient is computed twice, and every node computes what it would in a whole backward, so
+the bits are the same. (The gradients of a parameter that a module uses three times or more are
+summed in another order.)
 
 Joins with a parameter in common run together, from the last to the first. The gradients that one of
 them would pass to another are replaced by those noted there, which already include them.

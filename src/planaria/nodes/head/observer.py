@@ -7,7 +7,7 @@ from planaria.core.records import ToLauncher
 
 
 class Observer(Protocol):
-    """Receives the events of a job; implemented by the live display and the report."""
+    """Receives the events of a job, for the live display and the report."""
 
     def noticed(self, message: ToLauncher) -> None:
         """Takes a message of the coordinator; each committed iteration is reported once."""
