@@ -1,7 +1,7 @@
-"""The microbatches of one iteration, loaded where they are used.
+"""The microbatches of one iteration, loaded on the ranks that use them.
 
-Source: DESIGN 4.1: which microbatch is made of which samples depends on the seed and the
-iteration alone, never on the plan.
+The samples of a microbatch depend only on the seed and the iteration, never on the plan
+(docs/protocol.md, "Committing an iteration", C1).
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ class Batches:
     """Inputs and targets of an iteration.
 
     Attributes:
-        consumed: of the microbatches whose inputs were asked for, the sample numbers.
+        consumed: sample numbers of each microbatch whose inputs were asked for, by microbatch.
     """
 
     def __init__(self, dataset: Dataset, training: TrainingConfig, *, iteration: int) -> None:
@@ -37,7 +37,7 @@ class Batches:
         self.consumed: dict[int, npt.NDArray[np.int64]] = {}
 
     def inputs(self, index: int) -> Tensor:
-        """The inputs of a microbatch, for its first hop, in the dtype that training computes in."""
+        """The inputs of a microbatch, for its first hop; floats are in the dtype of training."""
         self.consumed[index] = self._samples(index)
         inputs = self._load(index)[0]
         if inputs.is_floating_point():
@@ -45,13 +45,13 @@ class Batches:
         return inputs
 
     def targets(self, index: int) -> Tensor:
-        """The targets of a microbatch, for its last hop; not kept any longer."""
+        """The targets of a microbatch, for its last hop; the microbatch is not kept after this."""
         targets = self._load(index)[1]
         del self._loaded[index]
         return targets
 
     def num_targets(self) -> int:
-        """What the loss of every microbatch is divided by: the targets of the global batch."""
+        """Number of targets in the global batch, by which every microbatch's loss is divided."""
         if not self._num_targets:
             self._num_targets = num_targets(self._dataset, self._numbers, seed=self._seed)
         return self._num_targets

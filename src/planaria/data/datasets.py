@@ -1,14 +1,15 @@
 """Datasets: what a sample is, and how a microbatch is made of samples.
 
 Everything random in a sample (masks, transforms) comes from a seed that is a function of the
-job's seed, the iteration and the sample's number, so it does not matter which node loads it.
+job's seed, the iteration and the sample's number, so every node loads the same sample.
 
-Kinds: "text" is prose or any file (text.py). "hf" is a directory written by `save_to_disk` of
-Hugging Face datasets, with a column input_ids (and perhaps labels) or a column text. "python" is
-the user's own function, which returns anything with a length and (inputs, targets) by index.
+Kinds: "text" is Python's own prose or any file (text.py). "hf" is a directory written by
+`save_to_disk` of Hugging Face datasets, with a column input_ids (and perhaps labels) or a column
+text. "python" is the user's own function, which returns an object that has a length and gives
+(inputs, targets) by index.
 
-Targets follow the objective: "causal", the next token at each position; "masked", the hidden
-tokens; "supervised", whatever the model's loss takes. -100 marks a position without a target.
+The targets depend on the objective. "causal": the next token at each position; "masked": the hidden
+tokens; "supervised": whatever the model's loss takes. -100 marks a position without a target.
 """
 
 import importlib
@@ -48,7 +49,7 @@ class Dataset(Protocol):
     """Samples by number.
 
     Attributes:
-        vocabulary_size: token ids are below it; 0 where there are none.
+        vocabulary_size: upper bound on token ids, exclusive; 0: samples have no token ids.
     """
 
     @property
@@ -61,14 +62,14 @@ class Dataset(Protocol):
 
 
 def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory: Path) -> Dataset:
-    """The job's data; tokens are kept in cache_directory, made once by one process of all.
+    """The job's data; one process makes the tokens and keeps them in cache_directory for all.
 
     Args:
         objective: "causal", "masked" or "supervised".
-        seed: of the function that builds a "python" dataset.
+        seed: seed with which the function that builds a "python" dataset runs.
 
     Raises:
-        ConfigError: it cannot be read, or does not fit the objective or the sequence length.
+        ConfigError: the data cannot be read, or does not fit the objective or the sequence length.
     """
     assert objective in ("causal", "masked", "supervised")
     if data.kind == "python":
@@ -80,10 +81,10 @@ def load_dataset(data: DataConfig, *, objective: str, seed: int, cache_directory
 
 
 def vocabulary_size(data: DataConfig, *, cache_directory: Path, objective: str = "causal") -> int:
-    """The vocabulary_size of the data's dataset; of text without tokenising it.
+    """The vocabulary_size of the data's dataset; text is not tokenised for it.
 
     Raises:
-        ConfigError: as `load_dataset`.
+        ConfigError: see `load_dataset`.
     """
     if data.kind == "text":
         return num_token_ids(tokenizer_size(data), objective)
@@ -96,8 +97,8 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Ten
     """Inputs and targets of some samples, each stacked along a new first dimension.
 
     Args:
-        samples: their numbers, int64 [B].
-        seed: of the iteration's data, `data_seed` of core.samples.
+        samples: numbers of the samples, int64 [B].
+        seed: seed of the iteration's data, see `data_seed` of core.samples.
 
     Raises:
         ConfigError: the samples have different shapes.
@@ -107,14 +108,15 @@ def microbatch(dataset: Dataset, samples: np.ndarray, *, seed: int) -> tuple[Ten
 
 
 def num_targets(dataset: Dataset, samples: np.ndarray, *, seed: int) -> int:
-    """How many targets some samples have: what a mean loss over them is divided by.
+    """Number of targets that some samples have, by which a mean loss over them is divided.
 
-    Float targets and single numbers count every element, as all samples have the same shape;
-    rows of integers count where they are not -100. Only those rows are loaded to be counted,
-    and not where masks or rows are of a known length. So it is cheap but for rows of labels.
+    In float targets and single numbers every element counts, and all samples have the same shape;
+    in rows of integers every element but -100 counts. All samples are loaded only to count such
+    rows, and not if the dataset is a `TokenDataset`, whose samples have a known number of targets.
 
     Args:
-        samples, seed: as of `microbatch`.
+        samples: numbers of the samples, int64 [B].
+        seed: seed of the iteration's data, see `data_seed` of core.samples.
     """
     if isinstance(dataset, TokenDataset):
         return len(samples) * dataset.targets_per_sample
@@ -126,7 +128,7 @@ def num_targets(dataset: Dataset, samples: np.ndarray, *, seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _UserDataset:
-    """The user's indexable object; whatever random numbers it draws are of the sample's seed."""
+    """The user's indexable object; random numbers that it draws come from the sample's seed."""
 
     items: Any
     target: str
@@ -137,7 +139,7 @@ class _UserDataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """The object's own, if it has any."""
+        """The object's own vocabulary_size, if it has one, else 0."""
         return int(getattr(self.items, "vocabulary_size", 0))
 
     def sample(self, index: int, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -159,10 +161,10 @@ class _UserDataset:
 
 @dataclass(frozen=True, slots=True)
 class _LabelledRows:
-    """Rows of a saved dataset with labels: one a row ("supervised") or one a token.
+    """Rows of a saved dataset with labels: any labels ("supervised"), or one for each token.
 
-    Token labels stand under their own token, as in Hugging Face; for "causal" they are moved by
-    one here, because planaria's targets are what the model predicts at a position.
+    In Hugging Face datasets the label of a token has the token's own position. For "causal" labels
+    are shifted by one here, because a target in planaria is what the model predicts at a position.
     """
 
     rows: Any
@@ -177,7 +179,7 @@ class _LabelledRows:
         assert seed >= 0
         row = self.rows[index]
         tokens = np.asarray(row["input_ids"]).astype(np.int64)[: self.sequence_length]
-        # A copy: what datasets returns may be read-only, which torch does not know.
+        # A copy, because the arrays of datasets may be read-only, which torch does not support.
         labels = np.array(row["labels"])
         if self.objective == "causal":
             labels = labels[: self.sequence_length].astype(np.int64)
@@ -189,7 +191,7 @@ class _LabelledRows:
 
 @dataclass(frozen=True, slots=True)
 class _TokenRows:
-    """The column input_ids, cut to one length."""
+    """The rows of column input_ids, each cut to `length` tokens."""
 
     rows: Any
     length: int
@@ -226,9 +228,9 @@ def _user_dataset(target: str, *, objective: str, seed: int) -> _UserDataset:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the random numbers of torch on the CPU, numpy and Python; restores them after."""
+    """Seeds the generators of torch (on the CPU), numpy and Python; restores their state after."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    # torch.manual_seed would also change the generators of every accelerator, and for good.
+    # torch.manual_seed would also seed the generators of accelerators, which are not restored.
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -266,7 +268,7 @@ def _saved_dataset(data: DataConfig, *, objective: str, cache_directory: Path) -
 
 
 def _loaded_from_disk(path: str) -> Any:
-    """The saved `datasets.Dataset`, of several splits the one called train."""
+    """The saved `datasets.Dataset`; the split "train" if the directory has several splits."""
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError("data.kind", "hf", "pip install 'planaria[hf]'")
     import datasets
@@ -285,7 +287,7 @@ def _loaded_from_disk(path: str) -> Any:
 
 
 def _check_lengths(saved: Any, column: str, data: DataConfig) -> None:
-    """Refuses a column whose rows are no lists of integers or shorter than a sample."""
+    """Refuses a column whose rows are not lists of integers, or are shorter than a sample."""
     arrow, compute = _arrow()
     values = saved.data.column(column)
     is_list = arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type)
@@ -303,7 +305,7 @@ def _check_lengths(saved: Any, column: str, data: DataConfig) -> None:
 
 
 def _check_labels(rows: Any, path: str) -> None:
-    """Refuses labels that make no tensor, by the first row: text, or rows of many lengths."""
+    """Refuses labels of which the first row makes no tensor: text, or lists of unequal lengths."""
     labels = np.asarray(rows[0]["labels"])
     if labels.dtype.kind not in "biuf":
         remedy = f"its column labels holds {labels.dtype}; planaria takes numbers"
@@ -311,7 +313,7 @@ def _check_labels(rows: Any, path: str) -> None:
 
 
 def _num_ids(saved: Any, path: str, cache_directory: Path) -> int:
-    """One more than the largest of input_ids; the scan's result is kept in the cache."""
+    """One more than the largest number in input_ids; the cache keeps the scan's result."""
 
     def scan(partial_path: Path) -> None:
         _, compute = _arrow()
@@ -334,9 +336,10 @@ def _arrow() -> tuple[Any, Any]:
 
 
 def _saved_digest(path: str) -> str:
-    """Of a saved dataset's descriptions and of its files' names, sizes and times.
+    """Digest of a saved dataset's JSON descriptions, and of its files' names, sizes and times.
 
-    Their content may be terabytes; datasets itself tells versions apart by the descriptions.
+    The content of the files is left out because it may be terabytes; datasets itself distinguishes
+    versions by the descriptions.
     """
     digest = xxhash.xxh3_128()
     for file in sorted(Path(path).rglob("*")):

@@ -1,14 +1,14 @@
-"""Text as tokens: tokenised once into a file that every worker maps, cut into samples.
+"""Text as tokens: tokenised once into a file, which every worker maps, and cut into samples.
 
     {cache}/tokens-{digest}             the tokens, little-endian, 1, 2 or 4 bytes each
-    {cache}/tokenizer-{digest}.json     of "bpe": the byte-pair encoding learned from the text
+    {cache}/tokenizer-{digest}.json     the byte-pair encoding learned from the text, for "bpe"
 
-The digest is of the text's source and of the settings, so a name never changes its content. One
-process makes a file, under another name, while others wait for it; a rename puts it in place.
+The digest is of the text's source and of the settings, so the content of a name never changes. One
+process makes a file, under another name, and then renames it; other processes wait for it.
 
-Samples do not overlap. "causal": the targets are the inputs moved by one token. "masked": 15% of
-the positions, at least one, are targets; of these 80% show the mask token, 10% a random token and
-10% their own.
+The inputs of samples do not overlap. "causal": the targets are the inputs shifted by one token.
+"masked": 15% of the positions, at least one, are targets; 80% of these inputs are the mask token,
+10% a random token, and 10% are unchanged.
 
 Source: Devlin et al., BERT (NAACL '19), section 3.1, for masks; Radford et al., GPT-2 (2019),
 section 2.2, for byte-level pairs. Differs: the number of masked positions is the same in every
@@ -38,16 +38,16 @@ from planaria.core.job import DataConfig
 from planaria.core.samples import random_words
 from planaria.errors import ConfigError
 
-# What cross entropy skips in torch.
+# A target that cross entropy in torch ignores.
 IGNORED = -100
 
-# Part of every digest; raise it when the same source gives other tokens.
+# Part of every digest; raise it when a change of the code gives other tokens for the same source.
 _FORMAT = "1"
 _NUM_BYTE_TOKENS = 256
 _PIECE_BYTES = 1 << 20
 _PIECES_AT_ONCE = 16
 _DOCSTRING_CHARACTERS_MIN = 80
-# Tests are code about code; what is installed beside the library differs between machines.
+# Tests contain little prose, and the packages installed beside the library differ by machine.
 _NOT_PROSE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _MAKING_TIMEOUT_S = 600.0
 _MAKING_POLL_S = 0.05
@@ -55,12 +55,12 @@ _MAKING_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """Where text comes from.
+    """A source of text.
 
     Attributes:
-        name: for messages.
-        digest: differs where the text does.
-        pieces: the text from its start, cut anywhere.
+        name: name to show in messages.
+        digest: digest that differs if the text differs.
+        pieces: function that yields the text from its start, in pieces of any length.
     """
 
     name: str
@@ -69,7 +69,7 @@ class TextSource:
 
 
 class Rows(Protocol):
-    """Arrays of tokens by number."""
+    """Arrays of tokens, by index."""
 
     def __len__(self) -> int: ...
 
@@ -78,12 +78,12 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenDataset:
-    """Samples from rows of tokens, as a language model wants them.
+    """Samples for a language model, made from rows of tokens.
 
     Attributes:
-        rows: all of one length: sequence_length, or one more with the last target.
+        rows: rows of equal length: sequence_length, or one token more, which is the last target.
         objective: "causal" or "masked".
-        num_tokens: of the tokenizer; the mask token is the next one.
+        num_tokens: number of tokens of the tokenizer, which is also the id of the mask token.
     """
 
     rows: Rows
@@ -117,7 +117,7 @@ class TokenDataset:
 def text_dataset(
     source: TextSource, data: DataConfig, *, objective: str, cache_directory: Path
 ) -> TokenDataset:
-    """The samples of a text, tokenised now if it never was.
+    """The samples of a text, which is tokenised now if it was not before.
 
     Raises:
         ConfigError: the text cannot be read or is too short for one sample.
@@ -146,19 +146,19 @@ def text_dataset(
 
 
 def tokenizer_size(data: DataConfig) -> int:
-    """How many tokens the text's tokenizer has, the mask token not counted."""
+    """Number of tokens of the text's tokenizer, without the mask token."""
     return _NUM_BYTE_TOKENS if data.tokenizer == "bytes" else data.vocabulary_size
 
 
 def num_token_ids(num_tokens: int, objective: str) -> int:
-    """How many tokens a model may meet: the tokenizer's, and the mask token where it is used."""
+    """Number of token ids in samples: the tokenizer's, and the mask token if masks are used."""
     return num_tokens + 1 if objective == "masked" else num_tokens
 
 
 def prose_source() -> TextSource:
-    """The Python library's own prose: its language reference and its longer docstrings, 2 MB.
+    """Prose of the Python library: its language reference and its longer docstrings, 2 MB.
 
-    It is the same for one build of Python, and nothing has to be downloaded.
+    The text is the same for every machine with the same build of Python, and is not downloaded.
     """
     return TextSource("the Python library's prose", _digest("prose", sys.version), _prose)
 
@@ -167,7 +167,7 @@ def file_source(path: str) -> TextSource:
     """The content of a file, in any encoding.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     content = xxhash.xxh3_128()
     try:
@@ -181,9 +181,13 @@ def file_source(path: str) -> TextSource:
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """The path, once `make` has put its content at the path it is given; by one process of all.
+    """Makes the file at `path` if it does not exist; returns the path.
 
-    The lock only saves the others the work: the rename makes two makers harmless.
+    One process makes it while the others wait for a lock. Without the lock two processes might do
+    the work twice, which is harmless because each renames its own file.
+
+    Args:
+        make: writes the file's content to the path that it is given.
 
     Raises:
         OSError: the directory cannot be written.
@@ -197,7 +201,7 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
             partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
             try:
                 make(partial)
-                # Without this a power cut may leave the name with nothing in it.
+                # Without fsync a power failure may leave an empty file under this name.
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
                 os.replace(partial, path)
@@ -209,7 +213,7 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 def shifted(
     tokens: np.ndarray, labels: np.ndarray, *, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs, and as targets the next labels; a last one that the row lacks is ignored."""
+    """Inputs, and the next labels as targets; the last target is IGNORED if the row lacks it."""
     targets = np.full(sequence_length, IGNORED, dtype=np.int64)
     following = labels[1 : sequence_length + 1]
     targets[: len(following)] = following
@@ -217,7 +221,7 @@ def shifted(
 
 
 def masked(tokens: np.ndarray, *, mask_token: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs with some tokens hidden and, as targets, what they were; all int64 [length]."""
+    """Inputs with some tokens hidden, and those tokens as targets, both int64 [length]."""
     length = len(tokens)
     order, kind, other = random_words(seed, 3 * length).reshape(3, length)
     places = np.argsort(order, kind="stable")[: _num_masked(length)]
@@ -232,7 +236,11 @@ def masked(tokens: np.ndarray, *, mask_token: int, seed: int) -> tuple[np.ndarra
 
 @dataclass(frozen=True, slots=True)
 class _PackedRows:
-    """A long row of tokens cut into samples; `extra` tokens of the next one come along."""
+    """A long row of tokens cut into samples.
+
+    Attributes:
+        extra: number of tokens of the next sample that a row has at its end.
+    """
 
     tokens: np.ndarray
     sequence_length: int
@@ -273,7 +281,7 @@ def _token_file(source: TextSource, data: DataConfig, cache_directory: Path) -> 
     digest = _digest(source.digest, "bpe", str(data.vocabulary_size))
 
     def texts() -> Iterator[str]:
-        # Gathering the text can take longer than all that follows, so it is done once.
+        # Collecting the text can take longer than tokenising it, so its bytes are kept.
         made_once(bytes_path, lambda partial: _write(partial, source.pieces()))
         return _decoded(bytes_path, source.name)
 
@@ -326,7 +334,7 @@ def _write(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def _wait_locked(file: IO[str], *, timeout_s: float) -> None:
-    """Returns with the file locked, or without where that takes too long or cannot be done."""
+    """Waits until the file is locked; returns without the lock after the timeout or an error."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
         try:
@@ -341,7 +349,7 @@ def _wait_locked(file: IO[str], *, timeout_s: float) -> None:
 
 
 def _file_pieces(path: Path) -> Iterator[bytes]:
-    """Pieces of 1 MiB and up to a line's end, where no word and no character of UTF-8 is cut."""
+    """Yields pieces of 1 MiB plus the rest of a line, so that no word and no character is cut."""
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             yield piece + file.readline()
@@ -353,7 +361,7 @@ def _prose() -> Iterator[bytes]:
     for name in sorted(topics):
         yield f"{topics[name]}\n\n".encode()
     for directory, directories, files in os.walk(sysconfig.get_path("stdlib")):
-        # os.walk goes where this list says, in its order.
+        # os.walk visits the directories in this list, in its order.
         directories[:] = sorted(set(directories) - _NOT_PROSE)
         for file in sorted(files):
             if file.endswith(".py"):
@@ -361,7 +369,7 @@ def _prose() -> Iterator[bytes]:
 
 
 def _docstrings(source: bytes) -> Iterator[bytes]:
-    # Expressions, most of a tree, hold no docstrings: skipping them halves the time.
+    # Expressions are most of a tree and hold no docstrings; skipping them halves the time.
     nodes: list[ast.AST] = [ast.parse(source)]
     while nodes:
         node = nodes.pop()

@@ -1,16 +1,16 @@
-"""A transition on live tensors: the outcome is applied, and missing layers come from their holders.
+"""A rank's part of a transition: it sends layers that others lack and receives those it lacks.
 
-A layer comes in chunks, from one holder or several. What one holder sends of it travels as a head
-(JSON: name, dtype and shape of the layer's tensors), then the chunks' bytes in pieces of a MiB or
-less, and at last their hash. Whoever holds a layer already neither sends for it nor touches it.
+A layer arrives in chunks, from one holder or several. Each holder sends a head (JSON: name, dtype
+and shape of the layer's tensors), then the bytes of its chunks in pieces of at most one MiB, and
+last the hash of those bytes. A rank that already holds a layer does not receive it.
 
-Nothing here waits for a turn. A piece is hashed and queued while earlier ones are on the wire, one
-for each target after another, so that all links are in use from the first piece on, each as soon as
-it stands. What arrives is hashed and put in its place in the layer's memory, in whatever order;
-while nothing is here, the modules that will take the layers are built. Nothing is copied whole:
-senders send from the tensors themselves.
+Sending and receiving overlap. A piece is hashed and queued while earlier pieces are on the wire.
+The targets take turns piece by piece, so that all links are busy from the first piece on. A link is
+used as soon as it is up. A received piece is hashed and written to its place in the layer's memory,
+in any order; while nothing has arrived, the modules that will take the layers are built. No layer
+is copied to be sent: senders send from the tensors themselves.
 
-Source: DESIGN 4.5 (outcome) and 5 (transfer); Oobleck (SOSP '23), section 5.
+Source: docs/protocol.md, "Recovering from a loss"; Oobleck (SOSP '23), section 5.
 """
 
 from collections import Counter, deque
@@ -49,7 +49,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def drop_others(stage: Stage, *, age: int) -> None:
-    """Keeps the layers of this age, without gradients; the others are of no use any more."""
+    """Keeps the layers of this age and clears their gradient sums; drops all other layers."""
     stage.keep_only([layer for layer, held in stage.layers.items() if held.age == age])
     for held in stage.layers.values():
         held.clear()
@@ -64,14 +64,15 @@ def exchange_layers(
     timeout_s: float,
     copies: Mapping[int, State] | None = None,
 ) -> int:
-    """Sends what others lack and takes over what this rank lacks; the bytes that came for that.
+    """Sends layers that others lack and receives those this rank lacks; returns the bytes received.
 
-    What it sends is still under way when it returns. It must not change until the targets have it:
-    no layer is stepped before all ranks of the plan have told that they are through an iteration.
+    The layers that this rank sends may still be on the wire when this function returns, so they
+    must not change until the targets have them. That holds because no layer is stepped before the
+    commit vector of an iteration, which needs all ranks of the plan.
 
     Args:
-        timeout_s: for the next piece.
-        copies: of layers that this rank sends, but does not hold.
+        timeout_s: maximum wait for the next piece.
+        copies: states of layers that this rank sends from copies in memory, without holding them.
 
     Raises:
         PeerLostError, AbortedError: a holder is gone; layers that have arrived by then are held.
@@ -108,16 +109,16 @@ def exchange_layers(
                     vessels[layer] = stage.vessel(layer)
                 stage.take(vessels.pop(layer), state, age=age)
     for source in {t.source for t in ordered if t.target == links.rank}:
-        with suppress(PeerLostError):  # It may leave, now that all is here.
+        with suppress(PeerLostError):  # The source may leave once everything has arrived.
             links.send(source, _TAKEN_TAG)
     return links.state_bytes[links.epoch]
 
 
 def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
-    """Blocks until whoever gets layers from this rank has them all.
+    """Blocks until all ranks that receive layers from this rank have confirmed them.
 
     Raises:
-        PeerLostError, AbortedError: one of them is gone, or what was sent to it may be.
+        PeerLostError, AbortedError: a target is gone, or what was sent to it may be lost.
     """
     own = [t for transfers in rounds for t in transfers if t.source == links.rank]
     for target in sorted({transfer.target for transfer in own}):
@@ -127,25 +128,25 @@ def wait_taken(links: Links, rounds: Sequence[Sequence[Transfer]]) -> None:
 def send_silently(
     links: Links, stage: Stage, rounds: Sequence[Sequence[Transfer]], *, age: int
 ) -> None:
-    """Sends layers of this age to those who are to hold them silently, and first of all the age.
+    """Sends the age, then layers of this age, to the ranks that are to hold them silently.
 
     Raises:
-        PeerLostError: one of them is gone.
+        PeerLostError: a target is gone.
     """
     own = [t for transfers in rounds for t in transfers if t.source == links.rank]
     for target in {transfer.target for transfer in own}:
         links.send(target, _AGE_TAG, np.array([age], dtype=np.int64))
-    # Copies, because training goes on.
+    # Training goes on and changes the tensors, so what is sent must be a copy.
     copies = {layer: stage.layers[layer].state() for layer in {t.layer for t in own}}
     for message in _outgoing(own, stage, copies.__getitem__, age):
         message.send(links)
 
 
 def received_age(links: Links, rounds: Sequence[Sequence[Transfer]], *, timeout_s: float) -> int:
-    """The age of what is sent to this rank, which had no part in the epoch before.
+    """The age of the layers sent to this rank, which took no part in the epoch before.
 
     Raises:
-        PeerLostError, AbortedError: whoever would send it is gone.
+        PeerLostError, AbortedError: the source is gone.
     """
     source = min(t.source for transfers in rounds for t in transfers if t.target == links.rank)
     received = links.receive(source, _AGE_TAG, timeout_s=timeout_s)
@@ -160,10 +161,10 @@ def receive_silently(
     age: int,
     timeout_s: float,
 ) -> int:
-    """Fills in the layers that this rank has prepared, once they are here; the bytes that came.
+    """Receives the states of the layers that this rank has prepared; returns the bytes received.
 
     Raises:
-        PeerLostError, AbortedError: a holder is gone; what has arrived by then is held.
+        PeerLostError, AbortedError: a holder is gone; layers that have arrived by then are held.
     """
     own = [t for transfers in rounds for t in transfers if t.target == links.rank]
     arriving = _Arriving(own, age)
@@ -192,7 +193,7 @@ class _Message(NamedTuple):
 def _outgoing(
     transfers: Iterable[Transfer], stage: Stage, state_of: Callable[[int], State], age: int
 ) -> Iterator[_Message]:
-    """All messages of these transfers and whom they are for, in turns for each target."""
+    """All messages of these transfers; the targets take turns, one message each."""
     by_target: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         by_target.setdefault(transfer.target, []).append(transfer)
@@ -228,18 +229,18 @@ def _messages(
 
 
 class _Arriving:
-    """Layers on their way to this rank.
+    """Layers that this rank is receiving.
 
     Attributes:
-        layers: that are not whole yet.
-        wanted: by source, the message that is next.
+        layers: the layers that have not arrived completely.
+        wanted: tag of the next message from each source, by source rank.
     """
 
     def __init__(self, transfers: Iterable[Transfer], age: int) -> None:
         self._age = age
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
         self._memory: dict[int, Bytes] = {}
-        self._num_chunks: Counter[int] = Counter()  # That are still to come, by layer.
+        self._num_chunks: Counter[int] = Counter()  # Chunks still to arrive, by layer.
         by_source: dict[int, list[Transfer]] = {}
         for transfer in transfers:
             by_source.setdefault(transfer.source, []).append(transfer)
@@ -253,10 +254,10 @@ class _Arriving:
         return tuple(self._num_chunks)
 
     def take(self, source: int, received: Bytes) -> Iterator[tuple[int, State]]:
-        """Takes the message wanted from a source; the layers that are whole with it.
+        """Takes the wanted message from a source; yields the layers that it completes.
 
         Raises:
-            PeerLostError: it is not what the source sent.
+            PeerLostError: the message differs from what the source sent.
         """
         try:
             self.wanted[source] = self._steps[source].send(received)
@@ -267,7 +268,7 @@ class _Arriving:
             yield layer, unpacked(self._tensors.pop(layer), self._memory.pop(layer))
 
     def _read(self, transfers: Sequence[Transfer]) -> Generator[Tag, Bytes, None]:
-        """Asks for the messages of one source, in the order in which it sends them."""
+        """Yields the tag of each message of one source, in order, and is sent its payload."""
         for transfer in transfers:
             layer = transfer.layer
             raw = yield _head_tag(transfer, self._age)
@@ -303,7 +304,7 @@ def _piece_tag(transfer: Transfer, age: int, index: int) -> Tag:
 
 
 def _pieces(transfer: Transfer, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where the pieces of its chunks begin and end in a layer of so many bytes."""
+    """First and end byte of each piece of the transfer, in a layer of `num_bytes` bytes."""
     first = num_bytes * transfer.first_chunk // NUM_CHUNKS
     end = num_bytes * transfer.end_chunk // NUM_CHUNKS
     for begin in range(first, end, PIECE_BYTES):
@@ -311,7 +312,7 @@ def _pieces(transfer: Transfer, num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(arrays: Sequence[Bytes], first: int, end: int) -> list[Bytes]:
-    """The bytes [first, end) of the arrays end to end."""
+    """The bytes [first, end) of the concatenated arrays, as views."""
     cut = []
     for array in arrays:
         part = array[max(0, first) : max(0, end)]

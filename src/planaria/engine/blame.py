@@ -1,8 +1,9 @@
-"""Whose fault an exception in a worker is: the job's own code, or the world around the node.
+"""Decides whether an exception in a worker is the fault of the job's own code or of the node.
 
-A mistake in a model or a data set raises on every node, and ends the job. The world's faults strike
-a node: its memory is full, its devices or their libraries fail, or it cannot read what other nodes
-can. An exception that was raised from one of the world's, or while one was handled, counts as that.
+A mistake in a model or a data set raises on every node and ends the job. A fault of the node
+strikes that node alone: its memory is full, its devices or their libraries fail, or it cannot read
+what other nodes can read. An exception that was raised from such a fault, or while one was being
+handled, counts as a fault of the node too.
 """
 
 import errno
@@ -25,7 +26,7 @@ _MESSAGE_MAX: Final = 500
 
 
 def blame_of(error: BaseException) -> Blame:
-    """Whose fault it is."""
+    """The blame for an exception: "memory" or "node" (faults of the node), or "job"."""
     for link in _chain(error):
         if is_of_memory(link):
             return "memory"
@@ -39,10 +40,10 @@ def blame_of(error: BaseException) -> Blame:
 def failure_of(
     error: BaseException, spec: NodeSpec, *, pid: int, epoch: int, layers: tuple[int, int]
 ) -> WorkerFailed:
-    """What is told of an exception.
+    """The message that reports an exception to the coordinator.
 
     Args:
-        layers: first and end of those that were being computed, both 0 if none were.
+        layers: first and end of the layers that were being computed; both 0: none.
     """
     first_layer, end_layer = layers
     message = " ".join(str(error).split())[:_MESSAGE_MAX]
@@ -62,7 +63,7 @@ def failure_of(
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it was raised from, or while they were handled."""
+    """The exception, then those from which, or during whose handling, it was raised."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -72,7 +73,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether it tells that memory is full; what it was raised from is not looked at."""
+    """Whether the exception itself, regardless of its causes, says that memory is full."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
@@ -80,7 +81,7 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def _name(error: BaseException) -> str:
-    """The type as its users write it."""
+    """The type's name as users write it: with its module, unless it is a builtin."""
     kind = type(error)
     is_builtin = kind.__module__ == "builtins"
     return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"

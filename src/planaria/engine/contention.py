@@ -1,8 +1,8 @@
-"""Other processes that compute what this one measures, so that they compete for processors, caches
-and memory as the ranks of a job do that trains.
+"""Processes that compute the same as the measuring process, to compete with it for processors.
 
-Nothing depends on them: they are never waited for, what they print is thrown away, and if one of
-them cannot start or ends, fewer compete.
+They compete for processors, caches and memory as the ranks of a training job do. The measurement
+does not depend on them: it never waits for them, their output is thrown away, and if one cannot
+start or ends early, fewer compete.
 """
 
 import ctypes
@@ -25,14 +25,18 @@ _T = TypeVar("_T")
 
 
 class Contention:
-    """The body of the `with` is run by so many other processes, too; they end where it does."""
+    """Runs the body of the `with` in `num_others` forked processes too; they end with the body.
+
+    Args:
+        num_others: number of processes beside this one.
+    """
 
     def __init__(self, num_others: int) -> None:
         self._num_others = num_others
         self._others: list[int] = []
         self._is_other = False
         self._num_done = 0
-        # How many `repeat`s the process that measures is through with.
+        # The number of `repeat` calls that the measuring process has completed.
         self._shared = mmap.mmap(-1, _COUNT.size)
 
     def __enter__(self) -> Self:
@@ -46,7 +50,7 @@ class Contention:
             if pid == 0:
                 try:
                     self._begin_other(own)
-                except BaseException:  # Two must not go on as the one that measures.
+                except BaseException:  # Only one process may go on as the measuring one.
                     self._end_other()
                 break
             self._others.append(pid)
@@ -61,12 +65,12 @@ class Contention:
         if self._is_other:
             self._end_other()
         for pid in self._others:
-            os.kill(pid, signal.SIGKILL)  # Not waited for yet, so the number is its own.
+            os.kill(pid, signal.SIGKILL)  # Not reaped yet, so the pid cannot have been reused.
             os.waitpid(pid, 0)
         self._shared.close()
 
     def repeat(self, run: Callable[[], _T], *, times: int) -> list[_T]:
-        """What the runs return, after a first one that warms up; the others run it meanwhile."""
+        """The results of `times` runs after a warm-up run; the other processes run it meanwhile."""
         first = run()
         self._num_done += 1
         if self._is_other:

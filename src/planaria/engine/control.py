@@ -1,10 +1,10 @@
-"""A worker's line to its agent: one thread that reads, and ends the process with its agent.
+"""A worker's connection to its agent: one thread reads it, and ends the process with the agent.
 
 The thread blocks in a selector over the agent's socket and the launcher's lifeline pipe. When
-either closes, the node or the job is over and the worker leaves at once, whatever its compute
-thread does. An order to abort frees the compute thread at once, and only then is queued for it.
-The thread also beats, so that the agent sees that the process runs at all, and takes SIGTERM for a
-notice that the node is going to be taken away.
+either closes, the node or the job is over, and the worker exits at once, whatever its compute
+thread is doing. An `Abort` first frees the compute thread, then is queued for it. The thread also
+beats, which shows the agent that the process runs, and it reports a SIGTERM as a notice that the
+node will be taken away.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ class Control:
     """Sends and receives a worker's messages.
 
     Args:
-        links: aborted on order.
-        pulse: beats every beat_s.
-        notice: said when SIGTERM tells that the node will be taken away.
+        links: the worker's links, which an `Abort` aborts.
+        pulse: the worker's pulse, which beats every `beat_s` seconds.
+        notice: message to send on SIGTERM, which means that the node will be taken away.
 
     Attributes:
-        line: what the orders that have arrived say, of which some wait for their turn.
+        line: what the orders that have arrived say, also those that wait for their turn.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class Control:
         self._beat_s = beat_s
         self._notice = notice
         self._signal_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # Python's own handlers wait for the main thread, which may be deep in a kernel.
+        # Python runs signal handlers in the main thread, which may be busy in a torch kernel.
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Sends a message; any thread may."""
+        """Sends a message; may be called from any thread."""
         with self._lock:
             self._socket.sendall(frame(message))
 
     def is_over(self, epoch: int) -> bool:
-        """Whether the newest orders make worthless what is saved in this epoch."""
+        """Whether saves of this epoch are of no use any more, see `Line.is_over`."""
         return self.line.is_over(epoch)
 
     def wait_order(self) -> Order:
@@ -79,19 +79,21 @@ class Control:
         return self._orders.get()
 
     def _listen(self) -> None:
-        """Never returns: when this thread ends, for whatever reason, so does the process. Without
-        it nobody would hear of the end of the job."""
+        """Serves until the connection ends, then ends the process; never returns.
+
+        A process without this thread would not notice that the job has ended.
+        """
         try:
             self._serve()
         except BaseException:
             traceback.print_exc()
         finally:
-            with contextlib.suppress(OSError):  # With a launcher that was killed nobody reads.
+            with contextlib.suppress(OSError):  # If the launcher was killed, nobody reads stderr.
                 sys.stderr.flush()
             os._exit(1)
 
     def _serve(self) -> None:
-        """Takes messages in until the agent or the launcher is gone."""
+        """Receives messages until the agent or the launcher is gone."""
         decoder = FrameDecoder()
         selector = selectors.DefaultSelector()
         selector.register(self._socket, selectors.EVENT_READ)

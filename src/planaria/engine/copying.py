@@ -1,11 +1,12 @@
-"""A rank's copies in memory, from one epoch to the next: when a version begins, and what it means.
+"""A rank's copies in memory across epochs: when a version begins, and when it is complete.
 
-The state does not change from one optimizer step to the next, so a version begins after a step, as
-soon as the one before is complete on all ranks, which the commit tells; the optimizer waits for a
-layer to be copied here, and for nothing else, unless the job asks for a version every so many
-iterations: then the commit waits for it.
+The state does not change between two optimizer steps, so a version begins right after a step, as
+soon as the version before is complete on all ranks, which the commit vector tells. The optimizer
+step of a layer waits only until the layer is copied within this node. If the job asks for a version
+every so many iterations (`checkpoint.every`), the commit of such an iteration also waits until
+this rank's part of the version has ended.
 
-Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 5.
+Source: Gemini (SOSP '23), section 5.
 """
 
 import time
@@ -28,11 +29,11 @@ from planaria.transport.links import Links
 
 
 class Copying:
-    """The copies that a rank keeps and gives; nothing if the job has none.
+    """The copies that a rank keeps and sends; does nothing if the job keeps no copies.
 
     Args:
-        send: is told of versions that cannot be complete.
-        timeout_s: for the next piece.
+        send: sends a message to the coordinator, here about a version that cannot be completed.
+        timeout_s: maximum wait for the next piece.
     """
 
     def __init__(
@@ -47,24 +48,24 @@ class Copying:
         self._send = send
         self._timeout_s = timeout_s
         self._arena = Arena(spec.copies_fd) if spec.copies_fd >= 0 else None
-        self._kept: Label | None = None  # The newest version that is complete, as far as known.
+        self._kept: Label | None = None  # The newest version known to be complete.
         self._copier: Copier | None = None
         self._turns: Interleaving | None = None
-        self._first_age = 0  # Of the epoch's first version.
+        self._first_age = 0  # The age of the epoch's first version.
         self._stall_s = 0.0
 
     # -- between epochs ---------------------------------------------------------------------------
 
     @property
     def versions(self) -> dict[int, tuple[Label, ...]]:
-        """Of each layer those that are here, and whole."""
+        """The complete versions that this node keeps of each layer, by layer."""
         return self._arena.versions() if self._arena else {}
 
     def states(self, layers: Collection[int], label: Label | None) -> dict[int, State]:
-        """Those of these layers of which there is a copy of that version.
+        """The states of those of `layers` of which this node keeps a copy of version `label`.
 
         Raises:
-            CheckpointError: one is not what was written; it is dropped.
+            CheckpointError: a copy differs from what was written; it is dropped.
         """
         if self._arena is None or label is None:
             return {}
@@ -77,10 +78,11 @@ class Copying:
     # -- in an epoch ------------------------------------------------------------------------------
 
     def enter(self, start: StartEpoch, stage: Stage, *, is_planned: bool) -> None:
-        """Begins the epoch's first version, if there are copies.
+        """Begins the copies of an epoch, and its first version unless that is to begin later.
 
         Args:
-            is_planned: it follows on the one before at a commit, and this rank knows what is kept.
+            is_planned: whether the epoch began at a commit of the one before, so that this rank
+                knows itself which version is kept.
         """
         if self._arena is None:
             return
@@ -108,13 +110,13 @@ class Copying:
             timeout_s=self._timeout_s,
         )
         if self._kept is None and not self._arena.num_bytes:  # The job begins.
-            with suppress(CheckpointError):  # The first version says so.
+            with suppress(CheckpointError):  # The first version will report it.
                 self._arena.reserve(self._sizes(start, own))
         if not unprotected:
             self._begin(start.iteration)
 
     def _sizes(self, start: StartEpoch, own: Collection[int]) -> dict[int, int]:
-        """Of layers that this rank keeps, the bytes, as far as it can know them."""
+        """Bytes of each layer that this rank keeps, as far as it can know them, by layer."""
         held = self._stage.layers
         found = {n: sum(view.nbytes for view in held[n].state_views().values()) for n in own}
         profile = self._spec.profile
@@ -132,7 +134,7 @@ class Copying:
         return Buffers(job.buffer_bytes, 1 if job.mode == "unpipelined" else job.num_buffers)
 
     def _interleaving(self, start: StartEpoch) -> Interleaving | None:
-        """The moments at which copies of an epoch may go; None where they wait for nothing."""
+        """The idle spans in which copies of an epoch are sent; None: copies wait for none."""
         job, rank, profile = self._job, self._spec.rank, self._spec.profile
         per_node = self._spec.job.cluster.devices_per_node
         if profile is None or job.mode in ("naive", "blocking"):
@@ -149,25 +151,29 @@ class Copying:
         )
 
     def _unload(self, num_bytes: int, *, is_own: bool) -> None:
-        """Sleeps as long as a paced job's devices would take. Copies that come are received by the
-        host unless they are to come by a device."""
+        """Sleeps as long as a paced job's device would take to move the bytes to its host.
+
+        Copies from other ranks arrive at the host directly, unless `checkpoint.path` is "device".
+        """
         if self._to_host is not None and (is_own or self._job.path == "device"):
             self._links.timekeeper.sleep(self._to_host.seconds(num_bytes))
 
     def started(self, iteration: int) -> None:
-        """An iteration begins."""
+        """Must be called when an iteration begins."""
         if self._turns is not None:
             must_end = self._job.every != "auto" and (iteration + 1) % self._job.every == 0
             self._turns.started(iteration, must_end=must_end)
 
     def acted(self) -> None:
-        """A forward or backward is done."""
+        """Must be called after each forward and backward."""
         if self._turns is not None:
             self._turns.acted()
 
     def votes(self, iteration: int) -> tuple[int, int]:
-        """Whether this rank is through with the version, and whether it failed, for the commit of
-        an iteration."""
+        """This rank's votes for the commit of an iteration, each 0 or 1.
+
+        The first says whether its part of the version has ended, the second whether it failed.
+        """
         if self._copier is None:
             return 0, 0
         if self._job.every != "auto" and (iteration + 1) % self._job.every == 0:
@@ -178,13 +184,13 @@ class Copying:
         return int(has_ended), int(has_ended and self._copier.has_failed)
 
     def wait_copied(self, layer: int) -> None:
-        """Blocks until the layer may change; raises what ended the copying."""
+        """Blocks until the layer may change; raises the error that ended the copying, if any."""
         if self._copier is not None:
             copier = self._copier
             self._wait(lambda: copier.wait_copied(layer))
 
     def take_done(self) -> CopiesDone:
-        """What an iteration that is applied has meant for copies."""
+        """The state of the copies after an iteration was applied."""
         idle_s, used_s = self._turns.take_idle_s() if self._turns else (0.0, 0.0)
         age = self._kept.age if self._kept else -1
         return CopiesDone(age=age, idle_s=idle_s, idle_used_s=used_s)
@@ -195,11 +201,13 @@ class Copying:
         return stall_s
 
     def applied(self, vector: CommitVector, plan: Plan, *, age: int, goes_on: bool) -> None:
-        """All layers are of this age now; the commit before that told how far the copies were.
+        """Completes the version if all ranks have voted so, and begins the next one if it is due.
 
         Args:
-            goes_on: neither training nor the epoch ends here; else no version begins. There is none
-                of the job's last state, from which nobody could tell that it was the last.
+            vector: the commit vector that was applied.
+            age: the age that all layers have now.
+            goes_on: whether neither training nor the epoch ends here; if not, no version begins.
+                The job's last state gets no version: nothing in it would say that it is the last.
         """
         if self._copier is None or age < self._first_age:
             return
@@ -213,7 +221,7 @@ class Copying:
             self._begin(age)
 
     def leave(self) -> None:
-        """Ends the epoch's threads; what they wait for must have been aborted or be over."""
+        """Ends the epoch's threads; everything they wait for must have ended or been aborted."""
         if self._turns is not None:
             self._turns.close()
             self._turns = None
@@ -231,7 +239,7 @@ class Copying:
             self._wait(self._copier.wait_ended)
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        """Waits, and notes for how long."""
+        """Calls `wait` and adds its duration to the stall."""
         begin_s = time.monotonic()
         wait()
         self._stall_s += time.monotonic() - begin_s

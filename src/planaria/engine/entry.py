@@ -1,7 +1,7 @@
-"""What a rank begins an epoch with: the layers of its plan, wherever they come from.
+"""Provides the layers with which a rank begins an epoch, from whichever source has them.
 
-They are here already, or come from peers who hold them or keep copies of them, or are read: from
-this rank's own copies in memory, or from the disk tier, or made from the seed.
+The rank holds a layer already, or receives it from a peer that holds it or keeps a copy, or reads
+it from its own copies in memory or from the disk tier, or makes it from the seed.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,16 @@ def exchanged(
     storage: Link | None,
     timeout_s: float = PATIENT_S,
 ) -> tuple[StartEpoch, int]:
-    """The order with its iteration, once this rank has what it begins the epoch with; the bytes
-    that came for that.
+    """Provides this rank's layers; returns the order with its iteration, and the bytes received.
+
+    Layers that the rank is to hold silently are only prepared; their states arrive later.
 
     Args:
-        storage: in a paced job, how long what is read of a save is on its way.
+        storage: link over which a paced job reads saves; None: reading takes as long as it takes.
 
     Raises:
         PeerLostError, AbortedError: a peer is gone.
-        CheckpointError: a copy in memory, or a version on disk, is not what was written.
+        CheckpointError: a copy in memory or a version on disk differs from what was written.
     """
     rounds, plan, rank = start.rounds, start.plan, links.rank
     takes_part = rank in plan.all_ranks
@@ -55,7 +56,7 @@ def exchanged(
         if not takes_part:
             wait_taken(links, rounds)
             return start, size
-        if not start.vector:  # All begin anew: from the start, from a save, or from copies.
+        if not start.vector:  # The job starts, resumes, or goes back to a save or to copies.
             missing = missing_layers(own, stage)
             states = copies if start.copied else loaded_layers(tier, start.source, missing)
             if states and storage is not None and not start.copied:
@@ -74,10 +75,10 @@ def exchanged(
 
 
 def loaded_layers(tier: Tier, source: str, layers: Sequence[int]) -> dict[int, State]:
-    """The states of layers in a version of the disk tier; none if that is "".
+    """The states of layers in version `source` of the disk tier; empty if `source` is "".
 
     Raises:
-        SpoiltError: it cannot be read.
+        SpoiltError: the version cannot be read.
     """
     if not source:
         return {}

@@ -1,13 +1,14 @@
 """Runs one iteration of a schedule on this rank, up to and including the commit vector.
 
-The compute thread takes the rank's actions in order. Sends never block, receives wait for the
-message, and a reduction is handed to one communication thread, which runs this rank's buckets
-in ascending order: a bucket that is ready early waits for those before it, so that no two ranks
-wait for each other (DESIGN 4.3). When all reductions are in, the ranks sum the commit vector:
-squared gradient norms by layer, losses by microbatch, and whether anyone asks to stop. Whoever
-holds it knows that every gradient is complete everywhere (DESIGN 4.4), and that all holders of a
-layer computed them with the same parameters: behind the vector travel sums of hashes that tell
-(core/agreement.py), and where they tell of a difference there is no vector.
+The compute thread runs the rank's actions in order. Sends never block, receives wait for the
+message, and reductions are handed to one communication thread, which runs this rank's buckets in
+ascending order: a bucket that is ready early waits for the buckets before it, so that no two ranks
+wait for each other. When its own reductions are done, each rank enters the sum of the commit
+vector: squared gradient norms by layer, losses and samples by microbatch, and votes. A rank that
+holds the sum knows that every gradient is complete everywhere (docs/protocol.md, "Committing an
+iteration", C2), and that all holders of a layer computed with the same parameters: sums of
+parameter hashes travel with the vector (core/agreement.py), and if they show a difference no rank
+gets a vector.
 """
 
 from collections import Counter
@@ -49,17 +50,19 @@ class Executor:
     """One rank's part of the iterations of one epoch.
 
     Args:
-        layout: of the commit vector.
-        pulse: is told when an action begins that should end in time.
-        reached: is called at the steps at which a fault can be injected.
-        worked: is called after each forward and backward, or part of one, with the seconds of it.
-        acted: is called then, too, before any fault makes this rank slow.
-        holds: is called with the tensors that wait for other actions, whenever these or what else
-            the rank holds may be the most of the iteration.
+        layout: layout of the commit vector.
+        pulse: the worker's pulse, which is told by when each action should end.
+        lease_s: minimum time, in seconds, after which an action is late.
+        reached: callback, called with the step and the iteration at each step at which a fault can
+            be injected.
+        worked: callback, called with the seconds of each forward and backward, or part of one.
+        acted: callback, called after each forward and backward, before `worked` may slow the rank.
+        holds: callback, called with the tensors kept for later actions, at each moment at which
+            the rank's memory in use may be at its peak of the iteration.
 
     Attributes:
-        action_s: by kind, of the iteration run last, in forwards and backwards alone.
-        eager_s: of the iteration run last, in eager forwards of shadowed layers.
+        action_s: seconds of the newest iteration's forwards and backwards, by kind.
+        eager_s: seconds of the newest iteration's eager forwards of shadowed layers.
     """
 
     def __init__(
@@ -116,9 +119,10 @@ class Executor:
         }
 
     def close(self) -> None:
-        """Ends the communication thread; what it waits for must have been aborted or be over."""
+        """Ends the communication thread; whatever it waits for must have ended or been aborted."""
         self._communication.shutdown(wait=True, cancel_futures=True)
-        self._let_go()  # Handlers and executor are a cycle, which would wait for the collector.
+        # The handlers refer to the executor, so only the garbage collector would free the tensors.
+        self._let_go()
 
     def _let_go(self) -> None:
         self._inputs: dict[tuple[int, int], Tensor] = {}
@@ -133,10 +137,10 @@ class Executor:
         *,
         votes: Callable[[], Votes],
     ) -> tuple[CommitVector, tuple[MeasuredSpan, ...]]:
-        """Computes all gradients of an iteration; returns what was agreed and what was measured.
+        """Computes all gradients of an iteration; returns the commit vector and the measured spans.
 
         Raises:
-            CorruptedError: they are worth nothing, for holders of a layer differ; none is kept.
+            CorruptedError: holders of a layer differ, so the gradients are cleared.
         """
         self._iteration = iteration
         self._batches = batches
@@ -168,11 +172,14 @@ class Executor:
         return vector, tuple(self._spans)
 
     def _held(self) -> list[HeldLayer]:
-        """The layers that the plan gives to this rank, also silently; it may still have others."""
+        """The layers that the plan gives to this rank, silent ones included.
+
+        The stage may still hold other layers.
+        """
         return [self._stage.layers[layer] for layer in sorted(self._own)]
 
     def _act(self, action: Action) -> None:
-        """Runs one action; the agent sees when it is late, unless it waits for others."""
+        """Runs one action; the agent sees if it is late, unless it waits for another rank."""
         start_s = self._now_s()
         longest_s = self._longest_s.get(action.kind)
         if longest_s is not None and action.kind not in _WAITING:
@@ -196,7 +203,7 @@ class Executor:
             self._record("compute", action, start_s)
 
     def _waiting(self) -> Iterator[Tensor]:
-        """What is kept for actions to come, beside what autograd keeps itself."""
+        """The tensors kept for later actions, without those that autograd keeps itself."""
         yield from self._outputs.values()
         yield from self._output_gradients.values()
         for source in self._inputs.values():
@@ -219,7 +226,7 @@ class Executor:
             hidden = self._batches.inputs(action.microbatch)
         elif key in self._inputs:
             hidden = self._inputs[key]
-        else:  # The hop before was on this rank too.
+        else:  # The previous hop was on this rank too.
             before = self._outputs[action.microbatch, action.hop - 1]
             hidden = self._inputs[key] = before.detach().requires_grad_()
         hidden = self._through(hop, hidden, action.microbatch)
@@ -230,7 +237,7 @@ class Executor:
         self._outputs[key] = hidden
 
     def _shadow(self, action: Action) -> None:
-        """The forward of the next hop, from this one's output; nobody asks for what it gives."""
+        """Runs the forward of another rank's next hop on this rank's output; drops the result."""
         hop = self._schedule.routes[action.microbatch][action.hop]
         with torch.no_grad():
             self._through(hop, self._outputs[action.microbatch, action.hop - 1], action.microbatch)
@@ -263,7 +270,7 @@ class Executor:
         self._stage.accumulate(hop.first_layer, hop.end_layer)
 
     def _hand_back(self, action: Action) -> None:
-        """Gives the gradient of a hop's input to the hop before, if that was on this rank too."""
+        """Gives the gradient of a hop's input to the previous hop, if that was on this rank too."""
         before = (action.microbatch, action.hop - 1)
         if before in self._outputs:
             gradient = self._inputs.pop((action.microbatch, action.hop)).grad
@@ -307,7 +314,7 @@ class Executor:
     # -- reductions -----------------------------------------------------------------------------
 
     def _run_bucket(self, bucket: int, ready_s: float) -> float:
-        """Sums a bucket that was ready at that moment; returns when it is done."""
+        """Reduces a bucket that was ready at `ready_s`; returns the time at which it is done."""
         self._links.timekeeper.reach(ready_s)
         start_s = self._now_s()
         entry = self._schedule.buckets[bucket]
@@ -370,17 +377,21 @@ class Executor:
         return commit_vector(total, layout)
 
     def compare(self, age: int) -> None:
-        """Returns if all holders of each layer have the same parameters at this age.
+        """Checks that all holders of each layer have the same parameters at this age.
 
         Raises:
-            CorruptedError: they have not, so none of them is to be saved.
+            CorruptedError: they differ, so none of them may be saved.
         """
         self._agreed(np.zeros(0, dtype=np.float64), age, Channel.COMPARE)
 
     def _agreed(
         self, vector: npt.NDArray[np.float64], age: int, channel: Channel
     ) -> npt.NDArray[np.float64]:
-        """The sum of the vector over all ranks, whose parameters of this age agree."""
+        """The sum of the vector over all ranks, once their parameters of this age agree.
+
+        Raises:
+            CorruptedError: holders of a layer differ; the gradients are cleared.
+        """
         shared = [self._stage.layers[layer] for layer in self._shared]
         whole = [held for held in shared if held.age == age]
         hashes = sampled_hashes(whole, self._resilience)
@@ -400,23 +411,23 @@ class Executor:
         return total[: len(vector)]
 
     def _send(self, target: int, tag: Tag, tensor: Tensor, *, layer: int) -> None:
-        """Sends the output of a layer, or its gradient."""
+        """Sends the output of a layer, or the gradient of that output."""
         virtual_bytes = self._stage.model.virtual_output_bytes(layer)
         send_tensor(self._links, target, tag, tensor, virtual_bytes=virtual_bytes)
 
 
-# -- tensors as messages between ranks: a head that says what they are, and their bytes ------------
-# The head is eight int64: the dtype, as an index, the number of dimensions, and the shape.
+# -- tensors as messages between ranks: a head with dtype and shape, then their bytes --------------
+# The head is eight int64: the index of the dtype, the number of dimensions, and the shape.
 
 _HEAD_BYTES: Final = 64
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64)
 
 
 def send_tensor(links: Links, target: int, tag: Tag, tensor: Tensor, *, virtual_bytes: int) -> None:
-    """Sends a tensor of up to six dimensions; returns at once.
+    """Sends a tensor of up to six dimensions without waiting for its receiver.
 
     Args:
-        virtual_bytes: what it counts as where links are paced; 0: what it is.
+        virtual_bytes: size that paced links take the tensor to have; 0: its real size.
     """
     tensor = tensor.detach().contiguous()
     head = np.zeros(_HEAD_BYTES // 8, dtype=np.int64)
@@ -431,28 +442,28 @@ def receive_tensor(links: Links, source: int, tag: Tag, *, timeout_s: float) -> 
     """The tensor that `source` sends with this tag.
 
     Raises:
-        PeerLostError: it will not come.
+        PeerLostError: the tensor will not arrive.
     """
     received = links.receive(source, tag, timeout_s=timeout_s)
     head = received[:_HEAD_BYTES].view(np.int64)
     shape = head[2 : 2 + int(head[1])].tolist()
     dtype = _DTYPES[int(head[0])]
-    # A view of no bytes as another dtype has no length that torch could tell.
+    # torch cannot view an empty tensor as another dtype.
     body = torch.from_numpy(received[_HEAD_BYTES:])
     return body.view(dtype).view(shape) if len(body) else torch.empty(shape, dtype=dtype)
 
 
-# -- gradients that are complete without a reduction, for one rank alone holds their layers --------
+# -- gradients that are complete without a reduction, because only one rank holds their layers -----
 
 
 def finish_unshared(
     stage: Stage, schedule: Schedule, *, buckets: Collection[int], layers: Collection[int]
 ) -> None:
-    """Rounds the sums that no bucket has.
+    """Rounds the gradient sums that are in no bucket to float32.
 
     Args:
-        buckets: that this rank takes part in.
-        layers: that the plan gives to this rank.
+        buckets: indices of the buckets that this rank takes part in.
+        layers: the layers that the plan gives to this rank.
     """
     reduced = {
         (schedule.buckets[b].tied, layer) for b in buckets for layer in schedule.buckets[b].layers

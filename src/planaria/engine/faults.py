@@ -1,4 +1,4 @@
-"""Faults that only the process itself can plant, for the probe to call (transport/probe.py)."""
+"""Faults that a worker injects into itself when the probe (transport/probe.py) calls for them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
-    """Flips one bit of a parameter that the rank keeps; which one follows from both numbers."""
+    """Flips one bit of a parameter that the rank holds; rank and iteration determine which one."""
     drawn = mix(rank, iteration)
     sizes = {
         layer: sum(tensor.nbytes for tensor in held.masters.values())
@@ -36,9 +36,9 @@ def flip_bit(stage: Stage, *, rank: int, iteration: int) -> None:
 
 
 class Slowness:
-    """Makes a worker slow: whatever it has computed lasts so many times as long.
+    """Makes a worker slow: it sleeps after each computation for the time a slow one would add.
 
-    What a sleep overshoots, the next makes up for.
+    If a sleep takes too long, the next one is shorter by the excess.
     """
 
     def __init__(self, timekeeper: Timekeeper) -> None:
@@ -47,12 +47,12 @@ class Slowness:
         self._owed_s = 0.0
 
     def begin(self, iteration: int, factor: float) -> None:
-        """From now on; 1 ends it."""
+        """Makes all computation take `factor` times as long from now on; 1 ends the slowness."""
         logger.info("iteration %s: from now on all takes %s times as long", iteration, factor)
         self._factor, self._owed_s = factor, 0.0
 
     def worked(self, seconds: float) -> None:
-        """So long the worker has computed; returns when a slow one would have."""
+        """Sleeps for the time that a slow worker would need beyond the seconds computed."""
         self._owed_s += (self._factor - 1.0) * seconds
         if self._owed_s > 0.0:
             start_s = self._timekeeper.now_s()
@@ -63,10 +63,10 @@ class Slowness:
 def faults_by_kind(
     slowness: Slowness, stage: Callable[[], Stage], *, rank: int
 ) -> Mapping[str, Callable[[int, float], None]]:
-    """What plants a fault, given the iteration and the value.
+    """The function that injects each kind of fault, given the iteration and the fault's value.
 
     Args:
-        stage: that the rank holds by then.
+        stage: returns the stage that the rank holds at that time.
     """
     return {
         "flip": lambda iteration, _: flip_bit(stage(), rank=rank, iteration=iteration),
@@ -75,7 +75,7 @@ def faults_by_kind(
 
 
 def cutter(links: Links, *, devices_per_node: int) -> Callable[[Cut, float], None]:
-    """What cuts a rank off from all nodes but some, until a moment."""
+    """The function that cuts this rank off, until `end_s`, from all nodes not in `cut.nodes`."""
 
     def cut_off(cut: Cut, end_s: float) -> None:
         links.cuts.add(lambda rank: rank // devices_per_node not in cut.nodes, end_s=end_s)

@@ -1,14 +1,14 @@
-"""Reductions over links: gradients to the holders of a layer, the commit vector to all ranks.
+"""All-reductions over links: gradients among the holders of a layer, the commit vector among all.
 
 `reduce_bucket` is a reduce-scatter and an all-gather by direct exchange: each of the k holders
 sums one k-th of the bucket, adding the holders' parts in ascending order of rank, rounds it
-once to float32, and gives it to the others. So all holders get the same bits, and a holder
-moves 2(k-1)/k of the bucket, as a ring does, in two steps.
+once to float32, and sends it to the others. So all holders get the same bits, and a holder
+moves 2(k-1)/k of the bucket, as in a ring, in two steps.
 
 `reduce_vector` sums a small vector over all ranks up and down a binary tree.
 
-Source: DESIGN 4.3 and 4.4. Differs from Gloo's all-reduce: abortable, and the order of the sum
-does not depend on timing or on the chunk size.
+Source: docs/protocol.md, "Committing an iteration". Differs from Gloo's all-reduce: abortable, and
+the order of the sum does not depend on timing or on the chunk size.
 """
 
 from collections.abc import Sequence
@@ -42,14 +42,14 @@ def reduce_bucket(
         sums: this rank's parts, one-dimensional, float64 or float32, the same sizes on all ranks.
         results: float32, of the same sizes; sums in float32 may be their own results.
         ranks: the holders, ascending; this rank is one of them.
-        virtual_bytes: that the results stand for; 0 if for themselves.
+        virtual_bytes: size that paced links take the results to have; 0: their real size.
     """
     size = sum(part.numel() for part in sums)
     own = ranks.index(links.rank)
     bounds = [size * i // len(ranks) for i in range(len(ranks) + 1)]
     scatter = Tag(Channel.SCATTER, iteration, bucket)
     gather = Tag(Channel.GATHER, iteration, bucket)
-    # Each begins with the rank behind it, so that not all send to the first one at once.
+    # Each rank begins with the one after it, so that not all send to the first one at once.
     others = [*range(own + 1, len(ranks)), *range(own)]
     gathered_bytes = virtual_bytes // len(ranks)
     scattered_bytes = gathered_bytes * sums[0].element_size() // results[0].element_size()
@@ -95,12 +95,12 @@ def _segment_sum(
 
 
 def _tensor(received: Buffer, dtype: torch.dtype) -> Tensor:
-    """The bytes as numbers; torch cannot view an empty tensor as another dtype, numpy can."""
+    """The bytes as numbers, viewed by numpy: torch cannot view an empty tensor as another dtype."""
     return torch.from_numpy(received.view(_NUMPY_DTYPES[dtype]))
 
 
 def _slices(parts: Sequence[Tensor], first: int, end: int) -> list[Buffer]:
-    """The arrays that make up [first, end) of the parts laid end to end."""
+    """The arrays that make up elements [first, end) of the concatenated parts."""
     slices = []
     offset = 0
     for part in parts:
@@ -112,7 +112,7 @@ def _slices(parts: Sequence[Tensor], first: int, end: int) -> list[Buffer]:
 
 
 def _fill(parts: Sequence[Tensor], first: int, values: Tensor) -> None:
-    """Writes values to [first, first + size) of the parts laid end to end."""
+    """Writes the values to the concatenated parts, from element `first` on."""
     offset = 0
     for part in parts:
         low = max(first - offset, 0)
@@ -131,7 +131,7 @@ def tree_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def iteration_peers(schedule: Schedule, rank: int, ranks: Sequence[int]) -> set[int]:
-    """Whom a rank exchanges anything with in an iteration of so many ranks."""
+    """The ranks with which a rank exchanges messages in an iteration that `ranks` run."""
     peers = set(tree_peers(rank, ranks))
     for route in schedule.routes:
         for before, after in pairwise(route):
@@ -152,10 +152,10 @@ def reduce_vector(
     timeout_s: float,
     channel: Channel = Channel.COMMIT,
 ) -> npt.NDArray[np.float64]:
-    """The sum of a float64 vector over all ranks, the same bits everywhere.
+    """The sum of a float64 vector over all ranks, the same bits on all of them.
 
-    Exact where each entry is contributed by one rank alone and is +0 elsewhere, and where the sum
-    is of whole numbers and below 2^53.
+    An entry is exact if one rank alone contributes it and the others give +0, or if it is a sum of
+    whole numbers below 2^53.
     """
     up, down = Tag(channel, iteration, 0), Tag(channel, iteration, 1)
     index = list(ranks).index(links.rank)

@@ -1,12 +1,12 @@
-"""What is looked at before an iteration is applied: is memory sound, and does training converge.
+"""Checks before an iteration is applied: that parameters are not corrupt, and losses are finite.
 
-Memory is compared, not trusted: all holders of a layer have the same bits at the same age, in fast
-mode too, for a reduction gives all of them the same gradient and the optimizer is the same. So a
-hash of the parameters must be the same. Of a large layer a window of `SAMPLE_BYTES` is hashed, a
-different one with each age, until all bytes have had their turn.
+All holders of a layer have the same bits at the same age, in fast mode too, because a reduction
+gives all of them the same gradient and they run the same optimizer. So a hash of the parameters
+must be the same on all of them. One window of `SAMPLE_BYTES` of each layer is hashed; the window
+moves with the age, so that all bytes of a large layer are checked in turn.
 
-Both copies of a parameter are hashed where there are two, the float32 master and what the forward
-uses in bfloat16: each is of use to one of the two alone.
+In a bfloat16 job both the float32 master and the bfloat16 parameter are hashed: the optimizer uses
+only the first and the forward only the second, so a flipped bit in one does not show in the other.
 """
 
 import math
@@ -22,18 +22,18 @@ from planaria.core.job import ResilienceConfig, TrainingConfig
 from planaria.engine.stage import HeldLayer
 from planaria.errors import DivergedError
 
-SAMPLE_BYTES = 1 << 22  # Of each layer, each time.
+SAMPLE_BYTES = 1 << 22  # Bytes hashed of each layer at each age.
 
 
 def sampled_hashes(layers: Iterable[HeldLayer], resilience: ResilienceConfig) -> dict[int, int]:
-    """A hash of each layer's window at its age; none if the job is not to compare any."""
+    """The sampled hash of each layer, by layer; empty if the job does not compare hashes."""
     if not resilience.corruption_guard:
         return {}
     return {held.layer: sampled_hash(held) for held in layers}
 
 
 def sampled_hash(held: HeldLayer) -> int:
-    """The hash of one window of the layer's parameters: of `HASH_BITS` bits."""
+    """The hash, of `HASH_BITS` bits, of the window of parameters that is due at the layer's age."""
     tensors = list(_stored(held))
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     num_windows = max(1, -(-num_bytes // SAMPLE_BYTES))
@@ -43,7 +43,7 @@ def sampled_hash(held: HeldLayer) -> int:
     for tensor in tensors:
         window = slice(max(first, 0), max(end, 0))
         if first < tensor.nbytes and end > 0:
-            # A view on the host; of a device only the window is copied.
+            # On the host this is a view; from a device only the window is copied.
             flat = tensor.detach().reshape(-1).view(torch.uint8)
             hashed.update(flat[window].cpu().numpy().data)
         first, end = first - tensor.nbytes, end - tensor.nbytes
@@ -51,7 +51,7 @@ def sampled_hash(held: HeldLayer) -> int:
 
 
 def _stored(held: HeldLayer) -> Iterator[Tensor]:
-    """All tensors in which parameters are, each once."""
+    """All tensors that store parameters: masters, and parameters that are not their own masters."""
     yield from held.masters.values()
     for name, parameter in held.parameters.items():
         if parameter is not held.masters[name]:
@@ -61,8 +61,8 @@ def _stored(held: HeldLayer) -> Iterator[Tensor]:
 def refuse_divergence(iteration: int, vector: CommitVector, training: TrainingConfig) -> None:
     """Ends training before a step would turn every parameter into a NaN.
 
-    All ranks see the same vector, so all end here. The state is not saved: the parameters that led
-    here are suspect, and resuming from them would compute the same numbers.
+    All ranks have the same vector, so all raise. The state is not saved: its parameters are
+    suspect, and resuming from them would compute the same numbers.
 
     Raises:
         DivergedError: the loss or the gradient norm is infinite or not a number.

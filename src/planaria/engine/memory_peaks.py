@@ -1,13 +1,13 @@
-"""The most bytes of tensors that a rank holds in an iteration, counted where they are kept.
+"""Measures a rank's peak memory in an iteration: bytes of tensors, and resident memory.
 
-Resident memory has messages in it, libraries, and what an allocator does not give back. What
-Odyssey's equation 14 predicts is tensors, so those are counted, each storage once: parameters,
-gradients and optimizer states, what autograd keeps of a microbatch between its forward and its
-backward, and what waits between two actions. The count is taken after each forward and backward,
-and before the gradients that a backward leaves are added to sums. What lives within an action only
-is not seen.
+Resident memory also includes messages, libraries, and memory that an allocator does not give back.
+Odyssey's equation 14 predicts the bytes of tensors, so `TensorPeak` counts tensors, each storage
+once: parameters, gradients and optimizer states, what autograd keeps of a microbatch between its
+forward and its backward, and what is kept from one action to a later one. It counts after each
+forward and backward, and before the gradients that a delayed weight backward leaves in `.grad` are
+added to the sums. Tensors that live only within an action are not counted.
 
-It takes some microseconds for each tensor that autograd keeps, so only jobs that are traced count.
+Counting takes some microseconds for each tensor that autograd keeps, so only traced jobs count.
 
 Source: torch.autograd.graph.saved_tensors_hooks.
 """
@@ -27,23 +27,23 @@ from planaria.engine.stage import Stage
 
 
 class TensorPeak:
-    """What a rank holds, iteration after iteration.
+    """Peak of the bytes of tensors that a rank holds, iteration by iteration.
 
     Attributes:
-        peak_bytes: of the newest iteration that was watched; 0 before.
+        peak_bytes: peak of the newest watched iteration; 0 before the first.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.peak_bytes = 0
         self._stage = stage
-        self._state: dict[int, int] = {}  # Bytes by storage, as all below.
+        self._state: dict[int, int] = {}  # Bytes by storage (address), as in `_saved`.
         self._saved: dict[int, int] = {}
-        self._num_saved: dict[int, int] = {}  # How many tensors that autograd keeps share it.
+        self._num_saved: dict[int, int] = {}  # Number of tensors that autograd keeps, by storage.
         self._saved_bytes = 0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """An iteration, whose forwards and backwards run in this thread."""
+        """Watches an iteration, the body of the `with`; it must compute in the calling thread."""
         self.peak_bytes = 0
         self._state = _storages(
             tensor for held in self._stage.layers.values() for tensor in held.tensors()
@@ -52,10 +52,10 @@ class TensorPeak:
             yield
 
     def note(self, waiting: Iterable[Tensor]) -> None:
-        """Counts what is held now.
+        """Counts the bytes held now, and raises the peak if they are more.
 
         Args:
-            waiting: what the rank keeps for later actions, but not for autograd.
+            waiting: tensors that the rank itself, not autograd, keeps for later actions.
         """
         gradients = (
             parameter.grad
@@ -73,7 +73,8 @@ class TensorPeak:
         self.peak_bytes = max(self.peak_bytes, held_bytes)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Saved":
-        # A node that saves its own output would keep itself: a backward in two parts retains it.
+        # Saving a node's own output undetached would make the node refer to itself, and a backward
+        # in two parts, which retains the graph, would never free it.
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
@@ -86,7 +87,7 @@ class TensorPeak:
         return _Saved(tensor, self, place)
 
     def forget(self, place: int) -> None:
-        """Autograd has let go of a tensor with this storage."""
+        """Notes that autograd has dropped a tensor with this storage."""
         self._num_saved[place] -= 1
         if not self._num_saved[place]:
             del self._num_saved[place]
@@ -94,7 +95,7 @@ class TensorPeak:
 
 
 class _Saved:
-    """A tensor that autograd keeps; it is gone when the graph is."""
+    """A tensor that autograd keeps; it is deleted together with the graph."""
 
     __slots__ = ("_peak", "_place", "tensor")
 
@@ -116,7 +117,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-# -- how much memory this process has used at most (Linux) -----------------------------------------
+# -- peak resident memory of this process (Linux) --------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +125,14 @@ _PROCESS: Final = Path("/proc/self")
 
 
 class Peak:
-    """The most memory that is resident from one `reset` to the next.
+    """Peak of the resident memory since the last `reset`.
 
-    Where the kernel does not let that be measured (gVisor, a /proc that is read-only), it is what
-    is resident at the two moments, which may be less; that is told once. So it is from the first
-    time on that it cannot be read: a statistic ends no iteration.
+    If the kernel does not measure it (gVisor, a read-only /proc), or from the first failure to read
+    it on, the peak is the larger of the resident memory at `reset` and at `num_bytes`, which may be
+    less than the true peak. That is logged once; a failure to measure never ends an iteration.
 
     Args:
-        process: what the kernel tells of this process.
+        process: directory of this process in /proc.
     """
 
     def __init__(self, process: Path = _PROCESS) -> None:
@@ -140,7 +141,7 @@ class Peak:
         self._first_bytes = 0
 
     def reset(self) -> None:
-        """Starts the measurement anew."""
+        """Starts a new measurement."""
         if self._can_reset:
             try:
                 (self._process / "clear_refs").write_text("5", encoding="ascii")
@@ -151,7 +152,7 @@ class Peak:
         self._first_bytes = _resident_bytes()
 
     def num_bytes(self) -> int:
-        """The most since `reset`."""
+        """Peak of the resident memory since `reset`, in bytes."""
         if self._can_reset:
             try:
                 return self._kernel_bytes()
@@ -165,10 +166,10 @@ class Peak:
         logger.warning("%s: the kernel does not measure them: %r", what, error)
 
     def _kernel_bytes(self) -> int:
-        """What the kernel has measured.
+        """The peak that the kernel has measured, in bytes.
 
         Raises:
-            LookupError: it measures nothing.
+            LookupError: the kernel measures none.
         """
         for line in (self._process / "status").read_text(errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -177,7 +178,7 @@ class Peak:
 
 
 def _resident_bytes() -> int:
-    """What is resident now, or, where no more files can be opened, was at most."""
+    """Resident bytes now, or, if no file can be opened, the peak since the process started."""
     try:
         return int(psutil.Process().memory_info().rss)
     except OSError:

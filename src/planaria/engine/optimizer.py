@@ -1,10 +1,11 @@
 """Optimizers by name, their state by parameter name, and the learning rate of an iteration.
 
-Every layer has an optimizer of its own, made by the factory, so a layer with its state can move
-between ranks. The state travels as named tensors: "{parameter}/{name}", as in "weight/exp_avg",
-with every step count as int64. Any class of torch.optim serves whose state is kept per parameter.
+Every layer has an optimizer of its own, made by the factory, so that a layer with its state can
+move between ranks. The state is sent and saved as named tensors: "{parameter}/{name}", for example
+"weight/exp_avg", with step counts as int64. Any class of torch.optim that keeps its state per
+parameter can be used.
 
-Differs: foreach and fused are switched off where a class has them. Both round differently from
+Differs: foreach and fused are switched off in classes that have them. Both round differently from
 the plain loop on some devices or builds, and the bits of a parameter must not depend on the node
 that steps it.
 """
@@ -42,25 +43,25 @@ _SCHEDULES = ("constant", "linear", "cosine")
 
 
 def optimizer_factory(training: TrainingConfig) -> OptimizerFactory:
-    """What makes a layer's optimizer from its named parameters, at least one.
+    """The function that makes a layer's optimizer from its named parameters, of which it needs one.
 
     Raises:
-        ConfigError: no such class or argument, or one that cannot work here; from the factory
-            itself where the class refuses these parameters (Muon takes matrices only).
+        ConfigError: there is no such class or argument, or it cannot work here. The returned
+            factory raises it too, if the class refuses the parameters (Muon takes only matrices).
     """
     arguments = dict(training.optimizer)
     optimizer_class = _optimizer_class(arguments.pop("name", ""))
     known = inspect.signature(optimizer_class).parameters
     for key, value in arguments.items():
         _check_argument(optimizer_class, key, value)
-    # TOML has no tuples, and torch unpacks them only as tuples in some classes.
+    # TOML has no tuples, but some classes of torch.optim accept only tuples, not lists.
     settings = {
         key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
     }
     settings |= {key: value for key, value in _PINNED.items() if key in known}
     settings["lr"] = float(training.learning_rate)
     factory = partial(_optimizer, optimizer_class, settings, training)
-    # Wrong values are found here, once, and not by every worker later.
+    # This finds wrong values once, before every worker would.
     factory([("trial", nn.Parameter(torch.zeros(1, 1)))])
     return factory
 
@@ -68,10 +69,10 @@ def optimizer_factory(training: TrainingConfig) -> OptimizerFactory:
 def optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The state of the named parameters, "{parameter}/{name}" to tensor, as of the last step.
+    """The state of the named parameters after the last step, by "{parameter}/{name}".
 
-    The tensors are the optimizer's own, not copies, except the step counts. A parameter that has
-    never been stepped has none: before the first step the whole state is empty.
+    The tensors are the optimizer's own, not copies, except the step counts. A parameter that was
+    never stepped has no state, so before the first step the whole state is empty.
     """
     state = {}
     for name, parameter in parameters.items():
@@ -89,10 +90,10 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
 ) -> None:
-    """Puts the optimizer where `optimizer_state` found it; the tensors are copied.
+    """Restores a state that `optimizer_state` returned; copies the tensors.
 
     Raises:
-        CheckpointError: the state names a parameter that is not among these.
+        CheckpointError: the state names a parameter that is not in `parameters`.
     """
     tensors_by_name: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
     for path, tensor in state.items():
@@ -112,18 +113,18 @@ def load_optimizer_state(
 
 
 def clip_scale(training: TrainingConfig, gradient_norm: float) -> float:
-    """By what gradients of this global norm are multiplied."""
+    """Factor by which clipping multiplies gradients of this global norm, at most 1."""
     if training.gradient_clip <= 0:
         return 1.0
     return min(1.0, training.gradient_clip / (gradient_norm + _CLIP_EPSILON))
 
 
 def learning_rate(training: TrainingConfig, iteration: int) -> float:
-    """The learning rate of an iteration, counted from 0.
+    """The learning rate of an iteration; iterations count from 0.
 
-    It rises in warmup_iterations equal steps to training.learning_rate, then stays there, or
-    falls in a line or a half cosine so that it would reach final_fraction of it at the end of
-    training, training.iterations.
+    It rises in warmup_iterations equal steps to training.learning_rate. Then it stays there, or
+    falls linearly or along a half cosine so as to reach final_fraction of training.learning_rate at
+    training.iterations.
 
     Raises:
         ConfigError: the schedule has an unknown name, key or value.
@@ -185,7 +186,7 @@ def _optimizer(
 
 
 def _loaded(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The value as torch holds it: step counts are float32, and scalars stay on the host."""
+    """A copy of the value as torch keeps it: step counts as float32, and scalars on the host."""
     if key == "step":
         return torch.tensor(float(value), dtype=torch.float32)
     device = parameter.device if value.dim() > 0 else torch.device("cpu")
@@ -193,10 +194,10 @@ def _loaded(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """What a new optimizer of this kind holds for the parameter; only Adagrad holds anything."""
+    """The state that a new optimizer of this class has for the parameter; empty but for Adagrad."""
     known = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
     group = optimizer.param_groups[0]
-    # mypy sees Optimizer itself, whose constructor takes other arguments than every subclass.
+    # mypy checks the constructor of Optimizer itself, whose arguments no subclass shares.
     new: Any = type(optimizer)
     settings = {key: value for key, value in group.items() if key in known}
     return dict(new([parameter], **settings).state.get(parameter, {}))
@@ -223,7 +224,7 @@ def _schedule(schedule: Mapping[str, Any]) -> tuple[str, int, float]:
 
 
 def _choose(given: str, known: Iterable[str]) -> str:
-    """Names the nearest known word, and all of them."""
+    """Text for a message: the known word nearest to `given`, if any is near, and all known ones."""
     words = {word.lower(): word for word in known}
     nearest = difflib.get_close_matches(given.lower(), words, n=1, cutoff=0.5)
     hint = f"did you mean {words[nearest[0]]}? " if nearest else ""

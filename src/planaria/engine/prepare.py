@@ -1,7 +1,7 @@
-"""Looks at a job before any node starts: model, data, optimizer, and the profile to plan with.
+"""Checks a job before any node starts: its model, data and optimizer; and provides its profile.
 
-Runs in a process of its own, so that the launcher needs no torch and every mistake of the user's
-is found, and told, before anything is started.
+This runs in a process of its own, so that the launcher does not need torch, and so that the user's
+mistakes are found and reported before anything is started.
 """
 
 import importlib.util
@@ -34,10 +34,11 @@ def load_model(
     profile: ModelProfile | None,
     timekeeper: Timekeeper,
 ) -> SplitModel:
-    """The job's model, split into layers; a paced one is what its profile says.
+    """The job's model, split into layers; a paced model imitates its profile.
 
     Args:
-        timekeeper: by which a paced one sleeps.
+        profile: profile of a paced model; ignored for other models.
+        timekeeper: clock by which a paced model sleeps.
     """
     if job.model.kind == "paced":
         assert profile is not None
@@ -55,12 +56,12 @@ def load_model(
         )
 
     model = split("causal")
-    # The tokens of a masked objective are one more: the mask.
+    # A masked objective needs one token more, the mask.
     return split(model.objective) if model.objective == "masked" else model
 
 
 def pacing_of(spec: NodeSpec) -> Pacing | None:
-    """How the links of a paced job's worker are paced; None of any other."""
+    """The pacing of the links of a paced job's worker; None for any other job."""
     if spec.job.model.kind != "paced":
         return None
     assert spec.profile is not None
@@ -73,7 +74,7 @@ def pacing_of(spec: NodeSpec) -> Pacing | None:
 
 
 def storage_of(spec: NodeSpec) -> Link | None:
-    """The way by which a paced job's worker gets what is saved: its node's, to other nodes."""
+    """The link over which a paced job's worker reads saves, its inter-node link; else None."""
     pacing = pacing_of(spec)
     return pacing.inter_node if pacing else None
 
@@ -81,12 +82,13 @@ def storage_of(spec: NodeSpec) -> Link | None:
 def split_model(
     model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
 ) -> SplitModel:
-    """The model of a job as layers; nothing but shapes stays in memory.
+    """The model of a job as layers; only shapes stay in memory.
 
     Args:
-        seed: of the first weights.
-        vocabulary_size: token ids are below it; the model's own if its config names none.
-        sequence_length: tokens in a sample.
+        seed: seed of the initial weights.
+        vocabulary_size: upper bound on token ids, exclusive; the model's vocabulary size if its
+            config names none.
+        sequence_length: number of tokens in a sample.
 
     Raises:
         ConfigError: the model cannot be built, or cannot be trained as a chain of layers.
@@ -97,7 +99,7 @@ def split_model(
         raise ConfigError("model.kind", model.kind, 'only "hf" and "python" have layers to split')
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model.kind", model.kind, "pip install 'planaria[hf]'")
-    # Importing transformers takes seconds, and jobs with layers of their own do not need it.
+    # Importing transformers takes seconds, and jobs with user-defined layers do not need it.
     from planaria.models.hf_layers import split_hf_model
 
     return split_hf_model(
@@ -106,7 +108,7 @@ def split_model(
 
 
 def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Dataset:
-    """The job's data, as its model's objective wants it."""
+    """The job's data in the form that the model's objective needs."""
     if job.model.kind == "paced":
         return PacedData()
     return load_dataset(
@@ -115,7 +117,7 @@ def load_data(job: JobConfig, *, objective: str, cache_directory: Path) -> Datas
 
 
 def mistake_of(error: ConfigError) -> tuple[str, str, str]:
-    """A user's mistake as messages carry it; the value is JSON, or text where it has none."""
+    """Field, value and remedy of a user's mistake; the value is JSON, of its text if need be."""
     try:
         value = msgspec.json.encode(error.value)
     except TypeError:
@@ -124,7 +126,11 @@ def mistake_of(error: ConfigError) -> tuple[str, str, str]:
 
 
 def main(payload: bytes, result_fd: int) -> None:
-    """Prepares a job in a forked process; writes a `Prepared` to result_fd."""
+    """Prepares a job in a forked process, and writes a `Prepared` to result_fd.
+
+    Args:
+        payload: a `PrepareRequest` as JSON.
+    """
     torch.set_num_threads(1)
     request = msgspec.json.decode(payload, type=PrepareRequest)
     try:
@@ -184,7 +190,7 @@ def _check_profile(job: JobConfig, profile: ModelProfile, model: SplitModel) -> 
     """Refuses a profile of another model, or of other microbatches.
 
     Raises:
-        ConfigError: naming the first difference.
+        ConfigError: the profile differs from the job; the message names the first difference.
     """
     remedy = "is not of this job: {}; measure it anew with planaria profile JOB -o FILE"
     facts: list[tuple[str, object, object]] = [

@@ -1,4 +1,4 @@
-"""The process of a worker: how it starts, and how it ends when the code in it raises."""
+"""The main function of a worker: how the process starts, and how it ends when its code raises."""
 
 import faulthandler
 import logging
@@ -24,12 +24,12 @@ _BEATS_PER_LEASE = 6
 
 def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     """A worker's main function, called in a process forked by its agent."""
-    # One intra-op thread: a different number changes the bits of some kernels, and emulated
+    # One intra-op thread: another number changes the bits that some kernels compute, and emulated
     # nodes share the machine's cores anyway.
     torch.set_num_threads(1)
-    # The default of 5 ms lets a busy compute thread hold up a message for as long.
+    # The default of 5 ms would let a busy compute thread delay a message by up to 5 ms.
     sys.setswitchinterval(0.0005)
-    # Where a worker hung or crashed, for its agent to read.
+    # Python stacks of a worker that hangs or crashes, for its agent to read.
     faulthandler.register(signal.SIGUSR1, file=pulse.stack_fd, all_threads=True)
     faulthandler.enable(file=pulse.stack_fd, all_threads=True)
     links = Links(spec.rank, token=spec.token, pacing=pacing_of(spec))
@@ -42,14 +42,16 @@ def main(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
     except (Exception, SystemExit) as error:
         failure = failure_of(error, spec, pid=os.getpid(), epoch=-1, layers=(0, 0))
         control.send(failure)
-        if failure.blame != "job":  # Another process may have better luck.
+        if failure.blame != "job":  # A new process may succeed.
             return
     _answer_nothing(spec, control)
 
 
 def _answer_nothing(spec: NodeSpec, control: Control) -> None:
-    """Says of every epoch that it holds nothing of it, until the job has ended: others are to save
-    what they hold, and wait for no answer."""
+    """Answers each `Abort` that this rank holds nothing, until the job ends.
+
+    The other ranks save what they hold, and must not wait for an answer of this one.
+    """
     while not isinstance(order := control.wait_order(), Shutdown):
         logger.info("rank %s has failed and waits to be shut down", spec.rank)
         if isinstance(order, Abort):

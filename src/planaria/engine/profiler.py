@@ -1,14 +1,16 @@
 """Measures a job's layers and links on this machine: the ModelProfile that planning needs.
 
-Each kind of layer (same modules, same shapes, in and out) is measured once, as a rank holds it: its
-forward, the backward to its input alone, what the gradient of its weights and adding that to the
-sums add, and once an iteration the step of its optimizer with all that prepares it. A few that are
-alike take turns, for a layer of a stage finds caches that are full of the others. The median of a
-few runs counts. Links are measured over loopback; emulated nodes have no other.
+Each kind of layer (same modules, and same shapes of parameters, input and output) is measured once,
+in the form in which a rank holds it: its forward, the backward to its input alone, the additional
+time for the gradients of its weights and for adding these to the sums, and, once an iteration, its
+optimizer step with everything that prepares the step. A few identical layers take turns, because
+a layer of a stage finds caches that are full of the other layers' data. The median of a few runs
+is taken. Links are measured over loopback, because emulated nodes have no other.
 
-Where the ranks of a job share the processors of this machine, a layer is measured while others
-compute it, too (contention.py), for they share caches, memory and often a core; and where there are
-more ranks than processors, in processor seconds: how ranks take turns is the estimator's to say.
+If the ranks of a job share the processors of this machine, a layer is measured while other
+processes compute it too (contention.py), because ranks share caches, memory and often a core. If
+there are more ranks than processors, processor seconds are measured: the estimator models how ranks
+take turns.
 
 Source: Oobleck (SOSP '23), section 6 (profiler); Odyssey, section IV.
 """
@@ -39,18 +41,23 @@ from planaria.transport.links import Channel, Links, Tag
 logger = logging.getLogger(__name__)
 
 NUM_RUNS = 5
-# Layers that take turns, unless one alone is more than a cache keeps: beyond three nothing changes.
+# Number of layers that take turns, unless one alone exceeds CACHE_BYTES; more change nothing.
 TURNS: Final = 3
 CACHE_BYTES: Final = 1 << 26
 LINK_BYTES = 1 << 22
-# As many ranks that compete for each processor show what more of them would.
+# Number of ranks that compete for each processor; more would not change the measurement.
 _RANKS_EACH = 2
 _LINK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """How long something takes beside other ranks."""
+    """How durations are measured.
+
+    Attributes:
+        contention: the competing processes.
+        now_s: clock, in wall or processor seconds.
+    """
 
     contention: Contention
     now_s: Callable[[], float]
@@ -62,7 +69,8 @@ def profile_model(
     """The profile of a job's model on one device of this machine, and its links.
 
     Args:
-        num_ranks, processors: of the job, and that all of them share; 0: each has its own.
+        num_ranks: number of ranks of the job.
+        processors: number of processors that all ranks share; 0: each rank has its own.
 
     Raises:
         ConfigError: a layer changes a buffer in its forward.
@@ -105,7 +113,7 @@ def _measured_layers(
         with torch.no_grad():
             output = module(hidden)
         refuse_changing_buffers(name, before, module)
-        # Layers of one kind may still differ in what no parameter shows, as a stride.
+        # Layers with the same parameters may differ in what no parameter shows, such as a stride.
         shapes = f"{tuple(hidden.shape)}/{tuple(output.shape)}"
         key = f"{layer == 0}/{is_last}/{_kind(module)}/{shapes}"
         if key not in known:
@@ -125,7 +133,7 @@ def _measured_layers(
 
 
 def tied_parameters(model: SplitModel) -> tuple[TiedParameters, ...]:
-    """The model's tied parameters as planner and schedule know them."""
+    """The model's tied parameters in the form that planner and schedule use."""
     return tuple(
         TiedParameters(
             layers=tuple(dict.fromkeys(use.layer for use in group.uses)),
@@ -145,7 +153,7 @@ def measured_link() -> Link:
     try:
         seconds = _round_trips(ends[0], ends[1], sizes)
     finally:
-        # Closing frees the answering end too, if it still waits for what will not come.
+        # Closing also frees the answering end, if it still waits for a message.
         ends[0].close()
         answering.join()
         ends[1].close()
@@ -160,7 +168,7 @@ def _begin(own: Links, other: Links) -> None:
 
 
 def _answer(own: Links, other: Links, num_messages: int) -> None:
-    """Answers each message with a few bytes, until the other end is done or gone."""
+    """Answers `num_messages` messages with a few bytes each, or until the other end is gone."""
     try:
         _begin(own, other)
         for index in range(num_messages):
@@ -168,12 +176,12 @@ def _answer(own: Links, other: Links, num_messages: int) -> None:
             own.receive(other.rank, tag, timeout_s=_LINK_TIMEOUT_S)
             own.send(other.rank, tag, np.zeros(8, dtype=np.uint8))
     except PeerLostError as error:
-        # Both ends are in this process: what went wrong is raised at the other one.
+        # Both ends are in this process, and the other end raises the error.
         logger.info("a link was measured in part: %s", error)
 
 
 def _round_trips(own: Links, other: Links, sizes: Sequence[int]) -> dict[int, list[float]]:
-    """The seconds of each round trip, by number of bytes sent."""
+    """Seconds of each round trip, by number of bytes sent."""
     _begin(own, other)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for index, size in enumerate(sizes):
@@ -194,7 +202,7 @@ class _Seconds:
 
 
 def _kind(module: nn.Module) -> str:
-    """The same for layers that cost the same."""
+    """Key that is the same for layers that take the same time."""
     parts = sorted(type(part).__name__ for part in module.modules())
     shapes = [tuple(parameter.shape) for parameter in module.parameters()]
     return f"{parts}{shapes}"
@@ -208,7 +216,7 @@ def _measured(
     loss: Callable[[Tensor], Tensor] | None,
     clock: _Clock,
 ) -> LayerProfile:
-    """The profile of one of these layers, but for the bytes that it puts out."""
+    """The profile of one of these identical layers, with output_bytes still 0."""
     modules = [held.module for held in alike]
     module = modules[0]
     activation_bytes = _activation_bytes(module, hidden, loss)
@@ -257,7 +265,7 @@ def _run(
     loss: Callable[[Tensor], Tensor] | None,
     now_s: Callable[[], float],
 ) -> _Seconds:
-    """What one of the modules takes, in turn with the others."""
+    """Mean seconds of one module's forward and backwards, with the modules taking turns."""
     leaves = [_leaf(hidden) for _ in modules]
     start_s = now_s()
     outputs = [_forward(module, leaf, loss) for module, leaf in zip(modules, leaves, strict=True)]
@@ -283,7 +291,7 @@ def _run(
 
 
 def _update_s(alike: Sequence[HeldLayer], now_s: Callable[[], float]) -> float:
-    """Seconds of what a rank does for a layer once an iteration, at a learning rate of 0."""
+    """Seconds of a rank's work for a layer once an iteration, measured at a learning rate of 0."""
     start_s = now_s()
     for held in alike:
         held.gradients_of = held.age
@@ -295,7 +303,7 @@ def _update_s(alike: Sequence[HeldLayer], now_s: Callable[[], float]) -> float:
 def _activation_bytes(
     module: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor] | None
 ) -> int:
-    """What autograd keeps for the backward, each storage once, without parameters."""
+    """Bytes that autograd keeps for the backward, each storage once, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -312,7 +320,7 @@ def _activation_bytes(
 
 
 def _optimizer_bytes(job: JobConfig, module: nn.Module) -> int:
-    """The optimizer's state of the layer, read off one step of float32 parameters like its own."""
+    """Bytes of the layer's optimizer state, found by a step of float32 parameters like its own."""
     named = {
         name: nn.Parameter(torch.zeros_like(parameter, dtype=torch.float32))
         for name, parameter in module.named_parameters()

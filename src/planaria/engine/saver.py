@@ -1,11 +1,12 @@
 """Writes the layers that a rank owns to the disk tier, off the training path.
 
-The state is copied while training waits (milliseconds), then hashed and written by one thread.
-The memory is bounded at one copy: a save that is due while the one before is still being written
-waits for it a second at most, then it is not made, and that is told. Only the job's last one waits
-as long as its epoch lasts. What is left of a save when its epoch is over is not written.
+The state is copied while training waits (milliseconds), then hashed and written by one thread. At
+most one copy is in memory: if a save is due while the one before is still being written, it waits
+until that one has taken `WAIT_S`; after that it is skipped, and the coordinator is told. Only the
+job's last save waits as long as its epoch lasts. When the epoch is over, the rest of a save is not
+written.
 
-The thread ends with the process, whatever it waits for: a disk or store may never answer.
+The thread is a daemon, so that it ends with the process: a disk or store may never answer.
 """
 
 import threading
@@ -19,17 +20,17 @@ from planaria.engine.blame import is_of_memory
 from planaria.engine.stage import HeldLayer, State
 from planaria.errors import CheckpointError
 
-WAIT_S: Final = 1.0  # That a save may take without being in the way of the next.
-_LOOK_S: Final = 0.02  # From one look whether the epoch is over to the next.
+WAIT_S: Final = 1.0  # If a save takes longer, a save that is due meanwhile is skipped.
+_LOOK_S: Final = 0.02  # Interval at which waiting looks whether the epoch is over.
 
 
 class Saver:
-    """Saves layers of one rank; says over `send` what came of it.
+    """Saves layers of one rank and reports the outcome over `send`.
 
     Args:
-        may_write: whether the node still belongs to the job; asked before anything is written. It
-            may wait for a lease that is given again.
-        is_over: whether nobody wants any more what is saved in an epoch.
+        may_write: tells whether the node still belongs to the job; called before each write. It
+            may block until the node's lease is renewed.
+        is_over: tells whether saves of an epoch are of no use any more.
     """
 
     def __init__(
@@ -53,13 +54,12 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether another save could not begin now."""
+        """Whether a save is being written, so that another one could not begin now."""
         return not self._is_written.is_set()
 
     def save(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> bool:
-        """Starts to save layers of age `iteration`, if there are any; False if the save before is
-        in the way."""
-        if not layers:  # There is nothing to write, so nothing to tell.
+        """Starts to save layers of age `iteration`; False if it is skipped for the one before."""
+        if not layers:  # There is nothing to write, so nothing to report.
             return True
         if self.wait_written(epoch, timeout_s=self._begin_s + WAIT_S - time.monotonic()):
             self._attempt(layers, iteration, epoch)
@@ -72,22 +72,27 @@ class Saver:
         return False
 
     def save_last(self, layers: Mapping[int, HeldLayer], *, iteration: int, epoch: int) -> None:
-        """Saves layers of age `iteration`, once what is being written is; blocks until that is
-        done, or the epoch is over.
+        """Saves layers of age `iteration` after the save in progress, if any.
 
-        What it has no memory for it raises: holders of the same layers may have some.
+        Blocks until the layers are written or the epoch is over. Lack of memory is raised, not
+        reported as a failed save: other holders of the layers may have the memory.
         """
         if layers and self.wait_written(epoch):
             self._begin(layers, iteration, epoch, is_told=_is_refusal)
             self.wait_written(epoch)
 
     def leave(self, *, timeout_s: float) -> None:
-        """Gives a save that is being written time to end; what comes of it counts no more."""
+        """Waits up to `timeout_s` for the save in progress; ignores its outcome."""
         self._is_written.wait(timeout_s)
 
     def wait_written(self, epoch: int, *, timeout_s: float = float("inf")) -> bool:
-        """Blocks until the save that is being written, if any, is done; False if that takes too
-        long, or the epoch in which it is waited for is over."""
+        """Blocks until no save is being written; False if the time or the epoch ends before that.
+
+        Raises what the save raised, if that was not reported as a failed save.
+
+        Args:
+            epoch: the epoch of the caller.
+        """
         deadline_s = time.monotonic() + timeout_s
         while not self._is_written.wait(max(0.0, min(_LOOK_S, deadline_s - time.monotonic()))):
             if self._is_over(epoch) or time.monotonic() >= deadline_s:
@@ -98,7 +103,7 @@ class Saver:
         return True
 
     def _attempt(self, layers: Mapping[int, HeldLayer], iteration: int, epoch: int) -> None:
-        """Begins a save without which training goes on."""
+        """Begins a save; if there is no memory for it, reports that and lets training go on."""
         try:
             self._begin(layers, iteration, epoch, is_told=_is_refusal_or_of_memory)
         except Exception as error:
@@ -117,8 +122,8 @@ class Saver:
         """Copies the layers and starts to write them.
 
         Args:
-            is_told: whether what writing raises is a failure of the save; all else is raised by
-                who waits for it.
+            is_told: tells whether an error of writing is reported as a failed save; `wait_written`
+                raises any other error.
         """
         states = {layer: held.state() for layer, held in layers.items()}
 
@@ -139,16 +144,16 @@ class Saver:
             threading.Thread(target=write, name="save", daemon=True).start()
         except RuntimeError as error:
             self._is_written.set()
-            raise MemoryError(str(error)) from error  # For a thread, or for one more of them.
+            raise MemoryError(str(error)) from error  # Python could not start a thread.
 
     def _text(self, error: Exception) -> str:
-        """What is told of a save that failed."""
+        """The reason to report for a save that failed."""
         if _is_refusal(error):
             return str(error)
         return f"rank {self._rank} has no memory for a copy of what it saves: {error!r}"
 
     def _write_layers(self, states: Mapping[int, State], iteration: int, epoch: int) -> None:
-        """Tells after each layer what is written so far: whoever waits sees that it gets on."""
+        """Writes the layers; after each one, reports all files so far, to show the progress."""
         files = []
         for layer, state in states.items():
             if self._is_over(epoch):  # Another save may wait for its turn.

@@ -1,17 +1,19 @@
 """A backward in two parts: the gradient of the input first, those of the parameters later.
 
-autograd runs only what the gradients that it is asked for need. So the first part asks for that of
-the input, and notes what comes to each node of the graph at which parameters join the way from the
-input to the output. The second part goes on from there, along what leads to parameters alone.
-Nothing is computed twice, and every node computes what it would in a whole backward: the bits are
-the same. (A parameter that a module uses three times or more is summed in another order.)
+autograd runs only the nodes that are needed for the gradients it is asked for. The first part asks
+for the gradient of the input alone. A join is a node on a path from the input to the output at
+which a branch that starts at parameters meets the path; the first part notes the gradients that
+reach each join. The second part starts from these and runs the branches that lead to parameters
+only. No gradient is computed twice, and every node computes what it would in a whole backward, so
+the bits are the same. (The gradients of a parameter that a module uses three times or more are
+summed in another order.)
 
-Nodes at which the same parameter joins are run together, from the last to the first. What one of
-them would hand on to another is replaced by what was noted there, which has it already.
+Joins with a parameter in common run together, from the last to the first. The gradients that one of
+them would pass to another are replaced by those noted there, which already include them.
 
 Source: torch.distributed.pipelining, stage_backward_input and stage_backward_weight; Zero Bubble
 (ICLR '24) for the idea.
-Differs: without its bookkeeping for several inputs and outputs.
+Differs: no bookkeeping for several inputs and outputs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,18 +27,18 @@ _Gradients = tuple[Tensor | None, ...]
 
 
 class _Join:
-    """A node of the way from input to output at which parameters join; what comes to it."""
+    """A node on a path from input to output that parameters join, and the gradients it gets."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.gradients: _Gradients = ()
 
     def note(self, gradients: _Gradients) -> None:
-        """Keeps what comes to the node in the first part."""
+        """Keeps the gradients that reach the node in the first part."""
         self.gradients = gradients
 
     def noted(self, _: _Gradients) -> _Gradients:
-        """What came to it in the first part, whatever comes now."""
+        """The gradients of the first part, which replace those that reach the node now."""
         return self.gradients
 
 
@@ -44,20 +46,20 @@ class WeightGradients:
     """The second part of a backward, still to be run.
 
     Args:
-        groups: joins with the parameters that join there, no two groups with one in common.
+        groups: joins with the parameters that join there; no parameter is in two groups.
     """
 
     def __init__(self, groups: Sequence[tuple[Sequence[_Join], Sequence[nn.Parameter]]]) -> None:
         self._groups = groups
 
     def gradients(self) -> Iterator[Tensor]:
-        """What was noted in the first part."""
+        """The gradients that were noted in the first part."""
         for joins, _ in self._groups:
             for join in joins:
                 yield from (one for one in join.gradients if one is not None)
 
     def run(self) -> None:
-        """Adds to `.grad` of each parameter; lets go of the graph."""
+        """Adds to `.grad` of each parameter, and releases the graph."""
         for joins, parameters in self._groups:
             edges, gradients = [], []
             for join in joins:
@@ -68,7 +70,7 @@ class WeightGradients:
             with ExitStack() as hooks:
                 for join in joins if len(joins) > 1 else ():
                     hooks.callback(join.node.register_prehook(join.noted).remove)
-                # Groups may share nodes, so none may free what these have saved.
+                # Groups may share nodes, so none may free the tensors that the nodes have saved.
                 found = torch.autograd.grad(edges, parameters, gradients, retain_graph=True)
             for parameter, gradient in zip(parameters, found, strict=True):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -78,11 +80,12 @@ class WeightGradients:
 def input_gradient(
     output: Tensor, gradient: Tensor | None, source: Tensor, parameters: Iterable[nn.Parameter]
 ) -> tuple[Tensor, WeightGradients]:
-    """The gradient of `source`, and what is left to be done for the parameters.
+    """The gradient of `source`, and the second part of the backward, for the parameters.
 
     Args:
-        output: that depends on source, a leaf that requires a gradient.
-        gradient: of output; None if that is a scalar.
+        output: tensor that depends on `source`.
+        gradient: gradient of `output`; None if `output` is a scalar.
+        source: leaf that requires a gradient.
     """
     assert output.grad_fn is not None
     groups = _groups(output.grad_fn, source, set(parameters))
@@ -97,7 +100,7 @@ def input_gradient(
 def _groups(
     root: Node, source: Tensor, parameters: set[nn.Parameter]
 ) -> list[tuple[list[_Join], list[nn.Parameter]]]:
-    """The joins below root, those with parameters in common together."""
+    """The joins below root with their parameters; joins with a common parameter form one group."""
     order = _parents_last(root)
     on_way: set[Node] = set()
     reached: dict[Node, set[nn.Parameter]] = {}
@@ -124,7 +127,7 @@ def _groups(
 
 
 def _parents_last(root: Node) -> list[Node]:
-    """All nodes below root, each behind those that it leads to."""
+    """Root and all nodes below it, each after the nodes that its edges lead to."""
     order: list[Node] = []
     seen = {root}
     stack = [(root, iter(root.next_functions))]

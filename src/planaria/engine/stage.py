@@ -1,15 +1,15 @@
 """The layers that a rank holds: parameters, gradient sums and optimizer of each layer.
 
-A layer stands on its own: it has its own optimizer and its own age (the number of iterations
-that it has applied), so it can be sent, saved and applied alone. Gradients of a layer lie in
-one flat tensor of sums; those of a tied parameter, which several layers use, lie in a flat
-tensor of their own for each use, for they are summed over the holders of all its uses.
+Layers are independent: each has its own optimizer and its own age (the number of iterations that
+were applied to it), so a layer can be sent, saved and stepped alone. The gradients of a layer are
+summed in one flat tensor. Those of a tied parameter, which several layers use, have a flat tensor
+of their own for each use, because they are summed over the holders of all its uses.
 
-Dropout draws from the generator seeded by (seed, iteration, microbatch, layer) when the layer's
-forward begins, also when activation checkpointing runs it again, so what it draws does not
-depend on who computes the layer.
+When a layer's forward begins, the random generator is seeded with (seed, iteration, microbatch,
+layer), also when activation checkpointing runs the forward again. So dropout draws the same
+values whichever rank computes the layer.
 
-Source: DESIGN 4.3, 4.4 and 4.6.
+Source: docs/protocol.md, "Committing an iteration" (C4) and "Changing members without a loss".
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,24 +28,24 @@ from planaria.models.layers import SplitModel, TiedGroup
 
 State = Mapping[str, npt.NDArray[np.generic]]
 
-NOT_YET = -1  # The age of a silent layer whose state has not come.
+NOT_YET = -1  # Age of a layer without a valid state: not arrived yet, or its step did not finish.
 
 
 class HeldLayer:
     """One layer on this rank.
 
-    A parameter that does not require gradients stays as it is: no weight decay reaches it.
+    A parameter that does not require gradients never changes; weight decay does not apply to it.
 
     Attributes:
-        age: iterations applied to it, NOT_YET before there is a state to apply them to.
-        gradients_of: the iteration whose reduced gradients are complete, -1 while none are.
-        masters: the parameters that are stepped, saved and sent, float32; those of the module
-            itself unless it computes in bfloat16.
-        sums: flat gradient sums of its own parameters, to which a backward adds.
-        tied_sums: by parameter name, flat gradient sums of this layer's use of tied parameters.
-        gradients: flat float32, the reduced gradients of its own parameters; the same memory as the
-            sums unless those are float64.
-        tied_gradients: by parameter name, the same for tied ones.
+        age: number of iterations applied to the layer; NOT_YET: it has no valid state.
+        gradients_of: the iteration whose reduced gradients are complete; -1: none.
+        masters: the float32 parameters that are stepped, saved and sent, by name; the module's own
+            unless it computes in bfloat16.
+        sums: flat gradient sums of the parameters that are not tied; a backward adds to them.
+        tied_sums: flat gradient sums of this layer's use of each tied parameter, by name.
+        gradients: flat float32 reduced gradients of the parameters that are not tied; the same
+            memory as `sums` unless those are float64.
+        tied_gradients: flat float32 reduced gradients of each tied parameter, by name.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class HeldLayer:
         }
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                # Not a method of this layer, whose memory would wait for the garbage collector.
+                # A bound method would make a cycle, so that only the garbage collector would free
+                # the layer's memory.
                 hook = partial(_add_gradient, self._sum_views[name])
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -90,7 +91,7 @@ class HeldLayer:
         return {name: tensor.view(self.masters[name].shape) for name, tensor in flat.items()}
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is kept of the layer from iteration to iteration."""
+        """All tensors of the layer that are kept from iteration to iteration."""
         yield from self.module.parameters()
         yield from self.module.buffers()
         yield from self.masters.values()
@@ -108,22 +109,25 @@ class HeldLayer:
             sums.zero_()
 
     def accumulate(self) -> None:
-        """Adds gradients that no backward, but somebody else has left, and drops them."""
+        """Adds the gradients that `WeightGradients.run` left in `.grad` to the sums; drops them.
+
+        Those of a whole backward are added by hooks.
+        """
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 _add_gradient(self._sum_views[name], parameter)
 
     def squared_norm(self, names: Iterable[str]) -> float:
-        """The sum of squares of the reduced gradients of `names`, each summed in float64."""
+        """The sum of squares of the reduced gradients of the named parameters, in float64."""
         total = 0.0
         for name in names:
             total += float(self._gradient_views[name].double().pow_(2).sum())
         return total
 
     def apply(self, iteration: int, *, learning_rate: float, scale: float) -> None:
-        """Takes the optimizer step of an iteration; nothing if it was taken already.
+        """Takes the optimizer step of an iteration; does nothing if it was taken already.
 
-        A layer whose step raises is of no age, and so is neither sent nor saved.
+        If the step raises, the layer's age stays NOT_YET, so it is neither sent nor saved.
         """
         if self.age != iteration:
             assert self.age == iteration + 1, (self.layer, self.age, iteration)
@@ -144,11 +148,11 @@ class HeldLayer:
         self.age = iteration + 1
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:
-        """A copy of the parameters and the optimizer's state, in the disk tier's names."""
+        """A copy of the parameters and the optimizer's state, by their names in the disk tier."""
         return {name: array.copy() for name, array in self.state_views().items()}
 
     def state_views(self) -> dict[str, npt.NDArray[np.generic]]:
-        """As `state`, where possible without a copy: the next step changes it."""
+        """The same as `state`, but not copied where possible: the next step changes the arrays."""
         tensors = {f"parameter/{name}": master.detach() for name, master in self.masters.items()}
         if self.optimizer is not None:
             named = optimizer_state(self.optimizer, self._trained)
@@ -156,7 +160,7 @@ class HeldLayer:
         return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
 
     def load(self, state: State, *, age: int) -> None:
-        """Takes over a state as `state` gave it."""
+        """Loads a state that `state` returned."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(_tensor(state[f"parameter/{name}"]))
@@ -174,20 +178,22 @@ class HeldLayer:
 
 
 def _reduced(sums: Tensor) -> Tensor:
-    """Where the sums over all holders come: the rank's own if those have as many bits, for of these
-    nobody needs a part any more once the sum of it is there."""
+    """Tensor for the reduced gradients: `sums` itself if that is float32, else a new one.
+
+    `sums` can be overwritten: no rank needs a part of it once that part's total has arrived.
+    """
     return sums if sums.dtype is torch.float32 else torch.zeros(len(sums), dtype=torch.float32)
 
 
 def _add_gradient(sums: Tensor, parameter: Tensor) -> None:
-    """Adds the gradient of a parameter, as soon as a backward has it, and drops it."""
+    """Adds the gradient of a parameter to its sums, and drops it."""
     assert parameter.grad is not None
     sums.add_(parameter.grad)
     parameter.grad = None
 
 
 def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
-    """The array as a tensor, not copied if torch takes it as it is."""
+    """The array as a tensor; copied only if torch cannot use its memory."""
     return torch.from_numpy(np.require(array, requirements=("A", "C", "W")))
 
 
@@ -213,9 +219,9 @@ class Stage:
         self.num_materialised = 0
 
     def hold(self, layers: Iterable[int], *, states: Mapping[int, State], age: int) -> None:
-        """Materialises layers, from `states` where it has them, else from the seed.
+        """Materialises layers, from `states` if it has them, else from the seed.
 
-        Layers that are held already are not touched.
+        Does nothing for layers that are held already.
         """
         for layer in layers:
             if layer in self.layers:
@@ -228,11 +234,11 @@ class Stage:
                 self._add(held)
 
     def vessel(self, layer: int) -> HeldLayer:
-        """A layer whose state is still to come: it is not held yet."""
+        """A new layer without a state; the stage does not hold it yet."""
         return self._held(layer, self.model.structure(layer))
 
     def take(self, vessel: HeldLayer, state: State, *, age: int) -> None:
-        """Holds a layer from `vessel`, with this state."""
+        """Loads a state into `vessel` and holds the layer from then on."""
         vessel.load(state, age=age)
         self._add(vessel)
 
@@ -246,23 +252,23 @@ class Stage:
         self.num_materialised += 1
 
     def prepare(self, layers: Iterable[int]) -> None:
-        """Makes room for layers whose state is to come; their gradients can come before it."""
+        """Holds layers whose states arrive later; they can take part in reductions before that."""
         for layer in layers:
             self.layers[layer] = self.vessel(layer)
             self.layers[layer].age = NOT_YET
 
     def fill(self, layer: int, state: State, *, age: int) -> None:
-        """The state of a layer that was prepared is here."""
+        """Loads the state of a layer that was prepared."""
         assert self.layers[layer].age == NOT_YET
         self.layers[layer].load(state, age=age)
         self.num_materialised += 1
 
     def whole(self) -> dict[int, HeldLayer]:
-        """The layers whose state is here."""
+        """The layers that have a valid state."""
         return {layer: held for layer, held in self.layers.items() if held.age != NOT_YET}
 
     def keep_only(self, layers: Collection[int]) -> None:
-        """Drops all other layers."""
+        """Drops all layers that are not in `layers`."""
         self.layers = {layer: held for layer, held in self.layers.items() if layer in layers}
 
     def forward(
@@ -286,12 +292,12 @@ class Stage:
         return hidden
 
     def parameters(self, first_layer: int, end_layer: int) -> list[nn.Parameter]:
-        """Those of the layers that get gradients."""
+        """The parameters of layers [first_layer, end_layer) that require gradients."""
         held = [self.layers[layer] for layer in range(first_layer, end_layer)]
         return [p for layer in held for p in layer.parameters.values() if p.requires_grad]
 
     def accumulate(self, first_layer: int, end_layer: int) -> None:
-        """Adds what a backward through the layers left to their gradient sums."""
+        """Adds the gradients that `WeightGradients.run` left in the layers to their sums."""
         for layer in range(first_layer, end_layer):
             self.layers[layer].accumulate()
 
@@ -310,7 +316,7 @@ class Stage:
         return total, uses
 
     def counted(self, layer: int) -> list[str]:
-        """The names of the layer's parameters without tied ones that an earlier layer counts."""
+        """Names of the layer's parameters, without tied ones that an earlier use counts."""
         later = {use.name for g in self.model.tied for use in g.uses[1:] if use.layer == layer}
         return [name for name in self.layers[layer].masters if name not in later]
 

@@ -1,7 +1,7 @@
-"""What the user's own code raised, as its author would see it: without the frames above it.
+"""Tracebacks of exceptions in the user's code, without the frames that called that code.
 
-The frames of planaria, and those of torch that only lead from there into the user's module, say
-nothing about the mistake. Where planaria itself raised, everything is kept.
+The frames of planaria, and those of torch that only lead from planaria into the user's module, say
+nothing about the mistake. If planaria itself raised the exception, all frames are kept.
 """
 
 import traceback
@@ -14,7 +14,7 @@ _CALLING = str(Path(torch.__file__).parent / "nn" / "modules" / "module.py")
 
 
 def user_traceback(error: BaseException) -> str:
-    """The formatted traceback of an exception, and of those that led to it."""
+    """The formatted traceback of an exception and of the exceptions that led to it."""
     whole = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = whole
     while link is not None:
@@ -24,7 +24,10 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _shorten(stack: traceback.StackSummary) -> None:
-    """Drops the frames up to the last of ours, unless that one raised, and torch's after it."""
+    """Drops the frames up to the last one of planaria, and torch's module frames after that.
+
+    Drops nothing if the last frame is planaria's.
+    """
     ours = [index for index, frame in enumerate(stack) if frame.filename.startswith(_OURS)]
     first = ours[-1] + 1 if ours else 0
     if first == len(stack):

@@ -1,14 +1,14 @@
-"""A Hugging Face model around its blocks: doorways, visitors and ghosts.
+"""A Hugging Face model without its blocks: doorways, visitors and ghosts.
 
-In place of each block stands a doorway that hands its call to a visitor, so the model's own
-forward can be run for what is before the blocks, for what it gives to them, or for what is after
-them. Parameters that must not take memory are ghosts: one NaN seen as every element, so a value
-that came from one shows.
+A doorway is a module that replaces a block and passes its call to a visitor, a function. So the
+model's own forward can be run for the part before the blocks, for the arguments of the blocks, or
+for the part after them. A ghost is a stand-in for a parameter that must not take memory: a single
+NaN expanded to the parameter's shape, so that every value computed from it shows as NaN.
 
-`ownership` reads off the autograd graph which parameters come before the blocks and which after:
-the embedding owns what the first block's input depends on, the head what the logits depend on,
-given the last block's output. The blocks must be a chain: each takes what the one before it
-returned, and nothing else that depends on parameters.
+`ownership` finds in the autograd graph which parameters are used before the blocks and which after
+them: the embedding owns those on which the first block's input depends, the head those on which the
+logits depend, given the last block's output. The blocks must be a chain: each takes what the one
+before it returned, and nothing else that depends on parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from planaria.errors import ConfigError
 from planaria.models.layers import OWN_LAYERS
 
-# B microbatch, L sequence, D model
+# Dimensions in names: B microbatch, L sequence, D model
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one block, its hidden states left out.
+    """The arguments of one block, without its hidden states.
 
     Attributes:
-        is_named: whether the hidden states go by name.
+        is_named: whether the hidden states are passed as a keyword argument.
     """
 
     is_named: bool
@@ -38,13 +38,13 @@ class Call:
     kwargs: Mapping[str, Any]
 
     def output(self, block: nn.Module, hidden_BLD: Tensor) -> object:
-        """What the block returns for these hidden states."""
+        """The block's return value for these hidden states."""
         if self.is_named:
             return block(hidden_states=hidden_BLD, **self.kwargs)
         return block(hidden_BLD, *self.args, **self.kwargs)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor among the arguments."""
+        """All tensors among the arguments."""
         leaves = tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -61,17 +61,17 @@ class Reached(Exception):
 
 
 class _Visitor:
-    """Whom all doorways of one model call."""
+    """The function that all doorways of one model call."""
 
     def __init__(self) -> None:
         self.visit: Visit | None = None
 
 
 class Doorway(nn.Module):
-    """Stands where a block was, with the plain attributes that the model's forward may read.
+    """Replaces a block, and keeps its plain attributes, which the model's forward may read.
 
     Attributes:
-        num_outputs: the length of the tuple that the block returns, 0 for a bare tensor.
+        num_outputs: length of the tuple that the block returns; 0: it returns a single tensor.
     """
 
     def __init__(self, index: int, block: nn.Module, visitor: _Visitor) -> None:
@@ -89,14 +89,15 @@ class Doorway(nn.Module):
         is_named = not args
         hidden_BLD = kwargs.pop("hidden_states") if is_named else args[0]
         hidden_BLD = visit(self._index, hidden_BLD, Call(is_named, args[1:], kwargs))
-        # What else a block returns must not matter: attention weights that nobody asked for.
+        # The other values that a block returns, such as attention weights, must not be used: NaN
+        # would show if they were.
         nothing = hidden_BLD.new_full((), float("nan"))
         extras = (nothing,) * (self.num_outputs - 1)
         return (hidden_BLD, *extras) if self.num_outputs else hidden_BLD
 
 
 class Frame:
-    """A model with doorways for blocks; `copy.deepcopy` gives an independent one."""
+    """A model with doorways in place of its blocks; `copy.deepcopy` gives an independent one."""
 
     def __init__(self, model: Any, doorways: nn.ModuleList) -> None:
         self.model = model
@@ -106,7 +107,7 @@ class Frame:
             doorways[index] = Doorway(index, block, self._visitor)
 
     def logits(self, ids_BL: Tensor, visit: Visit) -> Tensor:
-        """What the model's own forward returns, the visitor standing for its blocks."""
+        """The logits of the model's own forward, with `visit` called in place of each block."""
         self._visitor.visit = visit
         try:
             logits: Tensor = self.model(ids_BL).logits
@@ -115,7 +116,7 @@ class Frame:
         return logits
 
     def hidden(self, ids_BL: Tensor, visit: Visit) -> Tensor:
-        """The hidden states with which the visitor leaves."""
+        """The hidden states with which `visit` leaves the model's forward, by raising `Reached`."""
         try:
             self.logits(ids_BL, visit)
         except Reached as reached:
@@ -125,7 +126,13 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which parameters come before the blocks and after them; how many values a block returns."""
+    """Parameters used before and after the blocks, and how many values each block returns.
+
+    Attributes:
+        embedding: names of the parameters used before the blocks.
+        head: names of the parameters used after the blocks.
+        num_outputs: length of the tuple that each block returns; 0: it returns a single tensor.
+    """
 
     embedding: frozenset[str]
     head: frozenset[str]
@@ -133,7 +140,10 @@ class Ownership:
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The longest, then shallowest, list of modules that is in no other list, and its name."""
+    """Name and modules of the model's list of blocks.
+
+    Of the `nn.ModuleList`s that are in no other, it is the longest, and of these the shallowest.
+    """
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -150,12 +160,12 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def refusal(model: Any, why: str) -> ConfigError:
-    """The error for an architecture that is no chain of layers."""
+    """The error for an architecture that is not a chain of layers."""
     return ConfigError("model.config.model_type", model.config.model_type, f"{why}; {OWN_LAYERS}")
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter under every name that it has, in the model's order."""
+    """All parameters by name, in the model's order; a shared one is under each of its names."""
     return {
         f"{path}.{name}" if path else name: parameter
         for path, module in model.named_modules()
@@ -164,7 +174,7 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts a parameter or a ghost in the place of the one of this name."""
+    """Replaces the parameter of this name by a parameter or a ghost."""
     path, _, own_name = name.rpartition(".")
     module = model.get_submodule(path)
     delattr(module, own_name)
@@ -174,7 +184,7 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
 def ghost(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of NaN that takes the memory of one element.
 
-    It is no nn.Parameter, so a copy of its module stays as small and does not list it.
+    It is not an nn.Parameter, so a copy of its module stays small and does not list it.
     """
     tensor = torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
     mark_initialised(tensor)
@@ -182,12 +192,18 @@ def ghost(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def mark_initialised(tensor: Tensor) -> None:
-    """Makes the initialisation of transformers leave the tensor as it is."""
+    """Marks a tensor so that the initialisation of transformers does not change it."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def initialise(model: Any, *, seed: int) -> None:
-    """Draws what is not marked, and computes all buffers, by the model's own rules on the CPU."""
+    """Draws all parameters that are not marked and computes all buffers, on the CPU.
+
+    Both follow the model's own rules.
+
+    Raises:
+        ConfigError: a buffer stays undefined, or a module keeps another tensor without values.
+    """
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             empty = torch.full(buffer.shape, _unset(buffer.dtype), dtype=buffer.dtype)
@@ -205,21 +221,23 @@ def initialise(model: Any, *, seed: int) -> None:
 
 
 def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) -> Ownership:
-    """Who owns what around the blocks, from one forward on ghosts and one on the meta device.
+    """The parameters used before and after the blocks, found by two forwards without real weights.
 
     Args:
-        frame: a copy to use up; its parameters on the meta device, its buffers valid.
-        blocks: on the meta device.
+        frame: a frame that this function may change, with its parameters on the meta device and
+            valid buffers.
+        blocks: the model's blocks, on the meta device.
+        ids_BL: token ids to run the model's forward on.
 
     Raises:
-        ConfigError: the model is no chain of layers.
-        IndexError: the ids are more than the model has positions or tokens for.
+        ConfigError: the model is not a chain of layers.
+        IndexError: the model has too few positions or tokens for the ids.
     """
     parameters = parameters_of(frame.model)
     with torch.enable_grad():
         first_BLD, num_outputs = _walk_blocks(frame, blocks, ids_BL)
         embedding = _names_reached(first_BLD, frame.model, parameters)
-        # The head runs on the meta device: its product with a ghost would fill real memory.
+        # The head runs on the meta device: the logits computed with a ghost would take real memory.
         for name, parameter in parameters.items():
             if name not in embedding:
                 set_tensor(frame.model, name, parameter)
@@ -236,7 +254,11 @@ def ownership(frame: Frame, blocks: tuple[nn.Module, ...], *, ids_BL: Tensor) ->
 def _walk_blocks(
     frame: Frame, blocks: tuple[nn.Module, ...], ids_BL: Tensor
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """What the first block takes, and the number of values that each block returns."""
+    """The first block's input, and the `num_outputs` of each block.
+
+    Raises:
+        ConfigError: the blocks are not a chain.
+    """
     for name, parameter in parameters_of(frame.model).items():
         stand_in = ghost(parameter.shape, dtype=torch.float32, device=torch.device("cpu"))
         set_tensor(frame.model, name, stand_in.requires_grad_())
@@ -265,7 +287,11 @@ def _walk_blocks(
 
 
 def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
-    """The logits on the meta device for what the last block returns; each block runs once."""
+    """The logits, on the meta device, given the last block's output.
+
+    Raises:
+        ConfigError: the part after the blocks cannot run alone, or a block does not run once.
+    """
     visited: list[int] = []
 
     def pass_by(index: int, _hidden_BLD: Tensor, _call: Call) -> Tensor:
@@ -284,7 +310,7 @@ def _logits_after(frame: Frame, ids_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call) -> int:
-    """The length of the tuple that a block returns, 0 for a bare tensor."""
+    """Length of the tuple that a block returns; 0: it returns a single tensor."""
     args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (call.args, dict(call.kwargs)))
     meta_BLD = torch.empty_like(hidden_BLD, device="meta")
     try:
@@ -298,7 +324,7 @@ def _num_outputs(frame: Frame, block: nn.Module, hidden_BLD: Tensor, call: Call)
 
 
 def _names_reached(output: Tensor, model: nn.Module, names: Iterable[str]) -> frozenset[str]:
-    """The parameters that the output depends on."""
+    """Names of the parameters on which the output depends."""
     variables: set[int] = set()
     seen: set[Any] = set()
     stack = [output.grad_fn]

@@ -1,23 +1,23 @@
 """A Hugging Face model as layers: embedding, one per block, head.
 
-The model is built once on the meta device, its blocks taken out (`hf_frame.py`). A layer is a
-module that holds its own part of the model under the model's own names:
+The model is built once on the meta device, without its blocks (`hf_frame.py`). A layer is a module
+that holds its own part of the model under the model's own names:
 
-- embedding: the model's forward until it reaches the first block;
-- block: called directly, with the arguments (mask, positions, ...) that the model's forward hands
-  to it, noted once per shape of ids and dtype. They depend on those only, as there is no padding
-  mask; what depends on more is refused;
-- head: the model's forward with the layer's input put in the place of the last block's output.
+- embedding: runs the model's forward until it reaches the first block;
+- block: is called directly, with the arguments (mask, positions, ...) that the model's forward
+  passes to it. They are noted once per shape of ids and dtype, and depend on nothing else, because
+  there is no padding mask; a model whose arguments depend on more is refused;
+- head: runs the model's forward with the layer's input in place of the last block's output.
 
-Weights are drawn under a seed of the layer's own by the model's own rules, or read from disk. A
-parameter shared with an earlier layer is drawn as that layer draws it.
+Weights are drawn by the model's own rules with a seed for each layer, or read from disk. A
+parameter shared with an earlier layer gets the value that it has in that layer.
 
 A layer runs the operations of the whole model on the same tensors, so the bits are the same
-however the model is split. Attention is "eager" unless the config names another: products and a
-softmax, where "sdpa" picks a kernel, and so the bits, by device, shape and mask.
+however the model is split. Attention is "eager" (products and a softmax) unless the config names
+another; "sdpa" chooses a kernel, and with it the bits, by device, shape and mask.
 
 Source: Oobleck (SOSP '23), section 6 (layers of a model, each built by the ranks that own it).
-Differs: Oobleck traces with torch.fx, which cannot read the models of transformers 5.
+Differs: Oobleck traces with torch.fx, which cannot trace the models of transformers 5.
 """
 
 import copy
@@ -65,16 +65,17 @@ from planaria.models.layers import (
 
 logger = logging.getLogger(__name__)
 
-# B microbatch, L sequence, D model
+# Dimensions in names: B microbatch, L sequence, D model
 
-# Shapes of microbatches whose block arguments are kept: one, and one for profiling another size.
+# Number of combinations of shape, dtype and device whose block arguments are kept. A job needs one,
+# and another one to profile another microbatch size.
 _MAX_SHAPES = 8
 
 
 class _BlockArguments:
-    """What the model's own forward hands to its blocks, noted once per shape and dtype.
+    """The arguments that the model's own forward passes to its blocks, by shape and dtype.
 
-    One object serves all layers of a process and their copies.
+    All layers of a process, and their copies, share one object.
     """
 
     def __init__(self, frame: Frame) -> None:
@@ -100,12 +101,12 @@ class _BlockArguments:
         """The arguments of all blocks for these ids.
 
         Raises:
-            ConfigError: they depend on weights.
+            ConfigError: the arguments depend on weights.
         """
         model = self.frame.model
         for name, shape in self._shapes.items():
             set_tensor(model, name, ghost(shape, dtype=dtype, device=ids_BL.device))
-        # Buffers (rotary frequencies) follow the device and stay in float32.
+        # Buffers (rotary frequencies) move to the device but stay in float32.
         model.to(ids_BL.device)
         calls: list[Call] = []
 
@@ -122,7 +123,7 @@ class _BlockArguments:
 
 
 class _Embedding(nn.Module):
-    """From ids to what the first block takes."""
+    """The layer that computes the first block's input from token ids."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
@@ -132,14 +133,15 @@ class _Embedding(nn.Module):
         model = self._frame.model
         if model.training != self.training:
             model.train(self.training)
-        # Buffers that are no part of the layer (rotary frequencies) follow its device, not dtype.
+        # Buffers that are not part of the layer (rotary frequencies) move to its device, but keep
+        # their dtype.
         if any(buffer.device != ids_BL.device for buffer in model.buffers()):
             model.to(ids_BL.device)
         return boundary(self._frame.hidden(ids_BL, _leave), "embedding")
 
 
 class _Block(nn.Module):
-    """One block, with the arguments that the model's own forward would give to it."""
+    """The layer that runs one block, with the arguments that the model's forward passes to it."""
 
     def __init__(self, index: int, path: str, arguments: _BlockArguments) -> None:
         super().__init__()
@@ -154,7 +156,7 @@ class _Block(nn.Module):
 
 
 class _Head(nn.Module):
-    """From what the last block returned to the logits."""
+    """The layer that computes the logits from the last block's output."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class _Head(nn.Module):
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         if self._frame.model.training != self.training:
             self._frame.model.train(self.training)
-        # The ghosts of the embedding run on the CPU, wherever the head is.
+        # The embedding's ghosts are on the CPU, whichever device the head is on.
         ids_BL = torch.zeros(hidden_BLD.shape[:2], dtype=torch.int64)
         logits = self._frame.logits(ids_BL, lambda _index, _hidden, _call: hidden_BLD)
         return boundary(logits, "head")
@@ -171,16 +173,16 @@ class _Head(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfLayers:
-    """The builder for the layers of a Hugging Face model.
+    """Builds the layers of a Hugging Face model.
 
     Attributes:
-        frame: the model around its blocks, all on the meta device.
-        blocks: the blocks, all on the meta device.
-        leaves: by layer, each full parameter name -> the name of the leaf that it is; two names
-            have one leaf where the layer itself uses a parameter twice.
-        shapes: by layer, of each leaf, in the model's order.
-        aliases: all names of the parameter behind a name, itself included.
-        weights: the first weights where there are any on disk.
+        frame: the model without its blocks, on the meta device.
+        blocks: the blocks, on the meta device.
+        leaves: name of the leaf by full parameter name, one mapping for each layer; two names have
+            the same leaf if the layer itself uses a parameter twice.
+        shapes: shape of each leaf by name, in the model's order, one mapping for each layer.
+        aliases: all names of the same parameter, including this one, by name.
+        weights: the initial weights found on disk; may be empty.
     """
 
     frame: Frame
@@ -195,7 +197,7 @@ class HfLayers:
     seed: int
 
     def materialise(self, layer: int) -> nn.Module:
-        """The layer with its weights from disk, or else drawn by the model's own rules."""
+        """The layer with weights from disk, if they are there, else drawn by the model's rules."""
         frame = self._assembled(layer)
         owners = {
             use.name: group.uses[0]
@@ -216,7 +218,7 @@ class HfLayers:
         return self._module(frame, layer)
 
     def structure(self, layer: int) -> nn.Module:
-        """The layer with parameters of undefined value and buffers that are valid."""
+        """The layer with parameters of undefined value and valid buffers."""
         frame = self._assembled(layer)
         for leaf in frame.model.parameters():
             mark_initialised(leaf)
@@ -260,10 +262,10 @@ class HfLayers:
 def split_hf_model(
     model: ModelConfig, *, seed: int, vocabulary_size: int, sequence_length: int
 ) -> SplitModel:
-    """The layers of a Hugging Face model; nothing but their shapes stays in memory.
+    """The layers of a Hugging Face model; only their shapes stay in memory.
 
     Raises:
-        ConfigError: the config is wrong, or the architecture is no chain of layers.
+        ConfigError: the config is wrong, or the architecture is not a chain of layers.
     """
     config = hf_config(model, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
     skeleton, objective = meta_model(config)
@@ -302,7 +304,10 @@ def _leave(_index: int, hidden_BLD: Tensor, _call: Call) -> Tensor:
 
 
 def _attach(target: nn.Module, source: nn.Module, prefix: str, names: frozenset[str]) -> None:
-    """Registers the modules whose parameters are all named under the paths that they have."""
+    """Registers the parameters in `names` and their modules in `target`, at the same paths.
+
+    A module is registered itself if all its parameters are in `names`, else a plain container.
+    """
     for name, parameter in source.named_parameters(recurse=False, remove_duplicate=False):
         if f"{prefix}{name}" in names:
             target.register_parameter(name, parameter)
@@ -319,7 +324,12 @@ def _attach(target: nn.Module, source: nn.Module, prefix: str, names: frozenset[
 def _examined(
     frame: Frame, blocks: tuple[nn.Module, ...], *, sequence_length: int
 ) -> tuple[Ownership, _BlockArguments]:
-    """Who owns which parameter, and the arguments of the blocks, found to depend on shapes only."""
+    """The owners of the model's parameters, and the arguments of its blocks.
+
+    Raises:
+        ConfigError: the model is not a chain of layers, has too few positions, or its blocks take
+            arguments that depend on more than shapes.
+    """
     model = frame.model
     probe = copy.deepcopy(frame)
     initialise(probe.model, seed=0)
@@ -328,7 +338,7 @@ def _examined(
     try:
         own = ownership(probe, blocks, ids_BL=ids_BL)
     except (IndexError, RuntimeError) as error:
-        # Looking up a position that is not there is an IndexError, gathering it a RuntimeError.
+        # For a missing position an embedding raises an IndexError, and gather a RuntimeError.
         if "out of" not in str(error):
             raise
         raise too_few_positions(model.config, sequence_length) from error
@@ -356,13 +366,13 @@ def _leaves_by_layer(
     aliases: Mapping[str, tuple[str, ...]],
     layer_names: tuple[str, ...],
 ) -> tuple[dict[str, str], ...]:
-    """By layer, each of its parameter names -> the first name of the leaf behind it."""
+    """The first name of the leaf behind each parameter name, one mapping for each layer."""
     around = set(parameters_of(frame.model))
     layer_of = dict.fromkeys(own.embedding, 0) | dict.fromkeys(own.head, len(layer_names) - 1)
     for layer, path in enumerate(layer_names[1:-1], start=1):
         layer_of |= {name: layer for name in aliases if name.startswith(f"{path}.")}
     for name in around - layer_of.keys():
-        # A second name of a parameter that the model never reads by this name (BERT's bias).
+        # The model never reads the parameter by this name, only by another one (BERT's bias).
         layers = [layer_of[alias] for alias in aliases[name] if alias in layer_of]
         if not layers:
             raise refusal(frame.model, f"parameter {name} does not change its output")
@@ -384,7 +394,7 @@ def _check_weights(
     aliases: Mapping[str, tuple[str, ...]],
     shapes: Mapping[str, torch.Size],
 ) -> None:
-    """Raises ConfigError where the files lack a block's parameter, or hold another shape."""
+    """Raises ConfigError if the files lack a block's parameter, or hold one in another shape."""
     if not weights.entries:
         return
     for layer, names in enumerate(leaves):

@@ -1,6 +1,6 @@
 """A Hugging Face architecture: its config, its model on the meta device, its weights on disk.
 
-Nothing here holds a parameter: the model is built on the meta device, and weights are read from
+No parameter stays in memory here: the model is built on the meta device, and weights are read from
 safetensors files one tensor at a time. Files are never unpickled.
 """
 
@@ -26,7 +26,7 @@ from planaria.core.job import ModelConfig
 from planaria.errors import ConfigError
 from planaria.models.layers import OWN_LAYERS
 
-# Keys that transformers reads besides those that it stores under the same name.
+# Keys that transformers reads but does not store under the same name.
 _FURTHER_KEYS = frozenset(
     {"model_type", "attn_implementation", "rope_theta", "rope_scaling", "head_dim"}
 )
@@ -35,10 +35,10 @@ _FURTHER_KEYS = frozenset(
 def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int) -> Any:
     """The transformers config of a job's model, checked against the job's data.
 
-    The keys of `model.config` go before those of config.json in `model.path`.
+    The keys of `model.config` override those of config.json in `model.path`.
 
     Raises:
-        ConfigError: a key is unknown, a value impossible, or too small for the data.
+        ConfigError: a key is unknown, or a value is impossible or too small for the data.
     """
     keys = {**_keys_on_disk(model.path), **model.config}
     keys.setdefault("vocab_size", vocabulary_size)
@@ -54,7 +54,7 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
         if key not in known:
             raise ConfigError(f"model.config.{key}", model.config[key], _nearest(key, known))
     for key, value in defaults.items():
-        # A special token of the architecture's own vocabulary means nothing in a smaller one.
+        # The default of a special token is no valid token id if the vocabulary is smaller.
         if key.endswith("_token_id") and isinstance(value, int) and value >= keys["vocab_size"]:
             keys.setdefault(key, None)
     try:
@@ -68,10 +68,13 @@ def hf_config(model: ModelConfig, *, vocabulary_size: int, sequence_length: int)
 
 
 def meta_model(config: Any) -> tuple[Any, str]:
-    """The model of a config on the meta device in float32, and its objective.
+    """The model of a config, in float32 on the meta device, and its objective.
 
-    A type that can fill in hidden tokens does so ("masked"), unless the config makes it a
-    decoder; other types predict the next token ("causal").
+    The objective is "masked" for a type that can fill in hidden tokens, unless the config makes it
+    a decoder, and "causal" (predict the next token) for other types.
+
+    Raises:
+        ConfigError: the type is no language model, or transformers refuses the config.
     """
     is_decoder = getattr(config, "is_decoder", False)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
@@ -94,9 +97,11 @@ def meta_model(config: Any) -> tuple[Any, str]:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Weights that modules draw as they are made stay as they are: drawing has no effect on the
-    meta device, where it goes through torch's decompositions in Python and took three quarters of
-    the time."""
+    """Skips the functions of torch.nn.init while modules are made.
+
+    On the meta device they have no effect, but they run torch's decompositions in Python and took
+    three quarters of the time.
+    """
 
     def __torch_function__(
         self,
@@ -114,7 +119,7 @@ class _Undrawn(TorchFunctionMode):
 
 
 def config_told(model: Any) -> dict[str, Any]:
-    """What config.json says of a model; transformers builds it from that."""
+    """The content of config.json from which transformers can build the same model."""
     told: dict[str, Any] = json.loads(model.config.to_json_string())
     return told | {"architectures": [type(model).__name__], "use_cache": True}
 
@@ -139,14 +144,14 @@ class Weights:
         return self._plain(name) in self.entries
 
     def check_shape(self, name: str, shape: torch.Size) -> None:
-        """Raises ConfigError where the files hold the parameter in another shape."""
+        """Raises ConfigError if the files hold the parameter in another shape."""
         found = self.entries[self._plain(name)].shape
         if found != shape:
             remedy = f"{name} is {tuple(found)} on disk and {tuple(shape)} in the model's config"
             raise ConfigError("model.path", self.directory, remedy)
 
     def tensor(self, name: str) -> Tensor:
-        """The parameter in float32, read alone."""
+        """The parameter in float32, read without the rest of its file."""
         entry = self.entries[self._plain(name)]
         with safe_open(entry.file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(entry.key)
@@ -157,10 +162,13 @@ class Weights:
 
 
 def weights_on_disk(directory: str, *, prefix: str) -> Weights:
-    """The weights in a directory; none where it is "" or holds no safetensors file.
+    """The weights in a directory; empty if it is "" or has no safetensors file.
 
     Args:
-        prefix: the name of the base model inside the whole model ("transformer").
+        prefix: name of the base model inside the whole model, such as "transformer".
+
+    Raises:
+        ConfigError: a file is missing, or the weights are pickled.
     """
     entries: dict[str, _Entry] = {}
     for path in _weight_files(Path(directory)) if directory else ():
@@ -217,10 +225,10 @@ def _check_sizes(config: Any, *, vocabulary_size: int, sequence_length: int) -> 
 
 
 def too_few_positions(config: Any, sequence_length: int) -> ConfigError:
-    """The error for a model that cannot tell as many positions apart as a sample has."""
+    """The error for a model with fewer positions than a sample has tokens."""
     key = "max_position_embeddings"
     return ConfigError(
-        f"model.config.{config.attribute_map.get(key, key)}",  # GPT-2 has n_positions, say.
+        f"model.config.{config.attribute_map.get(key, key)}",  # n_positions in GPT-2, for example.
         getattr(config, key, None),
         f"too few for data.sequence_length = {sequence_length}; raise it, or shorten the samples",
     )

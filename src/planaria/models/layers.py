@@ -1,11 +1,11 @@
 """A model as a list of layers, each a module of its own that a rank can build alone.
 
-A `SplitModel` has the names, shapes and ties of a model's layers, and builds any one of them.
-They come from a Hugging Face architecture (hf_layers.py) or from a function of the user's
-(user_layers.py).
+A `SplitModel` knows the names, shapes and tied parameters of a model's layers, and builds any one
+of them. The layers come from a Hugging Face architecture (hf_layers.py) or from a function that the
+user wrote (user_layers.py).
 
-A parameter that several layers use (tied embeddings) is a leaf in each of them, and the group
-of its uses is in `SplitModel.tied`: gradients are summed over the group by the caller.
+A parameter that several layers use (tied embeddings) is a separate leaf in each of them.
+`SplitModel.tied` lists the groups of such uses; the caller sums the gradients over each group.
 
 Differs: Oobleck (SOSP '23), section 6, splits with torch.fx by a list of names per model;
 torch.fx cannot trace the models of transformers 5.
@@ -45,7 +45,7 @@ class TiedGroup:
 
 
 class LayerBuilder(Protocol):
-    """What knows the layers of one model and builds them; the methods are those of SplitModel."""
+    """Builds the layers of one model; see `SplitModel` for its methods."""
 
     @property
     def layer_names(self) -> tuple[str, ...]: ...
@@ -61,19 +61,20 @@ class LayerBuilder(Protocol):
 
 
 class SplitModel:
-    """A model cut into layers; calling one layer after another is calling the model.
+    """A model split into layers; calling one layer after another is the same as calling the model.
 
-    Layer 0 takes the inputs (token ids [B, L] of a language model), each other layer what the
-    one before it returned, the last returns the logits. Outputs are contiguous, layers keep
-    nothing between calls, and work in bfloat16 after `module.to(torch.bfloat16)`.
+    Layer 0 takes the inputs (token ids [B, L] of a language model), each other layer takes the
+    output of the one before it, and the last returns the logits. Outputs are contiguous, layers
+    keep no state between calls, and they work in bfloat16 after `module.to(torch.bfloat16)`.
 
     Attributes:
-        layer_names: for people: "embedding", "transformer.h.0", ..., "head".
-        objective: what the targets are: "causal" (the next tokens, shifted by the data set),
-            "masked" (the hidden tokens, -100 elsewhere) or "supervised".
-        tied: the parameters that more than one layer uses.
-        virtual: what each layer stands for, of a model that is paced; empty of any other.
-        config: what other tools build the same model from (config.json); empty if they cannot.
+        layer_names: names to show to people: "embedding", "transformer.h.0", ..., "head".
+        objective: kind of targets: "causal" (the next tokens, shifted by the data set), "masked"
+            (the hidden tokens, -100 elsewhere) or "supervised".
+        tied: groups of uses of the parameters that more than one layer uses.
+        virtual: profile of each layer of a paced model; empty: the model is not paced.
+        config: content of the config.json from which other tools can build the same model; empty:
+            they cannot.
     """
 
     __slots__ = ("_builder", "_loss", "config", "layer_names", "objective", "tied", "virtual")
@@ -97,15 +98,15 @@ class SplitModel:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers, embedding and head included."""
+        """Number of layers, including embedding and head."""
         return len(self.layer_names)
 
     def materialise(self, layer: int) -> nn.Module:
-        """The layer with its first weights: float32, CPU, train mode, the same bits anywhere."""
+        """The layer with its initial weights: float32, CPU, train mode, the same bits anywhere."""
         return self._builder.materialise(layer)
 
     def structure(self, layer: int) -> nn.Module:
-        """The layer with parameters of undefined value, for state that arrives from elsewhere."""
+        """The layer with parameters of any value, into which a state is to be loaded."""
         return self._builder.structure(layer)
 
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
@@ -113,15 +114,18 @@ class SplitModel:
         return self._builder.parameter_shapes(layer)
 
     def virtual_output_bytes(self, layer: int) -> int:
-        """Bytes that the layer's output stands for; 0 if for itself, as in what follows."""
+        """Bytes of the layer's output according to its profile; 0 if the model is not paced."""
         return self.virtual[layer].output_bytes if self.virtual else 0
 
     def virtual_parameter_bytes(self, layers: Iterable[int]) -> int:
-        """Bytes that the layers' parameters stand for."""
+        """Bytes of the layers' parameters according to the profile; 0 if the model is not paced."""
         return sum(self.virtual[layer].parameter_bytes for layer in layers) if self.virtual else 0
 
     def virtual_state_bytes(self, layer: int) -> int:
-        """Bytes that the layer's parameters and optimizer state stand for."""
+        """Bytes of the layer's parameters and optimizer state according to its profile.
+
+        0 if the model is not paced.
+        """
         if not self.virtual:
             return 0
         return self.virtual[layer].parameter_bytes + self.virtual[layer].optimizer_bytes
@@ -130,8 +134,11 @@ class SplitModel:
         """The loss summed over the targets of a microbatch, a float32 scalar.
 
         Args:
-            output: what the last layer returned.
-            targets: one per position or per sample; -100 counts for nothing in cross entropy.
+            output: the last layer's output.
+            targets: one target per position or per sample; cross entropy ignores -100.
+
+        Raises:
+            ConfigError: the user's loss function did not return one number.
         """
         loss = self._loss(output, targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -141,10 +148,10 @@ class SplitModel:
 
 
 def boundary(output: object, layer_name: str) -> Tensor:
-    """The output of a layer as it crosses to the next one: one contiguous tensor.
+    """The output of a layer as the next layer takes it: one contiguous tensor.
 
     Raises:
-        ConfigError: the layer returned something else.
+        ConfigError: the layer did not return a tensor.
     """
     if isinstance(output, Tensor):
         return output.contiguous()
@@ -157,7 +164,7 @@ def boundary(output: object, layer_name: str) -> Tensor:
 
 
 def refuse_running_statistics(layer_name: str, module: nn.Module) -> None:
-    """Raises ConfigError where a part of the layer gathers statistics over batches."""
+    """Raises ConfigError if a part of the layer keeps running statistics over batches."""
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm) or (
             isinstance(part, _NormBase) and part.track_running_stats
@@ -166,12 +173,12 @@ def refuse_running_statistics(layer_name: str, module: nn.Module) -> None:
 
 
 def buffer_values(module: nn.Module) -> dict[str, Tensor]:
-    """A copy of the layer's buffers, to hold against `refuse_changing_buffers` after a forward."""
+    """A copy of the layer's buffers, to pass to `refuse_changing_buffers` after a forward."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 def refuse_changing_buffers(layer_name: str, before: dict[str, Tensor], module: nn.Module) -> None:
-    """Raises ConfigError where a forward in train mode changed a buffer of the layer."""
+    """Raises ConfigError if a forward in train mode has changed a buffer of the layer."""
     after = dict(module.named_buffers())
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after or not torch.equal(before[name], after[name]):
@@ -179,16 +186,20 @@ def refuse_changing_buffers(layer_name: str, before: dict[str, Tensor], module: 
 
 
 def layer_seed(seed: int, layer: int) -> int:
-    """The seed of one layer's first weights.
+    """The seed of one layer's initial weights.
 
-    The CPU generator reads 32 bits of a seed only, so job seed and layer are hashed into those.
+    The CPU generator uses only 32 bits of a seed, so job seed and layer are hashed to 32 bits.
     """
     digest = hashlib.blake2b(f"{seed}/{layer}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
 
 def tied_groups(names_by_layer: Sequence[dict[str, int]]) -> tuple[TiedGroup, ...]:
-    """The groups of a model, from each layer's parameter names and the identity behind each."""
+    """The groups of tied parameters of a model.
+
+    Args:
+        names_by_layer: identity of the parameter behind each name, by name, for each layer.
+    """
     uses: dict[int, list[TiedUse]] = {}
     for layer, names in enumerate(names_by_layer):
         for name, identity in names.items():
@@ -197,7 +208,7 @@ def tied_groups(names_by_layer: Sequence[dict[str, int]]) -> tuple[TiedGroup, ..
 
 
 def cross_entropy_sum(output: Tensor, targets: Tensor) -> Tensor:
-    """The loss of class numbers, summed; targets of -100 count for nothing."""
+    """The cross entropy summed over class numbers; targets of -100 are ignored."""
     logits = output.reshape(-1, output.shape[-1]).float()
     return functional.cross_entropy(logits, targets.reshape(-1), ignore_index=-100, reduction="sum")
 

@@ -1,16 +1,16 @@
-"""Layers that sleep for the time that a profile says, on tiny tensors.
+"""Layers that sleep for the times that a profile states, on tiny tensors.
 
 A paced job runs the real engine, links and commits with the timing of a cluster that is not
-there: many nodes fit on two cores, for a sleeping layer needs none. What the machine is late by,
-the sleeps that follow make up for (transport/timekeeping.py). Gradients and updates are
-real, so all checks of bits hold for it too.
+there: many nodes fit on two cores, because a sleeping layer needs none. If the machine is late,
+later sleeps are shorter (transport/timekeeping.py). Gradients and updates are real, so all checks
+of bits apply to a paced job too.
 
-No sleep is exactly as long as the next of its kind: each is multiplied by a lognormal number of
-mean 1. It is drawn where other layers draw dropout, so it is a function of (seed, iteration,
-microbatch, layer) and of the direction, whatever rank sleeps and whatever failed before.
+Each sleep is multiplied by a random lognormal factor of mean 1, so that no two are equal. The
+factor is drawn where other layers draw dropout, so it is a function of (seed, iteration,
+microbatch, layer) and of forward or backward, whichever rank sleeps and whatever failed before.
 
-Activations and parameters are a few dozen floats. What sends them says how many bytes of the
-profile's they stand for, and links take their time for those (transport/pacing.py).
+Activations and parameters are a few dozen floats. A message of them states the number of bytes that
+they have in the profile, and links take as long as those bytes would (transport/pacing.py).
 """
 
 import math
@@ -29,7 +29,7 @@ NUM_SAMPLES = 1 << 20
 
 
 class _Sleep(torch.autograd.Function):
-    """x as it is, whose gradient takes its time."""
+    """Identity whose backward sleeps for `backward_s`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, timekeeper: Timekeeper, backward_s: float) -> Tensor:
@@ -43,7 +43,10 @@ class _Sleep(torch.autograd.Function):
 
 
 class _PacedLayer(nn.Module):
-    """x * weight; the gradient of x sleeps on its way, that of the weight on its own."""
+    """x * weight, with one sleep in the gradient of x and another in that of the weight.
+
+    Separate sleeps allow a backward in two parts.
+    """
 
     def __init__(self, profile: LayerProfile, *, timekeeper: Timekeeper, jitter: float) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class _PacedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         forward, backward = _factors(self._jitter)
-        # Where the input needs no gradient, as the data, that of the weight takes all the time.
+        # If the input needs no gradient (layer 0), the weight's gradient takes the time of both.
         weight_s = self._weight_s + (0.0 if x.requires_grad else self._input_s)
         self._timekeeper.sleep(forward * self._forward_s)
         slept = self._sleepy(x, backward * self._input_s)
@@ -70,14 +73,18 @@ class _PacedLayer(nn.Module):
 
 
 def _factors(jitter: float) -> list[float]:
-    """Two lognormal numbers of mean 1 and this coefficient of variation, from torch's generator."""
+    """Two lognormal factors of mean 1, drawn from torch's generator.
+
+    Args:
+        jitter: coefficient of variation.
+    """
     variance = math.log1p(jitter * jitter)
     normal = torch.randn(2, dtype=torch.float64).tolist()
     return [math.exp(math.sqrt(variance) * value - variance / 2) for value in normal]
 
 
 class _PacedLayers:
-    """The builder of a paced model."""
+    """Builds the layers of a paced model."""
 
     def __init__(
         self, profile: ModelProfile, *, seed: int, jitter: float, timekeeper: Timekeeper
@@ -90,7 +97,7 @@ class _PacedLayers:
         self.tied: tuple[TiedGroup, ...] = ()
 
     def materialise(self, layer: int) -> nn.Module:
-        """The layer with its first weights, near 1."""
+        """The layer with its initial weights, near 1."""
         module = self.structure(layer)
         generator = torch.Generator().manual_seed(layer_seed(self._seed, layer))
         with torch.no_grad():
@@ -109,7 +116,7 @@ class _PacedLayers:
 
 
 class PacedData:
-    """Samples for a paced model: a vector and a target, drawn from the sample's number."""
+    """Samples for a paced model: an input and a target vector, drawn from the sample's number."""
 
     vocabulary_size = 0
 
@@ -126,12 +133,12 @@ class PacedData:
 def paced_model(
     profile: ModelProfile, *, seed: int, jitter: float, timekeeper: Timekeeper
 ) -> SplitModel:
-    """A model of one sleeping layer for each of the profile's.
+    """A model with one sleeping layer for each layer of the profile.
 
     Args:
-        seed: of the first weights.
-        jitter: the coefficient of variation of its sleeps; 0: each is as long as the profile says.
-        timekeeper: by which it sleeps.
+        seed: seed of the initial weights.
+        jitter: coefficient of variation of the sleeps; 0: each is as long as the profile states.
+        timekeeper: clock by which the layers sleep.
     """
     builder = _PacedLayers(profile, seed=seed, jitter=jitter, timekeeper=timekeeper)
     return SplitModel(

@@ -1,9 +1,10 @@
-"""Layers from a function of the user's, for kind = "python".
+"""Layers from a function that the user wrote, for kind = "python".
 
-It returns an `nn.Sequential`, or a list whose items are modules or functions without arguments
-that build a module; either alone or in a pair with a loss. A function of the list is called alone,
-under a seed of its layer's own, so nothing else is ever allocated; modules are built by calling
-the user's function as plain torch would, and one is kept.
+The function returns an `nn.Sequential`, or a list whose items are modules or functions without
+arguments that build a module; either one alone or in a pair with a loss. A rank calls only the
+list's functions of the layers that it needs, each with its layer's seed, so no other layer is
+allocated. To get an item that is a module, it calls the user's function, which builds all modules,
+and keeps that one.
 """
 
 import copy
@@ -31,16 +32,17 @@ LayerItem: TypeAlias = nn.Module | Callable[[], nn.Module]
 
 
 def split_user_model(target: str, *, seed: int) -> SplitModel:
-    """The layers that the user's function returns; nothing but their shapes stays in memory.
+    """The layers that the user's function returns; only their shapes stay in memory.
 
     Raises:
-        ConfigError: it returns something else, or layers that cannot be trained as a chain.
+        ConfigError: the function returns something else, or layers that cannot be trained as a
+            chain.
     """
     function = user_function(target, field="model.target")
     with torch.random.fork_rng(devices=[]):
         items, loss = _call(function, target=target, seed=seed)
         with torch.device("meta"):
-            # A function's module is wanted for its shapes only; a built module is as it is.
+            # A layer's function runs on the meta device, because only shapes are needed here.
             modules = [_built(item) for item in items]
     names = tuple(f"{index}.{type(module).__name__}" for index, module in enumerate(modules))
     for name, module in zip(names, modules, strict=True):
@@ -63,7 +65,7 @@ def split_user_model(target: str, *, seed: int) -> SplitModel:
 
 
 class _UserLayer(nn.Module):
-    """A module of the user's under its index, named as inside nn.Sequential."""
+    """A module of the user's, whose parameters have the names that they have in nn.Sequential."""
 
     def __init__(self, index: int, module: nn.Module, name: str) -> None:
         super().__init__()
@@ -77,11 +79,14 @@ class _UserLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _UserLayers:
-    """The builder for layers that the user's function returns.
+    """Builds the layers that the user's function returns.
 
     Attributes:
-        factories: by layer; None where the function returned a built module.
-        shapes: by layer, the parameters under their full names.
+        function: the user's function.
+        target: name of the function in the job file.
+        factories: function that builds the module, for each layer; None: the user's function
+            returned the module itself.
+        shapes: shapes of the parameters by full name, one mapping for each layer.
     """
 
     function: Callable[[], object]
@@ -93,7 +98,7 @@ class _UserLayers:
     tied: tuple[TiedGroup, ...]
 
     def materialise(self, layer: int) -> nn.Module:
-        """The layer alone; other modules that the user's function built are dropped."""
+        """The layer with its initial weights, without other modules that the function built."""
         factory = self.factories[layer]
         with torch.random.fork_rng(devices=[]):
             if factory is not None:
@@ -101,12 +106,12 @@ class _UserLayers:
                 module = _built(factory)
             else:
                 items, _ = _call(self.function, target=self.target, seed=self.seed)
-                # A copy, for a parameter that another layer shares must be a leaf of its own.
+                # A copy, because a parameter shared with another layer must be a separate leaf.
                 module = copy.deepcopy(_built(items[layer]))
         return _UserLayer(layer, module, self.layer_names[layer]).train()
 
     def structure(self, layer: int) -> nn.Module:
-        """The layer with its first weights: only building it gives buffers their values."""
+        """The layer with its initial weights: its buffers get their values only by building it."""
         return self.materialise(layer)
 
     def parameter_shapes(self, layer: int) -> dict[str, torch.Size]:
@@ -127,7 +132,11 @@ def _class_loss_sum(output: Tensor, targets: Tensor) -> Tensor:
 def _call(
     function: Callable[[], object], *, target: str, seed: int
 ) -> tuple[list[LayerItem], LossFunction]:
-    """What the user's function returns under the job's seed, checked."""
+    """The layers and the loss that the user's function returns when it runs with the job's seed.
+
+    Raises:
+        ConfigError: the function returns something else.
+    """
     torch.manual_seed(seed)
     result = function()
     loss: LossFunction = _class_loss_sum

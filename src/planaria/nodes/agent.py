@@ -1,17 +1,18 @@
-"""The process of a node: forks the node's workers, watches them, and carries their messages.
+"""The process of a node: forks the node's workers, watches them, and forwards their messages.
 
-An agent leads a process group of its own, which its workers join, so that a signal to the group
-is the loss of the node. It is single-threaded and forks workers directly; what they say goes to
-the coordinator, what the coordinator says goes to all of them. A worker that ends is replaced by
-a new one; one that makes no progress is killed first, and its Python stacks are sent.
+An agent leads a process group of its own, which its workers join, so that killing the group is the
+same as losing the node. It is single-threaded and forks workers directly. It forwards the workers'
+messages to the coordinator, and the coordinator's orders to all workers. A worker that ends is
+replaced by a new one. A worker that makes no progress is killed first, and its Python stacks are
+sent to the coordinator.
 
-When the coordinator is gone the agent connects again: to the next one, which listens at the same
-place, and is told again what may have been lost. The node's lease is renewed by heartbeats; while
-it has run out nothing is written to disk. The agent ends, and its workers with it, when the
-launcher's end of the lifeline pipe closes, when the node is no member any more, or when the
-coordinator says `Shutdown`.
+When the coordinator is gone, the agent connects to the next one, which listens at the same address,
+and repeats the facts that may have been lost. Heartbeats renew the node's lease; while it has
+expired nothing is written to disk. The agent and its workers end when the launcher's end of the
+lifeline pipe closes, when the node is not a member any more, or when the coordinator says
+`Shutdown`.
 
-What it decides is in protocol/agent_state.py and agent_lease.py.
+The agent's decisions are in protocol/agent_state.py and agent_lease.py.
 """
 
 import asyncio
@@ -88,9 +89,9 @@ def main(payload: bytes, lifeline_fd: int) -> None:
     spec = msgspec.json.decode(payload, type=NodeSpec)
     os.setsid()
     raise_open_files(spec.job.cluster)
-    # The launcher alone answers Ctrl-C; a terminal's signal must not reach half of the job.
+    # Only the launcher handles Ctrl-C; the terminal's signal must not end some of the processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A notice that the node will be taken away; nobody may die of it.
+    # SIGTERM is the notice that the node will be taken away; it must not end any process.
     signal.signal(signal.SIGTERM, lambda *_: None)
     devices = spec.job.cluster.devices_per_node
     try:
@@ -100,14 +101,14 @@ def main(payload: bytes, lifeline_fd: int) -> None:
         ]
         asyncio.run(_Agent(spec, workers, lifeline_fd).run())
     except BaseException:
-        # The end of the group is the end of this process too: nobody else would print it.
+        # _end_group also ends this process, so the traceback must be printed before it.
         traceback.print_exc()
     finally:
         _end_group()
 
 
 def _worker_spec(spec: NodeSpec, device: int, clocks_fd: int) -> NodeSpec:
-    """What a worker is told, with memory of its own for copies, which outlives it."""
+    """The spec of one worker, with memory for copies that outlives the worker."""
     copies_fd = arena_fd() if spec.job.checkpoint.copies else -1
     return msgspec.structs.replace(spec, device=device, clocks_fd=clocks_fd, copies_fd=copies_fd)
 
@@ -119,7 +120,7 @@ def _end_group() -> None:
 
 
 class _Worker:
-    """A worker's process, seen from its agent; `fork` replaces it by a new one."""
+    """The agent's handle on a worker; `fork` replaces the process by a new one."""
 
     def __init__(self, spec: NodeSpec, lifeline_fd: int) -> None:
         self.rank = spec.rank
@@ -130,16 +131,16 @@ class _Worker:
     def fork(self) -> None:
         """Forks a worker, with a pulse and a socket of its own."""
         self.is_stalled = False
-        self.ending: asyncio.Task[None] | None = None  # Of one that is stalled.
+        self.ending: asyncio.Task[None] | None = None  # Ends a worker that is stalled.
         self.action = Watched()
         self.writer: asyncio.StreamWriter | None = None
-        self._untold: list[bytes] = []  # Orders that came before the new one could be written to.
+        self._untold: list[bytes] = []  # Orders that arrived before `connect`.
         self.pulse = Pulse()
         self.sock, theirs = socket.socketpair()
         agent_pid = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            # A worker whose agent was killed alone must not outlive it.
+            # A worker must not outlive an agent that was killed alone.
             die_with_parent(agent_pid)
             kept = {0, 1, 2, theirs.fileno(), self._lifeline_fd, self.pulse.stack_fd}
             close_others(kept | {self._spec.clocks_fd, self._spec.copies_fd})
@@ -147,26 +148,26 @@ class _Worker:
         theirs.close()
 
     async def connect(self) -> asyncio.StreamReader:
-        """What the worker says from now on; it is told first what it was to hear since its fork."""
+        """Connects to the worker and sends it the orders since its fork; returns what it says."""
         reader, self.writer = await asyncio.open_connection(sock=self.sock)
         self.writer.write(b"".join(self._untold))
         return reader
 
     def tell(self, data: bytes) -> None:
-        """Passes an order on to the worker, which may still be starting."""
+        """Sends an order to the worker, which may still be starting."""
         if self.writer is None:
             self._untold.append(data)
         else:
             self.writer.write(data)
 
     async def end_stalled(self, *, timeout_s: float) -> None:
-        """Kills the worker once it has written where its threads stand, or cannot."""
+        """Kills the worker after it has written its stacks, or after `timeout_s`."""
         await self._write_stacks(timeout_s=timeout_s)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     async def _write_stacks(self, *, timeout_s: float) -> None:
-        """Has a worker, which may be stopped, write where its threads stand, if it can."""
+        """Makes a worker, which may be stopped, write its Python stacks; waits up to timeout_s."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
             os.kill(self.pid, signal.SIGCONT)
@@ -193,7 +194,7 @@ class _Agent:
         self._is_shut_down = False
 
     async def run(self) -> None:
-        """Carries messages until the coordinator says to leave."""
+        """Forwards messages until the coordinator says `Shutdown`."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._lifeline_fd, _end_group)
         loop.add_signal_handler(signal.SIGTERM, self._notice)
@@ -209,7 +210,7 @@ class _Agent:
             except (ConnectionError, asyncio.IncompleteReadError, AuthenticationError) as error:
                 logger.info("node %s: no coordinator: %s", self._spec.node, error)
             self._to_coordinator = None
-            self._beat()  # The lease may be about to run out.
+            self._beat()  # The lease may be about to expire.
             if not self._is_shut_down:
                 await asyncio.sleep(_RECONNECT_S)
         ticks.cancel()
@@ -218,7 +219,7 @@ class _Agent:
     # -- the coordinator --------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Serves one connection to a coordinator, until either end gives it up."""
+        """Serves one connection to a coordinator, until either end closes it."""
         reader, writer = await asyncio.open_connection(*self._spec.coordinator)
         try:
             await shake_hands(
@@ -228,7 +229,8 @@ class _Agent:
                 role=Role.CONNECT,
                 identity=self._spec.node,
             )
-            # Without waiting in between: nothing is said twice, and nothing is left out.
+            # There is no await from here until _to_coordinator is set, so that no fact is said
+            # twice or left out.
             writer.write(
                 b"".join(frame(fact) for fact in said_again(self._state, time.monotonic()))
             )
@@ -260,13 +262,13 @@ class _Agent:
             self._to_coordinator.write(frame(message))
 
     def _notice(self) -> None:
-        """SIGTERM: the node is going to be taken away."""
+        """Reports SIGTERM: the node will be taken away."""
         after_s = self._spec.job.cluster.notice_s
         self._say(NoticeTaken(node=self._spec.node, rank=self._spec.rank, after_s=after_s))
 
     def _leave(self, reason: str) -> None:
-        """Ends the node, whose place others have taken."""
-        with contextlib.suppress(OSError):  # With a launcher that was killed nobody reads.
+        """Ends the node, which is not a member any more."""
+        with contextlib.suppress(OSError):  # If the launcher was killed, nobody reads stderr.
             sys.stderr.write(f"node {self._spec.node} ends itself: {reason}\n")
         _end_group()
 
@@ -298,7 +300,7 @@ class _Agent:
             worker.pulse.lease_end_s = lease.end_s
 
     def _check_pulse(self, worker: _Worker, now_s: float) -> None:
-        """Kills a worker that stands still; it is replaced like any other that ended."""
+        """Kills a worker that makes no progress; it is replaced like any worker that ended."""
         if worker.is_stalled:
             return
         stolen_s, pulse = self._stolen.total_s, worker.pulse
@@ -306,13 +308,13 @@ class _Agent:
         silent_s = pulse.silent_s(now_s) - self._stolen.recent_s
         if silent_s > self._lease_s or is_late(worker.action, now_s, stolen_s):
             worker.is_stalled = True
-            # Apart: heartbeats go on meanwhile, and other workers may stand still, too.
+            # A separate task, because heartbeats must go on and other workers may be stalled too.
             worker.ending = asyncio.create_task(worker.end_stalled(timeout_s=self._lease_s / 3))
 
     # -- the workers ------------------------------------------------------------------------------
 
     async def _carry(self, worker: _Worker) -> None:
-        """Carries the messages of a worker, and of those that replace it, to the coordinator."""
+        """Forwards the messages of a worker, and of those that replace it, to the coordinator."""
         while True:
             decoder = FrameDecoder()
             reader = await worker.connect()
@@ -322,7 +324,7 @@ class _Agent:
                         self._say(_fact_decoder.decode(body))
             pid, status = worker.pid, await _wait_exit(worker.pid)
             if worker.ending is not None:
-                worker.ending.cancel()  # The pid may be another process's from now on.
+                worker.ending.cancel()  # Another process may get the same pid from now on.
             exited = WorkerExited(
                 node=self._spec.node,
                 rank=worker.rank,
@@ -337,7 +339,7 @@ class _Agent:
             worker.pulse.close()
             if self._is_shut_down:
                 return
-            # The new one is there before any order can follow on the loss of the old one.
+            # The new worker must exist before the coordinator, told of the loss, can send orders.
             worker.fork()
             worker.pulse.lease_end_s = self._lease.end_s
             if order := successor_order(self._state, worker.rank, pid):
@@ -346,7 +348,7 @@ class _Agent:
 
 
 async def _wait_exit(pid: int) -> int:
-    """The exit status of a child, negative for a signal."""
+    """The exit status of a child process once it has ended; negative: it was killed by a signal."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     pidfd = os.pidfd_open(pid)
@@ -358,7 +360,7 @@ async def _wait_exit(pid: int) -> int:
 
 
 def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse) -> None:
-    """Runs the worker in the forked child and leaves; never returns."""
+    """Runs the worker in the forked child process, then exits; never returns."""
     status = 1
     try:
         leave_removed_directory()
@@ -373,14 +375,19 @@ def _become_worker(spec: NodeSpec, agent_fd: int, lifeline_fd: int, pulse: Pulse
         os._exit(status)
 
 
-# -- what the host of a virtual machine takes from its processors, and gives to other machines -----
+# -- CPU steal: processor time that the host of a virtual machine gives to other machines ----------
 
 
 class Stolen:
-    """Seconds that were taken, as its owner looks at them again and again.
+    """CPU steal in seconds, measured by repeated calls of `look`.
+
+    Each look counts the steal of the processor that lost most since the look before.
+
+    Args:
+        num_recent: number of the newest looks in `recent_s`.
 
     Attributes:
-        total_s: from the first look on; of all processors the one that lost most between two looks.
+        total_s: CPU steal since this object was made, in seconds.
     """
 
     def __init__(self, num_recent: int) -> None:
@@ -389,7 +396,7 @@ class Stolen:
         self._recent: deque[float] = deque(maxlen=num_recent)
 
     def look(self) -> None:
-        """Adds what was taken since the last look."""
+        """Adds the CPU steal since the last look."""
         now = _by_processor()
         taken_s = max((b - a for a, b in zip(self._last, now, strict=False)), default=0.0)
         self._last = now
@@ -398,7 +405,7 @@ class Stolen:
 
     @property
     def recent_s(self) -> float:
-        """In as many of the newest looks as it was made for."""
+        """CPU steal in the newest `num_recent` looks, in seconds."""
         return sum(self._recent)
 
 

@@ -1,7 +1,7 @@
-"""How many files and sockets a process of a job has open, and the limit that its user's shell sets.
+"""Raises the limit of open files and sockets (RLIMIT_NOFILE) of the processes of a job.
 
-The soft limit (`ulimit -n`) is raised by each process that needs more, as far as the hard one lets
-it. What a process has open grows with the job: a link to every rank, a connection to every node.
+Each process that needs more descriptors raises its soft limit (`ulimit -n`), up to the hard limit.
+The number that it needs grows with the job: a link to every rank, a connection to every node.
 """
 
 import resource
@@ -10,16 +10,16 @@ from typing import Final
 from planaria.core.job import ClusterConfig
 from planaria.errors import ConfigError
 
-_OWN: Final = 96  # What a process has open whatever the size of its job, and the user's code.
-_PER_RANK: Final = 2  # A link, and that of the epoch before.
-_PER_DEVICE: Final = 6  # Of an agent, for each of its workers.
+_OWN: Final = 96  # Descriptors needed for any size of the job, including the user's code.
+_PER_RANK: Final = 2  # The link to a rank, and the link of the epoch before.
+_PER_DEVICE: Final = 6  # Descriptors that an agent needs for each of its workers.
 
 
 def raise_open_files(cluster: ClusterConfig, *, num_joining: int = 0) -> None:
-    """Lets this process, and those that it starts, have as much open as a job needs.
+    """Raises the soft limit of this process, and of those it starts, to what the job needs.
 
     Args:
-        num_joining: nodes that come besides.
+        num_joining: number of nodes that join in addition to those of the job file.
 
     Raises:
         ConfigError: the hard limit is too low.

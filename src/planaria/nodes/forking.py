@@ -1,9 +1,9 @@
-"""Forks the processes of a job from its fork server, and has another one started when it is gone.
+"""Forks the processes of a job from its fork server, and renews a fork server that is gone.
 
-Nothing here waits in the event loop's way: a server that stands still is asked, and killed when it
-has not answered. One that is gone is renewed, after a pause that grows where it does not stay. What
-this machine is short of, descriptors or memory or processes, it may have again a moment later, so
-it is asked for again; a job is not given up for that while a coordinator lives.
+Nothing here blocks the event loop. A server that does not answer in time is killed. A server that
+is gone is renewed, after a pause that grows if it keeps ending. If this machine lacks descriptors,
+memory or processes, the request is repeated, because it may have them again a moment later; the
+job is not given up for that while a coordinator lives.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from planaria.nodes.head.waiting import kill_group
 
 logger = logging.getLogger(__name__)
 
-RENEWALS_MAX: Final = 5  # Without a commit in between.
-TRIES_MAX: Final = 12  # To start a server, 60 s, where a coordinator waits for it.
-PAUSE_S: Final = 0.1  # Before the second try; twice as long before each further one.
+RENEWALS_MAX: Final = 5  # Servers lost in a row, without a commit in between, that are renewed.
+TRIES_MAX: Final = 12  # Tries to start a server while a coordinator waits for it; about 60 s.
+PAUSE_S: Final = 0.1  # Pause before the second try; it doubles before each further one.
 PAUSE_S_MAX: Final = 10.0
 SHORTAGE_PAUSE_S: Final = 1.0
 FORK_TIMEOUT_S: Final = 10.0  # A fork takes milliseconds.
@@ -33,14 +33,15 @@ class Forker:
     """Forks the processes of one job.
 
     Args:
-        forked: is told of a node and its agent's pid.
-        exited: is told of each process that has ended, and its exit status.
+        forked: callback, called with a node and its agent's pid.
+        exited: callback, called with the pid and the exit status of each process that has ended.
         note: shows the user a text.
-        meanwhile: what to say of the job while a server is renewed.
-        failed: is told what is our mistake; no server is renewed after that.
+        meanwhile: text about the job to show while a server is renewed.
+        failed: callback, called with an unexpected exception here, after which no server is
+            renewed.
 
     Attributes:
-        failure: why no server stays; empty as long as another one may be started.
+        failure: why no more servers are started; "": they are.
     """
 
     def __init__(
@@ -58,51 +59,51 @@ class Forker:
         self._note, self._meanwhile, self._failed = note, meanwhile, failed
         self._queue: deque[tuple[int, bytes, tuple[int, ...]]] = deque()
         self._heard = asyncio.Event()
-        self._num_lost = 0  # Servers, without a commit in between.
-        self._num_waiting = 0  # For a server to be there.
-        self._shortage = ""  # What was said of it last.
+        self._num_lost = 0  # Servers lost in a row, without a commit in between.
+        self._num_waiting = 0  # Callers of wait_ready that wait.
+        self._shortage = ""  # The shortage that the user was told of last.
         self._forking: asyncio.Task[None] | None = None
         self.failure = ""
 
     def begin(self) -> None:
-        """Forks what is asked for from now on."""
+        """Starts to fork what is asked for."""
         asyncio.get_running_loop().add_reader(self._server.fileno(), self.look)
         self._forking = asyncio.create_task(self._fork())
         self.look()
 
     def stop(self) -> None:
-        """Forks nothing more, and still tells of exits."""
+        """Stops forking; exits are still reported."""
         self._queue.clear()
         if self._forking is not None:
             self._forking.cancel()
 
     def close(self) -> None:
-        """Tells of nothing more."""
+        """Stops forking and reporting exits."""
         self.stop()
         asyncio.get_running_loop().remove_reader(self._server.fileno())
 
     def look(self) -> None:
-        """Tells of the processes that have ended by now."""
+        """Reports the processes that have ended by now."""
         for pid, status in self._server.exits():
             self._exited(pid, status)
         self._heard.set()
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Those that wait to be forked."""
+        """The nodes that wait to be forked."""
         return tuple(node for node, *_ in self._queue)
 
     def add(self, node: int, payload: bytes, fds: Sequence[int]) -> None:
-        """Has the agent of a node forked as soon as that can be."""
+        """Queues the agent of a node to be forked as soon as possible."""
         self._queue.append((node, payload, tuple(fds)))
         self._heard.set()
 
     def drop(self, node: int) -> None:
-        """A node that waits to be forked is not wanted any more."""
+        """Removes a node from those that wait to be forked."""
         self._queue = deque(one for one in self._queue if one[0] != node)
 
     def committed(self) -> None:
-        """An iteration was committed: a server that was there has stayed."""
+        """Must be called after a commit: a server that is ready by then counts as stable."""
         if self._server.is_ready:
             self._num_lost = 0
 
@@ -112,8 +113,10 @@ class Forker:
         self._heard.set()
 
     async def wait_ready(self) -> bool:
-        """Waits for a server that can fork; False if none stays, also of those that are started
-        anew where the ones before were given up."""
+        """Waits for a server that can fork; False if servers were given up.
+
+        If they were given up before this call, it has them started once more.
+        """
         if self.failure:
             self._begin_anew()
         self._num_waiting += 1
@@ -127,11 +130,11 @@ class Forker:
         return True
 
     async def spawn(self, target: str, payload: bytes, fds: Sequence[int]) -> int:
-        """Forks a child as `ForkServer.spawn`, and handles all else meanwhile.
+        """Forks a child like `ForkServer.spawn`, without blocking the event loop.
 
         Raises:
-            InsufficientError: the server is gone, or was killed for it stood still.
-            OSError: this machine has no process, memory or descriptor for it now.
+            InsufficientError: the server is gone, or was killed because it did not answer.
+            OSError: this machine has no process, memory or descriptor for the child now.
         """
         number = self._server.ask(target, payload, fds)
         try:
@@ -163,7 +166,7 @@ class Forker:
             self._failed(error)
 
     async def _renew(self) -> None:
-        """Has another server started in place of one that is gone."""
+        """Starts another server in place of one that is gone, or gives up."""
         loss = self._server.loss
         self._num_lost += 1
         if self._num_lost > RENEWALS_MAX:
@@ -189,16 +192,19 @@ class Forker:
                 return
 
     async def _give_up(self, failure: str) -> None:
-        """Starts no server until one is needed to save."""
+        """Starts no server until `wait_ready` is called, for a coordinator that saves."""
         self.failure = failure
         self._heard.set()
-        if not self._num_waiting:  # Who waits says what follows.
+        if not self._num_waiting:  # A caller that waits tells the user itself.
             self._note(f"{failure}: no node can be started any more")
         while self.failure:
             await self._news()
 
     async def _wait_imports(self) -> None:
-        """Waits until a server is ready or gone; user code on a dead disk hangs for ever."""
+        """Waits until the server is ready or gone; kills one that does not get ready in time.
+
+        Importing user code from a dead disk hangs for ever.
+        """
         try:
             async with asyncio.timeout(IMPORT_TIMEOUT_S):
                 while not (self._server.is_ready or self._server.loss):
@@ -207,7 +213,7 @@ class Forker:
             self._server.kill()
 
     async def _fork_first(self) -> None:
-        """Forks the agent that has waited longest."""
+        """Forks the agent that has waited longest, if this machine can."""
         first = node, payload, fds = self._queue[0]
         try:
             pid = await self.spawn(_AGENT, payload, fds)
@@ -228,7 +234,7 @@ class Forker:
         self._forked(node, pid)
 
     async def _news(self) -> None:
-        """Waits for whatever may change what is to be done next."""
+        """Waits for an event that may change what is to be done next."""
         self._heard.clear()
         await self._heard.wait()
 

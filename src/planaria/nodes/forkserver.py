@@ -1,19 +1,19 @@
 """One process per job that imports the heavy modules once and forks nodes from itself.
 
 Forking a process that has torch imported takes milliseconds and shares its memory; starting one
-takes seconds. The server is single-threaded, so a fork is safe, and it imports nothing of the
-user's main script (multiprocessing's forkserver runs that script again in every child). It ends
-when the process that started it ends, by whatever signal, also while it imports.
+takes seconds. The server is single-threaded, so a fork is safe, and it does not import the user's
+main script (multiprocessing's forkserver runs that script again in every child). It ends when the
+process that started it ends, by whatever signal, also while it imports.
 
-A request is a JSON packet over a Unix socket pair, with file descriptors attached: which function
-("module:function") to call with which payload in the child. The payload travels in memory,
-never in argv, for it holds the job's token. Exits of children are reported on the same socket.
-Whoever must not wait asks for a child and takes the answer later.
+A request is a JSON packet over a Unix socket pair, with file descriptors attached. It names the
+function ("module:function") that the child is to call with a payload. The payload is passed in
+memory, never in argv, because it contains the job's token. The server reports exits of children on
+the same socket. A caller that must not block asks for a child and takes the answer later.
 
 A server that was killed can be renewed. Its children live on; the kernel tells when they end
-(pidfds), but not how. A child runs nothing before its caller has taken the answer, so a server that
-is killed in the middle of a request, and a caller that has no descriptor left for the child, leave
-nobody behind whom nobody knows.
+(pidfds), but not with which status. A child runs nothing before its caller has taken the answer.
+So no unknown child stays behind if the server is killed during a request, or if the caller has no
+descriptor left for the child.
 """
 
 import contextlib
@@ -43,10 +43,11 @@ from planaria.nodes.output import PassedOn, flush_own
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN: Final = 256  # The exit status of a process that nobody was there to wait for.
+UNKNOWN: Final = 256  # The exit status of a process whose parent, the server, is gone.
 
 _PACKET_BYTES_MAX = 1 << 16
-# What tells a process to leave: Ctrl-C, and LEAVING of head/waiting.py, which needs this module.
+# Signals that tell a process to leave: SIGINT, and LEAVING of head/waiting.py, which imports this
+# module.
 _OF_THE_LAUNCHER: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
@@ -56,8 +57,8 @@ _END_TIMEOUT_S = 10.0
 _FORK_TIMEOUT_S = 30.0  # A fork takes milliseconds; a server that does not answer is killed.
 _OUTPUT_TIMEOUT_S = 1.0
 
-# A pool of threads would exist in the server alone: its forks inherit the pool's locks, held by
-# nobody, and hang now and then. numpy's BLAS starts one on import.
+# numpy's BLAS starts a pool of threads on import. A forked child has the pool's locks but not its
+# threads, and would hang now and then.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -66,9 +67,9 @@ class _Asked:
     """A child that was asked for.
 
     Attributes:
-        tell_fd: it runs nothing before something comes from there.
-        pid: once it is forked.
-        error: the number of the error for which there is none.
+        tell_fd: write end of a pipe; the child runs nothing before it has read a byte from it.
+        pid: pid of the child; 0: it is not forked yet.
+        error: errno of the error because of which there is no child; 0: there was none.
     """
 
     tell_fd: int
@@ -77,14 +78,15 @@ class _Asked:
 
 
 class ForkServer:
-    """A running fork server, seen from the process that started it.
+    """A running fork server, for the process that started it.
 
     Args:
-        preload: modules to import before the first fork; one that is missing is skipped, and
-            fails where it is used.
-        path: directories to put in front of sys.path (where the user's modules lie).
-        output: takes each line that the server or its children print, in a thread of its own;
-            without it they print to this process's own output. They never wait for either.
+        preload: modules to import before the first fork; a missing one is skipped, and raises
+            where it is used.
+        path: directories of the user's modules, to be put in front of sys.path.
+        output: callback, called in a thread of its own with each line that the server or its
+            children print; None: they print to this process's own output. They never wait for
+            either.
     """
 
     def __init__(
@@ -99,9 +101,9 @@ class ForkServer:
         self._output = output
         self._environment = os.environ | _ONE_THREAD
         self._exits: list[tuple[int, int]] = []
-        self._numbers = count()  # Of requests.
+        self._numbers = count()  # Numbers of requests.
         self._asked: dict[int, _Asked] = {}
-        self._children: dict[int, int] = {}  # Their pidfds.
+        self._children: dict[int, int] = {}  # The children's pidfds, by pid.
         self._passed: list[PassedOn] = []
         self._news = select.epoll()
         self._start()
@@ -124,11 +126,11 @@ class ForkServer:
         self._process, self._socket, self._lifeline_fd = process, ours, ours_fd
         self._passed.append(passed)
         self._loss, self._is_ready = "", False
-        with contextlib.suppress(InsufficientError):  # Told by whatever is asked of it next.
+        with contextlib.suppress(InsufficientError):  # The next request raises it again.
             self._send({"preload": self._preload, "path": self._path}, ())
 
     def _processed(self, descriptors: tuple[int, int]) -> tuple[subprocess.Popen[bytes], PassedOn]:
-        """A process that serves there, and what it prints."""
+        """Starts a server process with these descriptors; returns it and what it prints."""
         passed = PassedOn(self._output)
         try:
             process = subprocess.Popen(
@@ -152,7 +154,7 @@ class ForkServer:
         return process, passed
 
     def renew(self) -> None:
-        """Starts a server in place of one that is gone; it imports everything anew.
+        """Starts a server in place of one that is gone; it imports all modules again.
 
         Raises:
             InsufficientError: this machine has no process, memory or descriptor for it now.
@@ -160,7 +162,7 @@ class ForkServer:
         assert self._loss
         try:
             self._start()
-        except (OSError, RuntimeError) as error:  # The latter where no thread can be started.
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started.
             reason = getattr(error, "strerror", None) or error
             raise InsufficientError(f"no other can be started ({reason})") from error
 
@@ -170,20 +172,20 @@ class ForkServer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything is imported, as far as `exits` has heard."""
+        """Whether the server has imported all modules, as far as `exits` knows."""
         return self._is_ready and not self._loss
 
     @property
     def loss(self) -> str:
-        """How the server has ended, as far as `exits` has heard; empty while it runs."""
+        """How the server has ended, as far as `exits` knows; "": it runs."""
         return self._loss
 
     def fileno(self) -> int:
-        """Readable when `exits` has news, of this server and of those after it."""
+        """A descriptor that is readable when `exits` has news; it stays the same after `renew`."""
         return self._news.fileno()
 
     def wait_ready(self) -> None:
-        """Blocks until everything is imported.
+        """Blocks until the server has imported all modules.
 
         Raises:
             InsufficientError: the server is gone.
@@ -194,29 +196,31 @@ class ForkServer:
     def spawn(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
         """Forks a child that calls `target(payload, *fds)`; returns its pid.
 
-        The child's copies of `fds` are its own to close. It outlives the server.
+        The child has to close its copies of `fds`. It outlives the server.
 
         Raises:
             InsufficientError: the server is gone.
-            OSError: this machine has no process, memory or descriptor for it now.
+            OSError: this machine has no process, memory or descriptor for the child now.
         """
         return self._spawn({"target": target}, payload, fds)
 
     def ask(self, target: str, payload: bytes, fds: Sequence[int] = ()) -> int:
-        """Asks for what `spawn` forks and waits for nothing; returns the number of the request,
-        whose answer has to be taken, or forgotten.
+        """Asks for a child like `spawn`, but does not wait; returns the number of the request.
+
+        Each request must end with `answer` returning a pid or raising, or with `forget`.
 
         Raises:
-            InsufficientError, OSError: as `spawn`.
+            InsufficientError, OSError: see `spawn`.
         """
         return self._ask({"target": target}, payload, fds)
 
     def answer(self, number: int) -> int | None:
-        """The pid of the child of a request, which runs from now on; None as long as `exits` has
-        not heard of it.
+        """Lets the child of a request run, and returns its pid.
+
+        None as long as `exits` has not heard of the child.
 
         Raises:
-            InsufficientError, OSError: as `spawn`.
+            InsufficientError, OSError: see `spawn`.
         """
         asked = self._asked.get(number)
         if asked is None:
@@ -227,14 +231,13 @@ class ForkServer:
         if not asked.pid:
             return None
         del self._asked[number]
-        with contextlib.suppress(BrokenPipeError):  # It was killed already.
+        with contextlib.suppress(BrokenPipeError):  # The child was killed already.
             os.write(asked.tell_fd, b"!")
         os.close(asked.tell_fd)
         return asked.pid
 
     def forget(self, number: int) -> None:
-        """Has a child that was asked for leave without running anything, unless its answer was
-        taken."""
+        """Makes the child of a request exit without running anything, unless it was answered."""
         asked = self._asked.pop(number, None)
         if asked is None:
             return
@@ -268,10 +271,10 @@ class ForkServer:
             self.forget(number)
 
     def call(self, target: str, payload: bytes) -> bytes:
-        """What `target(payload, fd)` writes to fd, run in a child that is waited for.
+        """Runs `target(payload, fd)` in a child, and returns what it writes to fd.
 
         Raises:
-            InsufficientError: the server or the child is gone without a result.
+            InsufficientError: the server or the child has ended without a result.
         """
         read_fd, write_fd = os.pipe()
         with os.fdopen(read_fd, "rb") as reader:
@@ -288,9 +291,9 @@ class ForkServer:
         return result
 
     def exits(self) -> list[tuple[int, int]]:
-        """Children that ended since the last call: (pid, exit status, negative for a signal).
+        """Children that ended since the last call, as (pid, exit status).
 
-        Those of a server that is gone are told, too, with the status `UNKNOWN`.
+        A negative status is a signal. Children of a server that is gone have the status `UNKNOWN`.
         """
         while found := self._news.poll(0):
             ended = {fd for fd, _ in found}
@@ -303,17 +306,17 @@ class ForkServer:
         return exits
 
     def kill(self) -> None:
-        """Ends a server that stands still; it is lost from now on."""
+        """Kills a server that does not answer; it counts as lost from now on."""
         self._process.kill()
         if not self._loss:
             self._lose("stood still and was killed")
 
     def close(self) -> None:
-        """Ends the server, whatever it does; children that were spawned go on."""
+        """Kills the server and releases everything; children that were spawned go on."""
         self._process.kill()
         try:
             self._process.wait(timeout=_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # In a read of a disk that is gone, which nothing ends.
+        except subprocess.TimeoutExpired:  # It may be in a read of a dead disk, which cannot end.
             logger.warning("the fork server is still there after it was killed")
         for number in tuple(self._asked):
             self.forget(number)
@@ -346,13 +349,13 @@ class ForkServer:
 
     def _note_answer(self, number: int, reply: dict[str, int]) -> None:
         asked, pidfd = self._asked.get(number), reply.get("pidfd", -1)
-        if asked is None:  # Nobody waits for it any more; it has run nothing.
+        if asked is None:  # The request was forgotten, so the child runs nothing.
             if pidfd >= 0:
                 os.close(pidfd)
         elif pidfd >= 0:
             self._children[reply["pid"]] = pidfd
             self._asked[number] = replace(asked, pid=reply["pid"])
-        else:  # The server has none, or this process no descriptor for it.
+        else:  # The server could not fork it, or this process had no descriptor for its pidfd.
             self._asked[number] = replace(asked, error=reply.get("error", errno.EMFILE))
 
     def _send(self, request: dict[str, object], fds: Sequence[int]) -> None:
@@ -364,7 +367,7 @@ class ForkServer:
             raise self._lost() from error
 
     def _reply(self, *, timeout_s: float | None = None) -> dict[str, int]:
-        """The server's next packet; one that does not come in time never does."""
+        """The server's next packet; kills a server that does not send one in time."""
         if self._loss:
             raise self._lost()
         self._socket.settimeout(timeout_s)
@@ -384,7 +387,7 @@ class ForkServer:
         return reply | {"pidfd": fds[0]} if fds else reply
 
     def _lost(self) -> InsufficientError:
-        """Whoever asks something of a server that is gone gets this; its children are watched."""
+        """The error for requests to a server that is gone; marks the server as lost."""
         if not self._loss:
             try:
                 how = told(self._process.wait(timeout=_END_TIMEOUT_S))
@@ -402,12 +405,12 @@ class ForkServer:
         for number in tuple(self._asked):
             self.forget(number)
         for pidfd in self._children.values():
-            with contextlib.suppress(FileExistsError):  # Of the server before this one.
+            with contextlib.suppress(FileExistsError):  # A child of an earlier server.
                 self._news.register(pidfd, select.EPOLLIN)
 
 
 def told(status: int) -> str:
-    """An exit status in words; it is negative for a signal."""
+    """An exit status in words; a negative one is a signal."""
     if status == UNKNOWN:
         return "has ended"
     return f"was killed by signal {-status}" if status < 0 else f"left with status {status}"
@@ -416,8 +419,8 @@ def told(status: int) -> str:
 def serve(fd: int, lifeline_fd: int) -> None:
     """The server's main function: imports, then forks on request until the socket closes."""
     end_with(lifeline_fd)
-    # Into a pipe Python writes 8 KiB at once otherwise: what a process prints would be shown late,
-    # and be lost where it is killed.
+    # By default Python writes 8 KiB at once into a pipe, so that output would be shown late, and
+    # would be lost if the process is killed.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     leave_removed_directory()
@@ -426,8 +429,8 @@ def serve(fd: int, lifeline_fd: int) -> None:
     child_fd, wake_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_fd)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # A scheduler may send them to all processes of a job; the launcher answers, and whoever is
-    # forked from here hears nothing of it.
+    # A scheduler may send these signals to all processes of a job. Only the launcher handles them;
+    # the server and its children ignore them.
     for number in _OF_THE_LAUNCHER:
         signal.signal(number, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
@@ -443,7 +446,10 @@ def serve(fd: int, lifeline_fd: int) -> None:
 
 
 def leave_removed_directory() -> None:
-    """Where the working directory was removed, libraries that load others fail (MKL, torch)."""
+    """Changes to / if the working directory was removed.
+
+    Libraries that load others (MKL, torch) fail in a removed directory.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -451,10 +457,10 @@ def leave_removed_directory() -> None:
 
 
 def end_with(lifeline_fd: int) -> None:
-    """Has the kernel end this process when the other end of a pipe closes (Linux).
+    """Makes the kernel end this process when the other end of a pipe closes (Linux).
 
-    A thread could not exist in a process that forks, and a handler in Python would wait for an
-    import that runs; SIGIO, left at its default, ends the process whatever it does.
+    A process that forks must not have a thread to watch the pipe, and a signal handler in Python
+    would not run during an import. SIGIO's default action ends the process whatever it is doing.
     """
     os.set_inheritable(lifeline_fd, False)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
@@ -462,7 +468,7 @@ def end_with(lifeline_fd: int) -> None:
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
     closed = select.poll()
     closed.register(lifeline_fd, 0)
-    if closed.poll(0):  # It closed before anyone watched.
+    if closed.poll(0):  # It closed before O_ASYNC was set.
         os._exit(1)
 
 
@@ -491,8 +497,8 @@ def _serve_request(sock: socket.socket) -> bool:
         sys.path[:] = request["path"]
         for name in request["preload"]:
             _preload(name)
-        # With torch a full collection looks at 200,000 objects (0.1 s), and so writes to the pages
-        # that forks share.
+        # With torch imported, a full collection visits 200,000 objects (0.1 s) and writes to the
+        # memory pages that forked children share.
         gc.collect()
         gc.freeze()
         num_threads = len(os.listdir("/proc/self/task"))
@@ -506,9 +512,9 @@ def _serve_request(sock: socket.socket) -> bool:
         pid = os.fork()
         if pid == 0:
             _become(request, sock, fds, server_pid=server_pid)
-        pidfds.append(os.pidfd_open(pid))  # Not waited for before, so it is that process for sure.
+        pidfds.append(os.pidfd_open(pid))  # The child is not reaped yet, so the pid is still its.
         reply["pid"] = pid
-    except OSError as error:  # There are too many processes, or there is no memory for one more.
+    except OSError as error:  # There are too many processes, or too little memory for another one.
         reply["error"] = error.errno
     for descriptor in fds:
         os.close(descriptor)
@@ -522,21 +528,23 @@ def _preload(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The module itself may be missing, a module that it needs may not.
+        # The module itself (or its package) may be missing; a module that it imports may not.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent dies (Linux)."""
+    """Makes the kernel kill this process when its parent dies (Linux)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # It died before the kernel was asked.
+    if os.getppid() != parent_pid:  # The parent died before the call of prctl.
         os._exit(1)
 
 
 def close_others(kept: set[int]) -> None:
-    """Closes what a forked process inherits; a connection that it kept open would hide that its
-    parent is gone."""
+    """Closes all descriptors that a forked process has inherited, except those in `kept`.
+
+    An inherited connection that stays open would hide from its other end that the parent is gone.
+    """
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with contextlib.suppress(OSError):
@@ -546,15 +554,17 @@ def close_others(kept: set[int]) -> None:
 def _become(
     request: dict[str, Any], sock: socket.socket, fds: list[int], *, server_pid: int
 ) -> NoReturn:
-    """Runs the target in the forked child, once whoever asked for it knows of it, and leaves with
-    its status."""
+    """Runs the target in the forked child once the caller has taken the answer; then exits.
+
+    Exits without running it if the caller has forgotten the request.
+    """
     status = 1
     try:
         sock.close()
         if request.get("dies_with_server"):
             die_with_parent(server_pid)
-            # Processes that the user's code starts here inherit it, and are to be ended by it: a
-            # pool of multiprocessing would wait for ever.
+            # Processes that the user's code starts inherit the handling of SIGTERM, and must end
+            # by it: a pool of multiprocessing would wait for them for ever.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         carrier_fd, known_fd, *others = fds
         if not os.read(known_fd, 1):

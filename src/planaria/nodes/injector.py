@@ -1,10 +1,11 @@
-"""Carries out faults: the launcher's end of the probes (transport/probe.py).
+"""Injects faults: the launcher's end of the probes (transport/probe.py).
 
-A probe that reaches a step is kept waiting until the faults of that place have happened. Signals
-go from here to a node's whole process group, or to its workers; a bit is flipped by the worker
-that calls, because it is told to in the answer, and so is a node slow. A node is cut off by its own
-workers, who keep a line to here on which they are told, and by a relay between its agent and the
-coordinator. Disks are slow in the workers and in the coordinator, which keeps such a line, too.
+A probe that reaches a step waits until the faults of that place have been injected. The injector
+sends signals to a node's whole process group, or to its workers. The answer to a probe tells the
+calling worker to flip a bit or to be slow. To cut a node off, the injector tells the node's
+workers, over a connection that they keep to it, and a relay between the node's agent and the
+coordinator. To make a disk slow it tells the workers and the coordinator, which keeps such a
+connection too.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def node_places(injections: Sequence[Injection], node: int) -> tuple[Place, ...]:
-    """The places at which the workers of a node are to call."""
+    """The places at which the probes of a node's workers are to call."""
     return tuple(
         injection.place
         for injection in injections
@@ -40,23 +41,23 @@ def node_places(injections: Sequence[Injection], node: int) -> tuple[Place, ...]
 
 
 def coordinator_places(injections: Sequence[Injection]) -> tuple[Place, ...]:
-    """The places at which the coordinator is to call."""
+    """The places at which the coordinator's probe is to call."""
     return tuple(i.place for i in injections if i.place.step in COORDINATOR_STEPS)
 
 
 class Injector:
-    """Waits for probes to call, and for time to pass, and does what the specs say.
+    """Injects each fault when a probe reaches its place or its time has come.
 
     Args:
-        agents: the process of each node that is there.
-        leader: the coordinator's process now.
-        server: the fork server's process now.
-        join: starts so many nodes more.
-        fired: is told what has happened, in the order of the signals.
+        agents: pid of the agent of each live node, by node; changes during the job.
+        leader: returns the coordinator's current pid.
+        server: returns the fork server's current pid.
+        join: starts a number of additional nodes.
+        fired: callback, called with each fault right before it is injected.
 
     Attributes:
-        has_cuts: a node may be cut off.
-        is_heeded: workers and the coordinator are to keep a line to here.
+        has_cuts: whether a node may be cut off.
+        is_heeded: whether workers and the coordinator are to keep a connection to the injector.
     """
 
     def __init__(
@@ -72,43 +73,43 @@ class Injector:
     ) -> None:
         self._waiting = list(injections)
         self._has_ended = False
-        self._to_flip: set[tuple[int, int]] = set()  # Node and iteration.
+        self._to_flip: set[tuple[int, int]] = set()  # Node and iteration of flips still to do.
         self._slow: list[Injection] = []
         self._token = token
         self._agents = agents
-        # Whom a fault kills that names no nodes.
+        # The process that a fault of this kind kills.
         self._around = {"leader": leader, "forkserver": server}
         self._join = join
         self._fired = fired
         self._relay = Relay()
         self._lines: dict[int, list[asyncio.StreamWriter]] = {}
-        # By disk, for processes that are still to come: what it is, and until when.
+        # By disk, for processes that connect later: the slowness, and when it ends.
         self._slowed: dict[str, tuple[Slowed, float]] = {}
         self.has_cuts = any(injection.kind == "cut" for injection in injections)
         self.is_heeded = self.has_cuts or any(one.kind in DISKS for one in injections)
 
     async def listen(self) -> tuple[str, int]:
-        """Serves probes from now on; where."""
+        """Starts to serve probes; returns the address."""
         self._server = await asyncio.start_server(self._serve, host="127.0.0.1", port=0)
         host, port = self._server.sockets[0].getsockname()[:2]
         return str(host), int(port)
 
     def front(self, node: int, coordinator: Address) -> Address:
-        """Where the agent of a node is to find the coordinator."""
+        """The address at which the agent of a node is to connect to the coordinator."""
         return self._relay.front(node, coordinator) if self.has_cuts else coordinator
 
     def began(self) -> None:
-        """Training has started: what is to happen after so many seconds is timed from now."""
+        """Must be called when training starts: faults at a time are timed from now."""
         loop = asyncio.get_running_loop()
         for place in {injection.place for injection in self._waiting if injection.place.at_s >= 0}:
             loop.call_later(place.at_s, self._fire, place)
 
     def ended(self) -> None:
-        """The job is over: what has not happened by now does not."""
+        """Must be called when the job is over: no fault is injected after this."""
         self._has_ended = True
 
     def close(self) -> tuple[Injection, ...]:
-        """Serves no more; the faults whose place never came."""
+        """Stops serving; returns the faults whose place was never reached."""
         self.ended()
         self._server.close()
         self._relay.close()
@@ -126,7 +127,7 @@ class Injector:
                 self._lines.setdefault(node, []).append(writer)
                 self._tell_disks(writer)
                 try:
-                    await reader.read()  # Until the process is gone.
+                    await reader.read()  # Returns when the process is gone.
                 finally:
                     self._lines[node].remove(writer)
                 return
@@ -142,8 +143,10 @@ class Injector:
             writer.close()
 
     def _own_fault(self, node: int, reached: Reached) -> bytes:
-        """What the node that calls is to do to itself, the first of its workers that asks; each of
-        them where it is slow."""
+        """The fault that the calling worker is to inject into itself; b"": none.
+
+        All workers of a slow node are told so; only the first worker that calls flips a bit.
+        """
         for injection in reversed(self._slow):
             if node in injection.nodes and _is_at(injection.place, reached):
                 return b"slow=%f" % injection.value
@@ -154,7 +157,7 @@ class Injector:
         return b"flip"
 
     def _places_at(self, node: int, reached: Reached) -> list[Place]:
-        """The places of waiting faults that this node, or any node, makes come."""
+        """The places of waiting faults that are reached by this call of a node."""
         places = []
         for injection in self._waiting:
             place = injection.place
@@ -165,7 +168,7 @@ class Injector:
         return places
 
     def _fire(self, place: Place) -> None:
-        """All faults of one place, at once."""
+        """Injects all faults of one place at once."""
         if self._has_ended:
             return
         for injection in [i for i in self._waiting if i.place == place]:
@@ -182,7 +185,7 @@ class Injector:
                 self._strike(injection, node)
 
     def _slow_disk(self, disk: str, seconds: float) -> None:
-        """Every process hears of it that has begun, or begins while it is so."""
+        """Makes a disk slow in all processes, also in those that start while it is slow."""
         slowed = Slowed(disk, seconds)
         end_s = time.monotonic() + seconds if disk == "disk" else math.inf
         self._slowed[disk] = slowed, end_s
@@ -197,7 +200,7 @@ class Injector:
 
     def _strike(self, injection: Injection, node: int) -> None:
         pid = self._agents.get(node)
-        if pid is None:  # It is gone already.
+        if pid is None:  # The node is gone already.
             return
         match injection.kind:
             case "kill":
@@ -223,7 +226,7 @@ class Injector:
                         _kill(worker.pid, number)
 
     def _take(self, node: int) -> None:
-        """A node whose notice has run out is killed, unless it has left."""
+        """Kills a node whose notice has run out, unless it has left."""
         if node in self._agents:
             _kill_group(self._agents[node], signal.SIGKILL)
 

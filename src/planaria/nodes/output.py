@@ -1,14 +1,14 @@
-"""Output that makes nobody wait and never fails: what is printed is queued, and threads write it.
+"""Output that never blocks or fails its writer: printed text is queued, and threads write it.
 
-The reader of a pipe may be gone (`| head`), a terminal may be stopped (Ctrl-S) or closed, a disk
-full. A write fails then, or waits for as long as nobody reads. Neither the launcher's event loop
-nor a worker may wait or fail with it, so neither writes itself: the loop posts what it prints to
-an `Outlet`, and the job's processes print into pipes that somebody reads all the time. What does
-not fit into a queue is dropped; how many lines that were is printed once somebody reads again.
+The reader of a pipe may be gone (`| head`), a terminal may be stopped (Ctrl-S) or closed, or a disk
+may be full. Then a write fails, or blocks for as long as nobody reads. Neither the launcher's event
+loop nor a worker may block or fail for that, so neither writes to the output itself: the loop posts
+to an `Outlet`, and the job's processes print into pipes that are always read. Lines that do not fit
+into a queue are dropped; their number is printed once somebody reads again.
 
-Who reads these pipes is a process of its own, for the launcher may stand still: Ctrl-Z stops it,
-and whoever prints would wait. This file is its program. It imports nothing of planaria, and ends
-after the last process that prints.
+A separate process, the relay, reads these pipes, because the launcher may be stopped (Ctrl-Z), and
+then the processes that print would block. This file is the relay's program. It imports nothing of
+planaria, and ends after the last process that prints.
 """
 
 import atexit
@@ -28,17 +28,18 @@ from typing import Final, TextIO
 logger = logging.getLogger(__name__)
 
 _QUEUED_BYTES_MAX: Final = 4 << 20
-_PIECE_BYTES: Final = 400  # What a piece takes in the queue besides its text.
+_PIECE_BYTES: Final = 400  # Memory that a piece takes in the queue besides its text.
 _READ_BYTES: Final = 1 << 16
 _LINE_BYTES_MAX: Final = 1 << 16
-_ENVIRONMENT: Final = ("LD_LIBRARY_PATH",)  # What a Python may need to start at all.
+_ENVIRONMENT: Final = ("LD_LIBRARY_PATH",)  # Variables without which Python may not start.
 
 
 class Outlet:
-    """Prints what is posted, one piece after the other, in a thread of its own.
+    """Prints what is posted, piece by piece, in a thread of its own.
 
     Args:
-        note: prints that lines were dropped; it is called in that thread.
+        note: prints a text that says how many lines were dropped; called in that thread.
+        queued_bytes_max: maximum memory of the queue.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Outlet:
         self._queued_bytes_max = queued_bytes_max
         self._queue: deque[tuple[Callable[[], object], int]] = deque()
         self._queued_bytes = 0
-        self._num_dropped = 0  # Lines, behind all that is queued.
+        self._num_dropped = 0  # Lines dropped since the newest piece in the queue.
         self._num_printed = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -56,10 +57,15 @@ class Outlet:
         self._is_over = False
 
     def post(self, prints: Callable[[], object], *, num_bytes: int = 0, num_lines: int = 1) -> None:
-        """Queues what prints, or drops it where too much is queued or all is over."""
+        """Queues a function that prints; drops it if the queue is full or closed.
+
+        Args:
+            num_bytes: size of the text that it prints.
+            num_lines: number of lines that it prints.
+        """
         num_bytes += _PIECE_BYTES
         with self._changed:
-            # Not until half of it is free again, or single lines would come between many notes.
+            # After a drop, half of the queue must be free; else notes and single lines alternate.
             room = self._queued_bytes_max // (2 if self._num_dropped else 1)
             if self._is_closed:
                 return
@@ -70,8 +76,10 @@ class Outlet:
             self._append(prints, num_bytes)
 
     def close(self, *last: Callable[[], object], timeout_s: float) -> bool:
-        """Prints what is queued and then this, unless nobody takes any of it for `timeout_s`;
-        whether all is printed."""
+        """Prints what is queued, then `last`; returns whether everything was printed.
+
+        Gives up if nothing could be printed for `timeout_s`.
+        """
         with self._changed:
             if last or self._num_dropped:
                 self._queue_note()
@@ -108,7 +116,7 @@ class Outlet:
                 logger.exception("something could not be shown")
 
     def _next(self) -> Callable[[], object] | None:
-        """What is to be printed next, once there is something; None when all is over."""
+        """Waits for the next function that prints; None: the outlet is closed and empty."""
         with self._changed:
             self._num_printed += 1
             self._changed.notify_all()
@@ -126,15 +134,17 @@ class Outlet:
 
 
 class PassedOn:
-    """What processes print, passed on; they neither wait for whoever takes it, nor fail with them,
-    nor while this process is stopped.
+    """Passes on what processes print, without ever blocking or failing them.
+
+    They do not block while this process is stopped either.
 
     Args:
-        output: takes each line of either stream, in a thread of its own; without it they go to
-            this process's own output and errors, as they come.
+        output: callback, called in a thread of its own with each line of both streams; None: the
+            streams go to this process's own stdout and stderr, as they arrive.
 
     Attributes:
-        stdout_fd, stderr_fd: where the processes are to print, until `begin`.
+        stdout_fd: descriptor to which the processes are to print; closed by `begin`.
+        stderr_fd: descriptor for their errors, likewise.
     """
 
     def __init__(self, output: Callable[[str], None] | None) -> None:
@@ -162,10 +172,10 @@ class PassedOn:
         ]
 
     def begin(self) -> None:
-        """Passes on until the last process that has these descriptors is gone.
+        """Starts to pass on, until the last process that has these descriptors is gone.
 
         Raises:
-            RuntimeError: there is no thread for it; nothing is passed on.
+            RuntimeError: a thread could not be started.
         """
         for source in self._sources:
             source.close(source.print_fd)
@@ -178,15 +188,18 @@ class PassedOn:
                 raise
 
     def drop(self) -> None:
-        """Instead of `begin`: no process prints there."""
+        """Releases everything; to be called instead of `begin` if no process will print."""
         for source in self._sources:
             source.close()
         self._relay.kill()
         self._relay.wait()
 
     def close(self, *, timeout_s: float) -> None:
-        """Waits for what is still on its way; not for processes that go on, nor for nobody. What
-        nobody has taken by then is offered once more when this process ends."""
+        """Waits until all text is passed on, but not for ever.
+
+        Waits neither for processes that go on nor for a reader that takes nothing. Text that was
+        not taken is offered once more when this process ends.
+        """
         end_s = time.monotonic() + timeout_s
         for reader in self._readers:
             reader.join(timeout=max(0.0, end_s - time.monotonic()))
@@ -197,8 +210,7 @@ class PassedOn:
                 atexit.register(outlet.close, timeout_s=timeout_s)
 
     def _taken(self, source: "_Pipes") -> Iterator[bytes]:
-        """What comes of the relay, and after its end, if somebody has killed it, from the pipe that
-        it has read."""
+        """Yields what the relay passes on; if the relay was killed, reads its pipe from then on."""
         yield from _chunks(source.taken_fd)
         if self._relay.wait() != 0:
             yield from _chunks(source.printed_fd)
@@ -207,7 +219,14 @@ class PassedOn:
 
 
 class _Pipes:
-    """The pipe to which processes print, and the one to which the relay passes that on."""
+    """The pipe into which processes print, and the pipe into which the relay passes that on.
+
+    Attributes:
+        printed_fd: read end of the first pipe, for the relay.
+        print_fd: write end of the first pipe, for the processes.
+        taken_fd: read end of the second pipe, for this process.
+        pass_fd: write end of the second pipe, for the relay.
+    """
 
     def __init__(self) -> None:
         self._open: set[int] = set()
@@ -224,7 +243,7 @@ class _Pipes:
         return ends
 
     def close(self, *ends: int) -> None:
-        """Closes these ends, or all that nobody reads yet."""
+        """Closes these ends; without arguments all open ones, which nobody may read by then."""
         for end in ends or tuple(self._open):
             self._open.remove(end)
             os.close(end)
@@ -234,13 +253,13 @@ def _start_relay(sources: Sequence[_Pipes]) -> subprocess.Popen[bytes]:
     ends = [end for source in sources for end in (source.printed_fd, source.pass_fd)]
     try:
         return subprocess.Popen(
-            # Without what is installed a Python starts in 15 ms.
+            # Without site-packages Python starts in 15 ms.
             [sys.executable, "-I", "-S", __file__, *map(str, ends)],
             pass_fds=ends,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # The terminal's signals are for the launcher.
+            start_new_session=True,  # The terminal's signals must not reach the relay.
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
     finally:
@@ -262,13 +281,13 @@ def _relay(*ends: int) -> None:
 
 def _pass_all(source_fd: int, outlet: Outlet, target_fd: int) -> None:
     _pass_bytes(_chunks(source_fd), outlet, target_fd)
-    outlet.close(timeout_s=threading.TIMEOUT_MAX)  # A launcher that is gone makes nobody wait.
+    outlet.close(timeout_s=threading.TIMEOUT_MAX)  # If the launcher is gone, writes fail at once.
     os.close(target_fd)
 
 
 def descriptor_of(stream: TextIO | None) -> int:
-    """The descriptor below a stream, -1 if there is none."""
-    if stream is None:  # It was closed when this process began; its number may be another file's.
+    """The file descriptor of a stream; -1: it has none."""
+    if stream is None:  # It was closed when this process began; another file may have its number.
         return -1
     try:
         return stream.fileno()
@@ -277,20 +296,20 @@ def descriptor_of(stream: TextIO | None) -> int:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Writes, for as long as that takes; what nobody will take any more is dropped."""
+    """Writes all data, however long that takes; drops the rest if writing fails."""
     rest = memoryview(data)
     with contextlib.suppress(OSError):
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # Somebody else has made it so, for it is theirs, too.
+            except BlockingIOError:  # Another process that shares the file made it non-blocking.
                 writable = select.poll()
                 writable.register(descriptor, select.POLLOUT)
                 writable.poll()
 
 
 def flush_own() -> None:
-    """Flushes what this process has printed, as far as somebody takes it."""
+    """Flushes what this process has printed; ignores errors."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -302,7 +321,7 @@ def _write_note(descriptor: int, text: str) -> None:
 
 def _pass_bytes(source: Iterator[bytes], outlet: Outlet, target_fd: int) -> None:
     for data in source:
-        num_lines = max(1, data.count(b"\n"))  # A progress bar begins none.
+        num_lines = max(1, data.count(b"\n"))  # A progress bar ends no line.
         outlet.post(partial(write_all, target_fd, data), num_bytes=len(data), num_lines=num_lines)
 
 
@@ -321,7 +340,7 @@ def _pass_lines(source: Iterator[bytes], outlet: Outlet, output: Callable[[str],
 
 
 def _chunks(descriptor: int) -> Iterator[bytes]:
-    """What comes out of a pipe, as it comes, until its last writer is gone."""
+    """Yields what is written into a pipe until its last writer is gone, then closes it."""
     try:
         while data := os.read(descriptor, _READ_BYTES):
             yield data

@@ -1,7 +1,8 @@
-"""Stands between the agents and the coordinator, so that a node can be cut off from it.
+"""A relay between the agents and the coordinator, so that a node can be cut off from it.
 
-Only where a cut is injected: agents are told the relay's address in place of the coordinator's.
-While a node is cut off, what either end says is kept, also that it is gone.
+It is used only if a cut is injected: then agents get the relay's address in place of the
+coordinator's. While a node is cut off, what either end sends is held back, and so is its closing of
+the connection.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ _READ_BYTES: Final = 1 << 16
 
 
 class Relay:
-    """A listener for every node, from which bytes go on to the coordinator and back."""
+    """A listener for every node, which forwards bytes to the coordinator and back."""
 
     def __init__(self) -> None:
         self._servers: set[asyncio.Task[None]] = set()
@@ -23,7 +24,7 @@ class Relay:
         self._is_whole: dict[int, asyncio.Event] = {}
 
     def front(self, node: int, coordinator: Address) -> Address:
-        """Where a node's agent finds the coordinator from now on."""
+        """Starts a listener for a node; returns the address at which its agent is to connect."""
         listener = socket.create_server(("127.0.0.1", 0))
         self._num_cuts[node] = 0
         self._is_whole[node] = asyncio.Event()
@@ -33,7 +34,7 @@ class Relay:
         return str(host), int(port)
 
     def cut(self, node: int, seconds: float) -> None:
-        """Nothing gets through for so long, 0: for ever."""
+        """Cuts a node off from the coordinator for so many seconds; 0: for ever."""
         self._num_cuts[node] += 1
         self._is_whole[node].clear()
         if seconds:
@@ -55,9 +56,8 @@ class Relay:
             async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 try:
                     await self._is_whole[node].wait()
-                except (
-                    asyncio.CancelledError
-                ):  # A handler that is cancelled is logged as a mistake.
+                except asyncio.CancelledError:
+                    # Not raised again, because asyncio would log a cancelled handler as an error.
                     writer.close()
                     return
                 far_reader, far_writer = await asyncio.open_connection(*coordinator)
@@ -70,7 +70,7 @@ class Relay:
     async def _carry(
         self, node: int, source: asyncio.StreamReader, target: asyncio.StreamWriter
     ) -> None:
-        """Carries bytes from one end to the other until there are no more."""
+        """Forwards bytes until the source closes, then closes the target."""
         try:
             with contextlib.suppress(ConnectionError):
                 while data := await source.read(_READ_BYTES):

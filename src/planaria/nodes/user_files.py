@@ -1,4 +1,4 @@
-"""Where files of a user's jobs lie, and what they are called."""
+"""Directory and names of the files that planaria keeps for a user's jobs."""
 
 import hashlib
 import os
@@ -10,8 +10,10 @@ _DIGEST_LETTERS: Final = 8
 
 
 def state_directory() -> Path | None:
-    """Where the user's files are that are worth keeping; None where no home is known, as in a
-    container whose user has no name."""
+    """The directory of planaria in the user's state directory.
+
+    None if no home is known, as in a container whose user has no name.
+    """
     for base in (os.environ.get("XDG_STATE_HOME", ""), "~/.local/state"):
         path = Path(os.path.expanduser(base))
         if path.is_absolute():
@@ -20,7 +22,7 @@ def state_directory() -> Path | None:
 
 
 def plain_name(job: str) -> str:
-    """The name of a job as part of a file's; one that is too long ends with its hash."""
+    """The name of a job as a part of file names; a name that is too long ends with its hash."""
     kept = "".join(letter if letter.isalnum() else "_" for letter in job)
     whole = kept.encode()
     if len(whole) <= NAME_BYTES_MAX:

@@ -392,10 +392,11 @@ class Line:
     next_epoch: int = -1
 
     def is_over(self, epoch: int) -> bool:
-        """Whether nobody wants any more what is saved in this epoch.
+        """Whether saves of this epoch are of no use any more.
 
-        Orders to begin it, or to save in it, come again from a coordinator that was restarted, and
-        one to begin the next at a commit says nothing of this one: these end nothing.
+        Only an `Abort` of a later epoch or a `Shutdown` ends an epoch. A restarted coordinator
+        repeats the orders to begin an epoch or to save in it, and an order to begin the next epoch
+        at a commit leaves this one running.
         """
         return epoch < self.first_epoch or self.is_shut_down
 

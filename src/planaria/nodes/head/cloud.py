@@ -1,8 +1,8 @@
-"""Who gets machines in place of lost ones.
+"""Requests machines in place of lost ones.
 
 A cloud takes a failed machine back and grants another one, after minutes or never. Here nodes are
-processes of one machine, so what is lost is killed if it still stands, and a new process is started
-after as long as the job says that a grant takes.
+processes of one machine, so a lost node is killed if it still runs, and a new node is started after
+the time that a grant takes according to the job file (`cluster.grant_s`).
 
 Source: Gemini (SOSP '23), section 6.2 (cloud operator).
 """
@@ -16,26 +16,30 @@ from planaria.core.records import Changed, ToLauncher
 
 
 class CloudOperator(Protocol):
-    """Gets machines."""
+    """Requests machines."""
 
     def replace(self, nodes: Collection[int], *, are_lost: bool) -> None:
-        """As many other machines are asked for, once for each node. Those of lost nodes go back;
-        of others, once they have left."""
+        """Requests one machine for each node, unless one was requested for that node before.
+
+        Args:
+            are_lost: whether the nodes are lost, so that their machines are given back at once;
+                else that happens once they have left.
+        """
 
     def heard(self, message: ToLauncher) -> None:
-        """The coordinator has told something; nodes may be lost by it, or gone."""
+        """Replaces the nodes that are lost or taken away according to the coordinator's message."""
 
     def close(self) -> None:
-        """What has not been granted by now is not wanted any more."""
+        """Cancels all requests that were not granted by now."""
 
 
 class LocalOperator:
-    """Starts a node on this machine for each that is lost.
+    """Starts a node on this machine in place of each lost one.
 
     Args:
-        grant_s: after which a machine is granted; 0: none is asked for.
-        give_back: ends what is left of a lost node.
-        granted: starts a node in the stead of a lost one.
+        grant_s: seconds from a request until its machine is granted; 0: none is requested.
+        give_back: ends all processes of a lost node.
+        granted: starts a node in place of the node given.
     """
 
     def __init__(

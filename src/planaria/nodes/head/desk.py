@@ -1,10 +1,11 @@
-"""Where a user asks something of a job that runs on this machine: a Unix socket of its launcher.
+"""A Unix socket of the launcher, over which the user sends requests to a running job.
 
-The socket lies in a directory that only the user can enter, named by job and process, and goes
-with the launcher. A job takes the first of several directories that will do, and who asks looks in
-all of them, for a shell, a scheduler and an ssh session have other variables set. Where none will
-do the job cannot be asked, and trains all the same. A request is a line of JSON, so is the answer,
-which comes when what was asked for has happened or cannot.
+The socket is in a directory that only the user can write to, is named after the job and the
+process, and is removed with the launcher. A job takes the first of several directories that can be
+used. A client looks in all of them, because a shell, a scheduler and an ssh session set different
+environment variables. If none can be used, the job takes no requests but trains all the same. A
+request is a line of JSON, and so is the answer, which is sent when the request was carried out or
+refused.
 """
 
 import asyncio
@@ -27,31 +28,36 @@ _REQUEST_BYTES_MAX: Final = 1 << 16
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Go on without a node."""
+    """Request to go on without a node."""
 
     node: int
 
 
 class TellEvents(msgspec.Struct, frozen=True, tag=True):
-    """Tell what has happened so far."""
+    """Request for the events of the job so far."""
 
 
 Request = Drain | TellEvents
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of a request; `is_done` says whether it was granted."""
+    """The outcome of a request.
+
+    Attributes:
+        is_done: whether the request was carried out.
+        text: what to show the user: the result, or why it was refused.
+    """
 
     is_done: bool
     text: str
 
 
 class Drains:
-    """The nodes that a user wants to leave, and who waits to hear that they have.
+    """The requests of users that nodes leave, and the answers that are still to be given.
 
     Args:
-        say: passes a request on to the coordinator.
-        nodes: that are there.
+        say: sends a request to the coordinator.
+        nodes: the live nodes; changes during the job.
     """
 
     def __init__(self, say: Callable[[DrainRequested], None], nodes: Collection[int]) -> None:
@@ -60,7 +66,7 @@ class Drains:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
 
     async def answer(self, request: Drain) -> Answer:
-        """What became of a request, once that is known."""
+        """The answer to a request, once its outcome is known."""
         node = request.node
         if node not in self._nodes:
             there = ", ".join(str(one) for one in sorted(self._nodes))
@@ -71,16 +77,20 @@ class Drains:
         return await asyncio.shield(self._waiting[node])
 
     def repeat(self) -> None:
-        """Tells a new coordinator what the one before may not have heard."""
+        """Sends a new coordinator the requests that are not answered yet."""
         for node in self._waiting:
             self._say(DrainRequested(node=node))
 
     def left(self, node: int) -> None:
-        """A node is gone."""
+        """Answers the requests for a node that is gone."""
         self._settle(node, Answer(is_done=True, text=f"node {node} has left"))
 
     def refused(self, nodes: Collection[int], why: str) -> None:
-        """Nodes cannot be spared."""
+        """Answers the requests for nodes that the job cannot do without.
+
+        Args:
+            why: text of the answer.
+        """
         for node in nodes:
             self._settle(node, Answer(is_done=False, text=why))
 
@@ -93,7 +103,7 @@ class Drains:
 def answering(
     drains: Drains, events_json: Callable[[], str]
 ) -> Callable[[Request], Awaitable[Answer]]:
-    """What answers any request."""
+    """The function that answers any request."""
 
     async def answer(request: Request) -> Answer:
         match request:
@@ -109,10 +119,11 @@ def answering(
 async def open_desk(
     job: str, answer: Callable[[Request], Awaitable[Answer]], *, note: Callable[[str], None]
 ) -> AsyncIterator[None]:
-    """Answers requests while inside.
+    """Serves requests while the body of the `with` runs.
 
     Args:
-        note: is told that nobody can ask, and what would help.
+        job: name of the job.
+        note: shows the user why no requests can be served, and what would help.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,7 +135,7 @@ async def open_desk(
 
     with contextlib.ExitStack() as held:
         try:
-            # With "/proc/self/fd/N/" before it, that is within a socket's path of 107 bytes.
+            # Even with "/proc/self/fd/N/" before it, the name fits into a socket path (107 bytes).
             listener = _listener(f"{plain_name(job)}-{os.getpid()}.sock", held)
             server = await asyncio.start_unix_server(serve, sock=listener, limit=_REQUEST_BYTES_MAX)
             held.callback(server.close)
@@ -137,39 +148,40 @@ async def open_desk(
 
 
 def _listener(name: str, held: contextlib.ExitStack) -> socket.socket:
-    """A socket of that name in the first directory that will do; `held` removes it.
+    """A socket of that name in the first directory that can be used; `held` removes it.
 
     Raises:
-        OSError: none will do.
+        OSError: no directory can be used.
     """
     reasons = []
     directories = desk_directories()
     for path in directories:
         try:
-            # In the user's home, which is the last, more may be missing.
+            # In the user's home, which comes last, parent directories may be missing too.
             path.mkdir(mode=0o700, parents=path == directories[-1], exist_ok=True)
             with contextlib.ExitStack() as opened:
                 descriptor = opened.enter_context(_own_directory(path))
                 os.fchmod(descriptor, 0o700)
                 listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-                _unlink(name, descriptor)  # Of a launcher that had this pid and was killed.
+                # A killed launcher that had the same pid may have left its socket.
+                _unlink(name, descriptor)
                 listener.bind(_path(descriptor, name))
                 opened.callback(_unlink, name, descriptor)
                 held.enter_context(opened.pop_all())
                 return listener
-        except (OSError, ValueError) as error:  # A name may be none of this machine's language.
+        except (OSError, ValueError) as error:  # ValueError: the locale cannot encode a name.
             reasons.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     raise OSError(f"no directory will do for its socket ({'; '.join(reasons)})")
 
 
 def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
-    """What the running job answers.
+    """Sends a request to a running job; returns its answer.
 
     Args:
-        job: its name; "" if only one runs.
+        job: name of the job; "": the only one that runs.
 
     Raises:
-        ConfigError: no such job runs here, or more than one, or it does not answer.
+        ConfigError: no such job runs here, several do, or the job does not answer in time.
     """
     option = "--job" if job else ""
     with contextlib.ExitStack() as held:
@@ -196,8 +208,10 @@ def ask(request: Request, *, job: str, timeout_s: float) -> Answer:
 
 
 def _running(job: str, held: contextlib.ExitStack) -> tuple[list[tuple[int, str]], list[str]]:
-    """The desks of running jobs, each a directory's descriptor and a name; and which directories
-    were not looked into, and why."""
+    """The sockets of running jobs, and why some directories were not searched.
+
+    A socket is given as the descriptor of its directory and its name.
+    """
     running, refused, known = [], [], set()
     for path in desk_directories():
         try:
@@ -221,12 +235,12 @@ def _running(job: str, held: contextlib.ExitStack) -> tuple[list[tuple[int, str]
 
 
 def _job_of(name: str) -> str:
-    """The job's name, as `plain_name` has it, in that of a socket."""
+    """The job's name, in the form of `plain_name`, from the name of a socket."""
     return name.removesuffix(".sock").rpartition("-")[0]
 
 
 def _is_served(directory: int, name: str) -> bool:
-    """Whether a launcher listens; one that was killed has left its socket behind."""
+    """Whether a launcher listens on a socket; removes one that a killed launcher has left."""
     try:
         _connected(directory, name, 1.0).close()
     except ConnectionRefusedError:
@@ -249,7 +263,7 @@ def _connected(directory: int, name: str, timeout_s: float) -> socket.socket:
 
 
 def _path(directory: int, name: str) -> str:
-    """A path that is short, however long that of the directory is."""
+    """A path of the socket that is short, however long the path of the directory is."""
     return f"/proc/self/fd/{directory}/{name}"
 
 
@@ -259,7 +273,7 @@ def _unlink(name: str, directory: int) -> None:
 
 
 def desk_directories() -> tuple[Path, ...]:
-    """Where desks may be, the best place first."""
+    """The directories in which the sockets may be, the preferred one first."""
     uid, environment = os.getuid(), os.environ
     runtime = (environment.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}")
     temporary = (environment.get("TMPDIR", ""), "/tmp")
@@ -267,7 +281,7 @@ def desk_directories() -> tuple[Path, ...]:
     paths = (
         *(Path(base, "planaria") for base in runtime),
         *(Path(base, f"planaria-{uid}") for base in temporary),
-        # Machines may share a home, and not their sockets.
+        # Machines may share a home directory, but a socket is reachable on one machine only.
         *([state / f"desk-{socket.gethostname()}"] if state else []),
     )
     return tuple(dict.fromkeys(path for path in paths if path.is_absolute()))
@@ -275,11 +289,11 @@ def desk_directories() -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def _own_directory(path: Path) -> Iterator[int]:
-    """A descriptor of a directory in which only this user can put anything.
+    """A descriptor of a directory that only this user can write to.
 
     Raises:
-        PermissionError: somebody else can.
-        OSError: it is no directory.
+        PermissionError: somebody else can write to it.
+        OSError: it is not a directory.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

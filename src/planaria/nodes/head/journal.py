@@ -1,23 +1,24 @@
-"""The journal of the embedded store: what makes its changes durable, for asyncio callers.
+"""The journal of the embedded store: makes the store's changes durable, for asyncio callers.
 
-    {directory}/journal     a snapshot, then records, each the changes of one flush
-    {directory}/archive     records of entries that were superseded and are in no journal any more
+    {directory}/journal     a snapshot, then records, each with the changes of one flush
+    {directory}/archive     records of superseded entries that are not in the journal any more
     {directory}/lock        locked by the process that has the store open
 
-A record is a marker, the length of its body, the xxh3_64 of its body, and the body: JSON, which
-as UTF-8 never holds the marker's first byte. Writers wait until a flush has their changes on the
-disk; what comes in the meantime shares the next one.
+A record is a marker, the length of its body, the xxh3_64 of its body, and the body: JSON, which in
+UTF-8 never contains the marker's first byte. Writers wait until a flush has written their changes
+to the disk; changes that arrive in the meantime share the next flush.
 
-What a crash leaves at the end of the file was never acknowledged, and is cut off; a bad record
-with a good one behind it is damage, and the store refuses to open. (Damage to the very last one
-cannot be told from a torn write.) A journal that has grown is replaced by a snapshot: written
-beside it, synced, renamed over it. What was superseded since the snapshot before goes to the
-archive first, which is not read at the start: so a store opens as fast on the last day of a job as
-on the first. A crash between the two leaves some entries twice there. Nothing waits for the archive
-to be synced: whoever reads it runs on this machine, before it is started anew.
+A torn record at the end of the file, left by a crash, was never acknowledged and is cut off. A bad
+record with a good one after it is damage, and the store refuses to open. (Damage to the very last
+record cannot be told from a torn write.) A journal that has grown is replaced by a snapshot, which
+is written beside it, synced, and renamed over it. Entries superseded since the snapshot before are
+appended to the archive first. The archive is not read when the store opens, so the store opens as
+fast on the last day of a job as on the first. A crash between the two steps leaves some entries
+twice in the archive. The archive is never synced: its readers run on this machine before the
+machine restarts.
 
-A disk that does not answer in time counts as one that refuses. What still hangs there then is left
-behind in its thread. A journal that cannot be replaced by a snapshot only goes on growing.
+A disk that does not answer in time is treated like one that refuses; a write that still hangs then
+is left behind in its thread. A journal that cannot be replaced by a snapshot just goes on growing.
 """
 
 import asyncio
@@ -47,41 +48,43 @@ logger = logging.getLogger(__name__)
 REWRITE_BYTES: Final = 1 << 20
 TIMEOUT_S: Final = 600.0
 _CLOSE_TIMEOUT_S: Final = 1.0
-_REWRITE_FACTOR: Final = 4  # Times its snapshot: rewriting costs a quarter of appending.
+_REWRITE_FACTOR: Final = 4  # Journal size per snapshot size; rewriting costs 1/4 of appending.
 _FORMAT: Final = 2
 _MARKER: Final = b"\xffPLJ"
 _HEADER: Final = struct.Struct("!4sIQ")
 
 
-# Returns when the changes are durable; is given the state with them. After a StoreError they may
-# or may not be, and nothing may follow them.
+# A function that returns once the changes are durable; it also gets the state after them. If it
+# raises a StoreError they may or may not be durable, and no later change may be written.
 MakeDurable = Callable[[Sequence[Change], StoreState], Awaitable[None]]
 
 
 async def _keep_nothing(changes: Sequence[Change], state: StoreState) -> None:
-    """What makes a store that ends with its process."""
+    """The `MakeDurable` of a store in memory, which ends with its process."""
 
 
-# Is told that the disk refuses. When it returns the store goes on in memory only.
+# A function that is called when the disk refuses. If it returns, the store goes on in memory only.
 Refused = Callable[[StoreError], Awaitable[None]]
 
 
 def _wait_for_nothing() -> None:
-    """What is called before a write where no fault is to be injected."""
+    """The default for `before_write`, without an injected fault."""
 
 
 async def _give_up(error: StoreError) -> None:
-    """What makes a store that keeps nothing any more once the disk refuses."""
+    """The `Refused` of a store that fails once the disk refuses."""
     raise error
 
 
 class Flusher:
-    """A Keeper in this process's memory; `make_durable` may keep changes longer.
+    """A Keeper in this process's memory; `make_durable` may also write the changes to a disk.
 
-    Without that it keeps a store for tests. It runs on the event loop of the store's callers.
+    It runs on the event loop of the store's callers.
 
     Args:
-        state: to go on from, as the journal gave it.
+        state: state to go on from, as recovered from the journal.
+        make_durable: makes changes durable; by default they end with this process.
+        refused: called when `make_durable` raises a StoreError; by default the store fails then.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Flusher:
             raise StoreError(str(self._failure)) from self._failure
         self._undurable += changes
         if self._undurable and self._task is None:
-            # A task of its own: a caller that gives up takes nothing back.
+            # A separate task, so that a caller that is cancelled does not cancel the write.
             self._task = asyncio.create_task(self._flush())
 
     async def wait_durable(self, num_changes: int) -> None:
@@ -125,8 +128,10 @@ class Flusher:
             raise StoreError(str(self._failure)) from self._failure
 
     async def close(self) -> None:
-        """Waits for what is under way, but not for a disk that hangs; who keeps or waits gets a
-        StoreError from then on."""
+        """Waits for the flush in progress, but only briefly, because the disk may hang.
+
+        From then on `keep` and `wait_durable` raise a StoreError.
+        """
         if self._task is not None:
             _, late = await asyncio.wait({self._task}, timeout=_CLOSE_TIMEOUT_S)
             for task in late:
@@ -137,7 +142,7 @@ class Flusher:
             self._changed.notify_all()
 
     async def _flush(self) -> None:
-        """Makes changes durable until none is left, or the journal fails."""
+        """Makes changes durable until none is left or the journal fails."""
         try:
             while self._undurable:
                 changes, self._undurable = self._undurable, []
@@ -175,16 +180,17 @@ async def open_store(
     """The store that is journaled in `directory`, as its last process left it; made if missing.
 
     Args:
-        now_s: the clock of leases; each lease of an earlier process is due a whole TTL from now.
-        rewrite_bytes: a smaller journal is never replaced by a snapshot.
-        timeout_s: for the disk to keep some changes.
-        refused: is told when the disk refuses later; then the store goes on in memory. Without it
-            nothing is kept any more then.
-        note: is told what a person should know: that the disk is slow, or the journal only grows.
-        before_write: is called in the thread that writes; a fault may have it wait there.
+        now_s: clock of leases; each lease of an earlier process expires a whole TTL from now.
+        rewrite_bytes: size up to which a journal is never replaced by a snapshot.
+        timeout_s: maximum time for the disk to write the changes of one flush.
+        refused: called when the disk refuses later; if it returns, the store goes on in memory. By
+            default it raises, and the store fails.
+        note: shows the user a text: that the disk is slow, or that the journal only grows.
+        before_write: called before each write in the thread that writes; an injected fault may
+            block there.
 
     Raises:
-        StoreError: another process has it open, it is damaged, or the disk refused at once.
+        StoreError: another process has the store open, it is damaged, or the disk refused at once.
     """
     opened = _FileJournal(
         directory, rewrite_bytes, timeout_s=timeout_s, note=note, before_write=before_write
@@ -198,10 +204,10 @@ async def open_store(
 
 
 def superseded_entries(directory: Path) -> list[Entry]:
-    """All entries that a store has superseded, as far as they are on its disk, oldest write first.
+    """All superseded entries of a store that are on its disk, the oldest write first.
 
     Raises:
-        StoreError: they cannot be read.
+        StoreError: the archive or the journal cannot be read.
     """
     path = directory / "archive"
     try:
@@ -211,7 +217,7 @@ def superseded_entries(directory: Path) -> list[Entry]:
         raise _disk_error(path, error) from error
     decoder = msgspec.json.Decoder(tuple[Entry, ...])
     entries = _superseded(*_decoded(path, bodies))
-    for place in _marked(archived):  # One that a crash has torn has others behind it.
+    for place in _marked(archived):  # A record torn by a crash may have good ones after it.
         if (body := _record_body(archived, place)) is not None:
             entries += decoder.decode(body)
     by_revision = {entry.revision: entry for entry in entries}
@@ -224,7 +230,7 @@ class _Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _FileJournal:
-    """The open file; `append` may be called from one task at a time."""
+    """The open journal; only one task at a time may call `append`."""
 
     def __init__(
         self,
@@ -242,23 +248,26 @@ class _FileJournal:
         self._timeout_s = timeout_s
         self._note = note
         self._num_bytes = 0
-        self._state = EMPTY  # With all that is in the file.
-        self._superseded: list[Entry] = []  # Since the snapshot that the file begins with.
-        self._is_named = False  # The name of the file is synced, too.
-        self._is_growing = False  # It could not be replaced by a snapshot, which was told.
+        self._state = EMPTY  # The state after all changes in the file.
+        self._superseded: list[Entry] = []  # Superseded since the snapshot in the file.
+        self._is_named = False  # Whether the directory with the file's name is synced.
+        self._is_growing = False  # Whether the user knows that no snapshot can be written.
         self._fd = self._lock_fd = -1
-        # A write that nobody waits for any more still runs; the file must not close under it.
+        # The file must not be closed during a write, and a write may go on after its caller has
+        # given up.
         self._lock = threading.Lock()
         self._is_closed = False
         self._close_timeout_s = _CLOSE_TIMEOUT_S
-        self._told_s = SLOW_S / 2.0  # That a record took, when it was last told.
+        self._told_s = SLOW_S / 2.0  # Duration of a slow write when the user was last told.
         self._writer = _Writer()
 
     def recover(self) -> StoreState:
-        """Locks and reads the file, or makes it; the deadlines of leases mean nothing.
+        """Locks the journal and reads or makes it; returns its state.
+
+        The deadlines of leases in the state are meaningless.
 
         Raises:
-            StoreError: another process has it locked, it is damaged, or the disk refused.
+            StoreError: another process has locked it, it is damaged, or the disk refused.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +283,7 @@ class _FileJournal:
         return self._state
 
     def _read(self) -> None:
-        """Reads the file, cuts off what is torn, and opens it for appending."""
+        """Reads the file, cuts off a torn record, and opens the file for appending."""
         content = self._path.read_bytes()
         bodies, self._num_bytes = _records(content)
         if not bodies or _has_record(content, after=self._num_bytes):
@@ -286,7 +295,7 @@ class _FileJournal:
         if self._num_bytes < len(content):
             logger.warning("%s: cut at byte %d, in a torn write", self._path, self._num_bytes)
             os.ftruncate(self._fd, self._num_bytes)
-        # What the last process had not synced when it was killed is told of from now on.
+        # The last process may have been killed before it synced changes that count from now on.
         os.fsync(self._fd)
         self._sync_name()
         self._set_rewrite_bytes(len(bodies[0]))
@@ -295,7 +304,7 @@ class _FileJournal:
         self._state = applied(state, changes, now_s=0.0)
 
     async def append(self, changes: Sequence[Change], state: StoreState) -> None:
-        """See MakeDurable; the event loop goes on while the disk works."""
+        """Writes changes durably, see MakeDurable; the disk does not block the event loop."""
         written = self._writer.result(partial(self._append, changes, state))
         waited_s = 0.0
         try:
@@ -306,7 +315,7 @@ class _FileJournal:
                         f"{self._path.parent} has not answered for {waited_s:.0f} s; see to the "
                         "disk, or name another place with --state"
                     )
-                if waited_s >= 2.0 * self._told_s:  # Less and less often, over all records.
+                if waited_s >= 2.0 * self._told_s:  # Later notes need ever longer waits.
                     self._told_s = waited_s
                     self._note(
                         f"{self._path.parent} is slow: to keep a record of the coordinator takes "
@@ -317,12 +326,12 @@ class _FileJournal:
                 await asyncio.wait({written}, timeout=more_s)
                 waited_s += more_s
         finally:
-            written.cancel()  # It goes on, but nobody asks any more what came of it.
+            written.cancel()  # The write goes on, but its result is ignored.
         if text := written.result():
             self._note(text)
 
     def close(self) -> None:
-        """Closes the file, or leaves that to a write that hangs."""
+        """Closes the file; a write that hangs closes it when it ends."""
         self._is_closed = True
         self._writer.end()
         if not self._lock.acquire(timeout=self._close_timeout_s):
@@ -336,7 +345,7 @@ class _FileJournal:
             self._lock.release()
 
     def _append(self, changes: Sequence[Change], state: StoreState) -> str:
-        """Keeps changes; returns what a person should know, or ""."""
+        """Writes changes; returns a text for the user, or ""."""
         self._before_write()
         try:
             with self._lock:
@@ -354,9 +363,9 @@ class _FileJournal:
                 self.close()
 
     def _compact(self) -> str:
-        """Replaces the file by a snapshot once it has grown; why it cannot, if that is not known.
+        """Replaces the file by a snapshot once it has grown; returns a text for the user, or "".
 
-        Nothing is lost where it cannot: there is another try when the file has doubled.
+        If it cannot, nothing is lost, and it tries again when the size of the file has doubled.
         """
         if self._num_bytes <= self._rewrite_bytes:
             return ""
@@ -378,7 +387,7 @@ class _FileJournal:
         return ""
 
     def _archive(self) -> None:
-        """Appends what was superseded since the snapshot to the archive."""
+        """Appends the entries superseded since the snapshot to the archive."""
         if not self._superseded:
             return
         path = self._path.with_name("archive")
@@ -390,7 +399,7 @@ class _FileJournal:
         self._superseded = []
 
     def _rewrite(self, state: StoreState) -> None:
-        """Replaces the file, if any, by one that holds a snapshot alone."""
+        """Replaces the file, if any, by one that contains only a snapshot."""
         record = _record(_Snapshot(version=_FORMAT, state=state))
         flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_CREAT | os.O_TRUNC
         fd = os.open(self._partial, flags, 0o600)
@@ -399,7 +408,7 @@ class _FileJournal:
             os.replace(self._partial, self._path)
         except OSError:
             os.close(fd)
-            self._partial.unlink(missing_ok=True)  # The disk may be full.
+            self._partial.unlink(missing_ok=True)  # The disk may be full, so free the space.
             raise
         if self._fd >= 0:
             os.close(self._fd)
@@ -412,23 +421,28 @@ class _FileJournal:
         self._rewrite_bytes = max(self._least_bytes, _REWRITE_FACTOR * snapshot_bytes)
 
     def _sync_name(self) -> None:
-        """Before anything is told that is in this file alone; until then the name may be that of
-        the file before, which is as good."""
+        """Makes the file's name durable, unless it is.
+
+        This must happen before a change is acknowledged that is in this file only. Until then the
+        name may still refer to the file before, which has the same state.
+        """
         if not self._is_named:
             _sync_directory(self._path.parent)
             self._is_named = True
 
 
 class _Writer:
-    """The thread that writes. It is started before it is needed, for a machine that is short of
-    threads may refuse one later; one that hangs holds up no end of this process."""
+    """The thread that writes; if it hangs, the process can end all the same.
+
+    It is started early, because a machine that is short of threads may refuse one later.
+    """
 
     def __init__(self) -> None:
         self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="journal", daemon=True).start()
 
     def result(self, act: Callable[[], str]) -> asyncio.Future[str]:
-        """What comes of an act that the thread does after those before."""
+        """The result of `act`, which the thread calls after all earlier ones."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[str] = loop.create_future()
 
@@ -446,14 +460,14 @@ class _Writer:
                 text = act()
             except Exception as error:
                 failure = error
-            with contextlib.suppress(RuntimeError):  # The loop is closed.
+            with contextlib.suppress(RuntimeError):  # The event loop is closed.
                 loop.call_soon_threadsafe(settle, text, failure)
 
         self._acts.put(run)
         return result
 
     def end(self) -> None:
-        """Has the thread end after what it was given."""
+        """Makes the thread end after the acts that it was given."""
         self._acts.put(None)
 
     def _run(self) -> None:
@@ -462,10 +476,14 @@ class _Writer:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that keeps other processes out until it is closed or its process is gone."""
+    """A descriptor of a lock file, locked until it is closed or this process ends.
+
+    Raises:
+        StoreError: another process has it locked.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Not flock: a forked child that outlives this process would go on holding that.
+        # A forked child that outlives this process would go on holding a lock of flock.
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         os.close(fd)
@@ -479,7 +497,7 @@ def _record(content: Sequence[Change] | _Snapshot) -> bytes:
 
 
 def _record_body(content: bytes, start: int) -> bytes | None:
-    """The body of the record that starts there; None if none does, or not a whole one."""
+    """The body of the record that starts at byte `start`; None if no whole record starts there."""
     first = start + _HEADER.size
     if first > len(content):
         return None
@@ -490,7 +508,7 @@ def _record_body(content: bytes, start: int) -> bytes | None:
 
 
 def _records(content: bytes) -> tuple[list[bytes], int]:
-    """The bodies of the records from the start on, up to the first bad one, and its place."""
+    """The bodies of the records before the first bad one, and the byte at which they end."""
     bodies, end = [], 0
     while (body := _record_body(content, end)) is not None:
         bodies.append(body)
@@ -499,7 +517,7 @@ def _records(content: bytes) -> tuple[list[bytes], int]:
 
 
 def _marked(content: bytes) -> list[int]:
-    """Where a record may begin."""
+    """The bytes at which a record may begin, ascending."""
     return [match.start() for match in re.finditer(re.escape(_MARKER), content)]
 
 
@@ -509,7 +527,11 @@ def _has_record(content: bytes, *, after: int) -> bool:
 
 
 def _decoded(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Change]]:
-    """A snapshot, and the changes in the records behind it."""
+    """The state of the snapshot, and the changes in the records after it.
+
+    Raises:
+        StoreError: the bodies are not those of a journal in this format.
+    """
     try:
         snapshot = msgspec.json.decode(bodies[0], type=_Snapshot)
         decoder = msgspec.json.Decoder(tuple[Change, ...])
@@ -522,7 +544,7 @@ def _decoded(path: Path, bodies: Sequence[bytes]) -> tuple[StoreState, list[Chan
 
 
 def _superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
-    """The entries that were superseded by these changes."""
+    """The entries that are superseded when these changes are applied to the state."""
     if not any(isinstance(change, Superseded) for change in changes):
         return []
     entries, found = dict(state.entries), []
@@ -535,7 +557,7 @@ def _superseded(state: StoreState, changes: Sequence[Change]) -> list[Entry]:
 
 
 def _write_synced(fd: int, content: bytes) -> int:
-    """Appends content, on the disk when this returns; how many bytes that were."""
+    """Appends content and syncs it to the disk; returns the number of bytes."""
     _write(fd, content)
     os.fdatasync(fd)
     return len(content)
@@ -548,7 +570,7 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """A new name is durable only when the directory that holds it is synced."""
+    """Syncs a directory, which makes new names in it durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

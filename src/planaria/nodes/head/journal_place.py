@@ -1,11 +1,12 @@
-"""Where a run keeps the coordinator's journal, for as long as it lasts.
+"""The directory in which a run keeps the coordinator's journal, for as long as the run lasts.
 
-    {checkpoint.directory}/.journal/    beside its saves, where that is a directory with locks
-    {state}/{job}-{machine}-{random}/   elsewhere: `--state`, or the user's state directory
+    {checkpoint.directory}/.journal/    beside the saves, if they are in a directory with locks
+    {state}/{job}-{machine}-{random}/   otherwise: in `--state`, or the user's state directory
 
-A run begins with an empty one, so no record of a run before is ever taken for its own, and removes
-it in the end. What a launcher that was killed has left there goes with the next run of the job, on
-the same machine if it is not beside the saves: machines may share a home, and not its locks.
+A run begins with an empty journal, so that it never takes a record of an earlier run for its own,
+and removes the journal at its end. What a killed launcher has left there is removed by the next run
+of the job; if it is not beside the saves, only by a run on the same machine, because machines may
+share a home directory without sharing its locks.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from planaria.core.job import JobConfig
 from planaria.errors import ConfigError
 from planaria.nodes.user_files import plain_name, state_directory
 
-_BESIDE: Final = ".journal"  # No save has such a name: that would begin with a letter or digit.
+_BESIDE: Final = ".journal"  # No save can have this name: saves' names begin alphanumerically.
 _FILES: Final = ("journal*", "archive", "lock")
 _PROBE: Final = "journal.probe"
 _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
@@ -31,14 +32,16 @@ _PROBE_BYTES: Final = 1 << 16  # More than the records of a small job.
 
 @contextmanager
 def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None]) -> Iterator[str]:
-    """The directory of the journal of a run; its place among saves is claimed (claim.py).
+    """The directory for the journal of a run; the caller has claimed the saves' directory.
+
+    For the claim see checkpoint/disk/claim.py.
 
     Args:
-        state: where the user wants it, "" for the usual places.
-        note: is told if it is not beside the saves though these are in a directory.
+        state: parent directory that the user wants; "": the usual places.
+        note: shows the user a text if the saves' directory cannot hold the journal.
 
     Raises:
-        ConfigError: it cannot be written to.
+        ConfigError: the directory cannot be written to.
     """
     saves = config.checkpoint.directory
     with ExitStack() as held:
@@ -55,13 +58,13 @@ def journal_place(config: JobConfig, state: str, *, note: Callable[[str], None])
 
 @contextmanager
 def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
-    """A directory for the journal of a run that is not beside its saves.
+    """A directory, not beside the saves, for the journal of a run.
 
     Args:
         state: see `journal_place`.
 
     Raises:
-        ConfigError: it cannot be written to.
+        ConfigError: the directory cannot be written to.
     """
     parent = _user_state(state)
     with ExitStack() as held:
@@ -74,7 +77,7 @@ def other_journal_place(config: JobConfig, state: str) -> Iterator[str]:
 
 
 def _user_state(state: str) -> Path:
-    """Where the user wants it, or the user's directory for such things."""
+    """The parent directory that the user wants, or else the user's state directory."""
     parent = absolute_path(Path(state)) if state else state_directory()
     if parent is None:
         remedy = "name a directory for the coordinator's journal: no home of yours is known"
@@ -84,12 +87,12 @@ def _user_state(state: str) -> Path:
 
 @contextmanager
 def _own(parent: Path, job: str) -> Iterator[Path]:
-    """A new directory, locked while it is in use; others of the job that nobody uses go."""
+    """A new directory, locked while in use; removes unused directories of the same job."""
     name = f"{plain_name(job)}-{plain_name(socket.gethostname())}"
     directory = parent / f"{name}-{secrets.token_hex(4)}"
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ExitStack() as held:
-        # Or another launcher would take a directory for unused that is not locked yet.
+        # Without this lock another launcher could remove the directory before it is locked.
         with _locked(parent):
             for other in parent.glob(f"{name}-{'[0-9a-f]' * 8}"):
                 _remove_unused(other)
@@ -100,10 +103,10 @@ def _own(parent: Path, job: str) -> Iterator[Path]:
 
 @contextmanager
 def _used(directory: Path) -> Iterator[Path]:
-    """The same directory, empty, where a journal can be kept; it goes in the end.
+    """The same directory, made and emptied for a journal; removed at the end.
 
     Raises:
-        OSError: nothing can be kept there.
+        OSError: no journal can be kept there.
     """
     try:
         _empty(directory)
@@ -114,7 +117,7 @@ def _used(directory: Path) -> Iterator[Path]:
 
 
 def _prove(directory: Path) -> None:
-    """Raises an OSError if nothing can be kept there, or nothing be locked."""
+    """Raises an OSError if no file can be written, synced and locked in the directory."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     probe = directory / _PROBE
     try:
@@ -134,7 +137,7 @@ def _empty(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """What else somebody has put there stays."""
+    """Removes the journal, and the directory if nothing else is in it."""
     with contextlib.suppress(OSError):
         _empty(directory)
         directory.rmdir()
@@ -147,7 +150,11 @@ def _remove_unused(directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, options: int = 0) -> Iterator[None]:
-    """Keeps other processes out of a directory, until this one is gone at the latest."""
+    """Holds the lock of a directory; the lock ends with this process at the latest.
+
+    Args:
+        options: further options of flock, such as LOCK_NB.
+    """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | options)

@@ -1,24 +1,24 @@
 """Starts the nodes of a job on this machine, and the process of its coordinator.
 
-The launcher forks one agent per node and the coordinator beside them, from the job's fork server.
-It passes on what the user wants and what becomes of the agents' processes, and takes what the
-coordinator tells to an observer. A coordinator that ends before the job does is started again, on
-the same listening socket and the same journal; one that stands still is killed first. Faults are
+The launcher forks one agent per node, and the coordinator, from the job's fork server. It tells the
+coordinator what the user requests and which agents have ended, and passes the coordinator's
+messages to an observer. A coordinator that ends before the job does is started again, with the
+same listening socket and the same journal; one that stands still is killed first. Faults are
 injected from here.
 
-Nothing that stands around the training ends it unsaved while a node lives. A fork server that is
-gone is renewed, and what is to be forked waits for it. Where the coordinator cannot go on (its
-records are lost, it ends again and again, or this process fails to listen to it) the next one only
-saves what is live (leader.py). What cannot be saved so either is said to be lost.
+A failure outside the nodes does not end training without a save while a node lives. A fork server
+that is gone is renewed, and forks wait for it. If the coordinator cannot go on (its records are
+lost, it ends again and again, or the launcher itself raises), the next coordinator only saves the
+live state (leader.py). If that fails too, the job ends as lost.
 
-It holds the only write end of the lifeline pipe: when it dies, by whatever signal, every process
-of the job sees the pipe close and leaves. They hold all its read ends, too: the launcher sees its
-own end break when the last process of the job is gone, and waits for that.
+The launcher holds the only write end of the lifeline pipe: when it dies, by whatever signal, every
+process of the job sees the pipe close and ends. The job's processes hold all read ends: when the
+last of them is gone, the launcher's end breaks, and the launcher waits for that.
 
-Ctrl-C stops the job at its next commit, once its state is saved; a second one ends it at once. Any
-other signal that tells a process to leave (SIGTERM of a scheduler, SIGHUP of a terminal that is
-gone; waiting.py has all) stops it as the first one does and is never the second: whoever sends it
-may send it again. Before the first iteration has begun any of them ends the job at once.
+Ctrl-C stops the job at its next commit, after a save; a second Ctrl-C ends it at once. Any other
+signal that tells a process to leave (SIGTERM of a scheduler, SIGHUP of a closed terminal; the list
+is in waiting.py) acts like the first Ctrl-C and never like the second, because it may be sent more
+than once. Before training has begun, any of these signals ends the job at once.
 """
 
 import asyncio
@@ -76,11 +76,11 @@ from planaria.transport.frames import FrameDecoder, frame
 
 logger = logging.getLogger(__name__)
 
-EXIT_TIMEOUT_S = 10.0  # For agents to leave by themselves before their groups are killed.
-KILL_TIMEOUT_S = 5.0  # For the kernel to end what was killed.
-RESTARTS_MAX = 5  # Of the coordinator, without a commit in between.
-SHORT_TRIES_MAX = 60  # To start one, a second apart, where this machine is short of something.
-RESCUES_MAX = 3  # Coordinators that only save.
+EXIT_TIMEOUT_S = 10.0  # Time for agents to end by themselves before their groups are killed.
+KILL_TIMEOUT_S = 5.0  # Time for the kernel to end killed processes.
+RESTARTS_MAX = 5  # Restarts of the coordinator without a commit in between.
+SHORT_TRIES_MAX = 60  # Tries to start a coordinator, one second apart, if resources are short.
+RESCUES_MAX = 3  # Number of coordinators that only save.
 
 _decoder: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 
@@ -89,10 +89,10 @@ class Launcher:
     """Runs one job.
 
     Args:
-        spec: what every node is told; `node` and all addresses are filled in here.
-        leader: what the coordinator is told, likewise.
-        tier: where the job saves, one that answers in time.
-        other_journal: another directory for the journal; "" if there is none.
+        spec: spec of every node; the launcher fills in `node` and all addresses.
+        leader: spec of the coordinator; the launcher fills in the token, addresses and places.
+        tier: disk tier to which the job saves; must answer or raise in bounded time.
+        other_journal: returns another directory for the journal, or "" if there is none.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Launcher:
         self._injections = injections
         self._other_journal = other_journal
         self._agents: dict[int, int] = {}
-        self._there: dict[int, int] = {}  # Those that have not ended.
+        self._there: dict[int, int] = {}  # The agents that have not ended, by node.
         self._machines: dict[int, str] = {}
         self._injector = Injector(
             injections,
@@ -131,21 +131,21 @@ class Launcher:
             spec.job.cluster.grant_s, give_back=self._give_back, granted=self._grant
         )
         self._exits: dict[int, int] = {}
-        self._fenced: set[int] = set()  # Killed from here, before they had ended.
+        self._fenced: set[int] = set()  # Processes that the launcher has killed.
         self._leader_pid = 0
         self._leader_pids: set[int] = set()
         self._to_leader: asyncio.StreamWriter | None = None
-        self._lost_leader_s = 0.0  # Since when there is no coordinator; 0 while there is one.
+        self._lost_leader_s = 0.0  # Time at which the coordinator was lost; 0: it is there.
         self._restarts = self._rescues = 0
-        self._must_end = ""  # Why no coordinator can go on; the next one only saves.
-        self._error: Exception | None = None  # Of this process, which makes the job end.
+        self._must_end = ""  # Why the next coordinator only saves; "": the job goes on.
+        self._error: Exception | None = None  # Raised in this process; makes the job end.
         self._members = Members(
             epoch=leader.plan.epoch, term=leader.led_term, nodes=leader.plan.nodes
         )
         self._outcome: Outcome | None = None
         self._progress: Progress | None = None
         self._committed = (-1, 0)
-        self._has_led = False  # Until a coordinator leads nobody is told anything.
+        self._has_led = False  # Whether any coordinator has led.
         self._is_training = False
         self._stop_requested = False
         self._is_interrupted = False
@@ -167,11 +167,11 @@ class Launcher:
         )
 
     def run(self) -> Ended:
-        """Runs the job to its end; no process of it is left afterwards.
+        """Runs the job to its end, and ends all its processes.
 
         Raises:
-            KeyboardInterrupt: the user ended the job at once; it says what that cost.
-            Exception: what is told to the observer made it raise; what was live is saved.
+            KeyboardInterrupt: the user ended the job at once; the text says what that cost.
+            Exception: the observer or the launcher raised; the live state was saved if possible.
         """
         ended = asyncio.run(self._run())
         for text in discard(self._tier, sorted(self._unsaved)):
@@ -186,12 +186,12 @@ class Launcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether training is over, however it ended, unless the user ended it at once."""
+        """Whether training has ended in any way other than the user ending it at once."""
         return self._is_over and not self._interruption
 
     @property
     def unfired(self) -> tuple[Injection, ...]:
-        """The faults whose place never came."""
+        """The faults whose place was never reached."""
         return self._unfired
 
     async def _run(self) -> Ended:
@@ -246,7 +246,10 @@ class Launcher:
     # -- processes --------------------------------------------------------------------------------
 
     def _start_agent(self, node: int, *, is_granted: bool = False) -> None:
-        """Starts a node, on the machine of one that has ended unless another one was granted."""
+        """Starts a node on a free machine, or on a new one if a machine was granted.
+
+        A machine is free if no live node runs on it.
+        """
         there = {*self._there, *self._forker.nodes}
         taken = {self._machines[other] for other in (self._machines if is_granted else there)}
         self._machines[node] = next(n for n in map("machine-{}".format, count()) if n not in taken)
@@ -263,7 +266,7 @@ class Launcher:
 
     def _on_forked(self, node: int, pid: int) -> None:
         self._agents[node] = self._there[node] = pid
-        if pid in self._exits:  # It was killed before it was known.
+        if pid in self._exits:  # It ended before its pid was known here.
             self._on_agent_exited(node)
 
     def _on_exited(self, pid: int, status: int) -> None:
@@ -282,7 +285,10 @@ class Launcher:
         return AgentEnded(node=node, reason=f"its agent {told(status)}")
 
     def _start_no_more(self) -> None:
-        """Nothing is forked any more, and what was forked sees that the job is over."""
+        """Stops forking, and closes the lifeline's read end in this process.
+
+        Then only the job's processes have read ends.
+        """
         self._operator.close()
         self._forker.stop()
         if self._lifeline_fd >= 0:
@@ -290,19 +296,19 @@ class Launcher:
             self._lifeline_fd = -1
 
     def _join(self, num_nodes: int) -> None:
-        """More nodes come; their numbers were never used before."""
+        """Starts nodes with numbers that were never used before."""
         for _ in range(num_nodes):
             self._start_agent(max(self._machines) + 1)
 
     def _grant(self, stead: int) -> None:
-        """Another machine is there in the stead of a lost node's."""
+        """Starts a node on a machine that was granted in place of the lost node's."""
         if not (self._stop_requested or self._must_end):
             node = max(self._machines) + 1
             self._start_agent(node, is_granted=True)
             self._tell(partial(self._observer.granted, node, stead=stead))
 
     def _give_back(self, node: int) -> None:
-        """The machine of a lost node runs nothing any more, whatever that node thinks."""
+        """Ends all processes of a lost node, which may still run."""
         self._forker.drop(node)
         if node in self._agents:
             self._fence(self._agents[node])
@@ -314,8 +320,7 @@ class Launcher:
         self._leading.add_done_callback(self._lead_on)
 
     async def _lead(self) -> None:
-        """Runs the coordinator, again whenever it ends before the job does; where it cannot go on,
-        one that only saves."""
+        """Runs coordinators until the job ends; one that only saves, if none can go on."""
         while not self._ended.done():
             must_end = self._must_end
             if must_end and (why := self._unsavable()):
@@ -327,12 +332,15 @@ class Launcher:
                     self._must_end = f"the coordinator ended {times}"
             elif must_end:
                 self._end(f"{must_end}; no process could be started to save")
-            elif not self._must_end:  # Else there was no time to save since it must.
+            elif not self._must_end:  # If it was just set, first try one that saves.
                 self._must_end = f"no coordinator could be started: {shortage}"
                 self._warn(f"{self._must_end}; the job saves and ends")
 
     async def _run_next_leader(self) -> str:
-        """Runs a coordinator until it is gone; why none could be started, in a minute of tries."""
+        """Runs a coordinator until it is gone; returns why none could be started, or "".
+
+        Tries for about a minute.
+        """
         shortage = ""
         for _ in range(SHORT_TRIES_MAX):
             if not await self._forker.wait_ready():
@@ -340,7 +348,7 @@ class Launcher:
             try:
                 rescue = self._rescue() if self._must_end else None
                 await self._run_leader(msgspec.structs.replace(self._leader_spec, rescue=rescue))
-            except InsufficientError as error:  # The fork server ended meanwhile.
+            except InsufficientError as error:  # The fork server has ended meanwhile.
                 shortage = str(error)
             except OSError as error:
                 shortage = str(error.strerror)
@@ -351,7 +359,7 @@ class Launcher:
         return shortage
 
     def _unsavable(self) -> str:
-        """Why it is no use to start one more coordinator that only saves."""
+        """Why another coordinator that only saves would be of no use; "": it may be."""
         if self._rescues == RESCUES_MAX:
             return f"{RESCUES_MAX} more ended before they had it saved"
         if not any(node in self._there for node in self._members.nodes):
@@ -359,7 +367,7 @@ class Launcher:
         return ""
 
     async def _run_leader(self, spec: LeaderSpec) -> None:
-        """Runs one coordinator, and hears it until it is gone."""
+        """Runs one coordinator and handles its messages until it is gone."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -369,7 +377,7 @@ class Launcher:
             self._leader_pid = pid
             self._leader_pids.add(pid)
             self._rescues += spec.rescue is not None
-            if self._must_end and spec.rescue is None:  # Since it was asked for.
+            if self._must_end and spec.rescue is None:  # _must_end was set during the fork.
                 self._fence(pid)
             reader, self._to_leader = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -385,7 +393,7 @@ class Launcher:
             self._to_leader = None
 
     def _rescue(self) -> Rescue:
-        """What a coordinator that only saves is to go on from."""
+        """The state from which a coordinator that only saves goes on."""
         self._members = saving_members(self._members, self._there)
         return Rescue(
             reason=self._must_end,
@@ -396,7 +404,7 @@ class Launcher:
         )
 
     def _lead_on(self, leading: asyncio.Task[None]) -> None:
-        """What this process cannot cope with ends the job, but what is live is saved first."""
+        """Handles an exception in this process: the job saves the live state and ends."""
         if leading.cancelled() or self._ended.done() or not (error := leading.exception()):
             return
         if self._error is not None or not isinstance(error, Exception):
@@ -406,16 +414,16 @@ class Launcher:
         self._start_leading()
 
     def _save_and_raise(self, error: Exception) -> None:
-        """The job ends by what this process or the observer raised, the first of it, and saved."""
+        """Makes the job save and end; `run` raises the first error that was given here."""
         if self._error is not None:
             logger.warning("the launcher raised %r", error)
             return
         self._error, self._must_end = error, f"the launcher raised {error!r}"
         if self._leader_pid:
-            self._fence(self._leader_pid)  # It may stand still, and go on later.
+            self._fence(self._leader_pid)  # A coordinator that stands still might go on later.
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """Tells the observer something."""
+        """Calls the observer; if it raises, the job saves and ends."""
         try:
             call()
         except Exception as error:
@@ -428,14 +436,14 @@ class Launcher:
         self._notice(Warned(text=text))
 
     def _meanwhile(self) -> str:
-        """What becomes of the job while a fork server is renewed."""
+        """Text about the job to show while a fork server is renewed."""
         if self._must_end:
             return ", to save what is live"
         is_led = self._is_training and self._to_leader is not None
         return ", and training goes on meanwhile" if is_led else ""
 
     def _brief(self) -> None:
-        """Tells a new coordinator what it may not have heard."""
+        """Tells a new coordinator what the one before it may not have heard or recorded."""
         for node, pid in self._agents.items():
             if pid in self._exits:
                 self._say(self._agent_ended(node))
@@ -444,7 +452,7 @@ class Launcher:
             self._say(StopRequested())
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
-        """Takes in what the coordinator says until it is gone."""
+        """Handles the coordinator's messages until it is gone."""
         decoder = FrameDecoder()
         lease_s = self._spec.job.cluster.lease_s
         async for data in heard_while_running(
@@ -456,7 +464,7 @@ class Launcher:
                     case Beat():
                         continue
                     case Committed() if (message.since, message.iteration) < self._committed:
-                        continue  # The coordinator before this one has told it.
+                        continue  # An earlier coordinator has reported it.
                     case Committed():
                         self._committed = (message.since, message.iteration + 1)
                         self._progress = Progress(
@@ -494,7 +502,7 @@ class Launcher:
                 self._notice(message)
 
     def _led(self, message: Leading) -> None:
-        """A coordinator runs; the next one is to find its records."""
+        """Notes that a coordinator leads; the next one must find this one's records."""
         self._leader_spec = msgspec.structs.replace(self._leader_spec, led_term=message.term)
         if self._lost_leader_s and self._has_led and self._error is None:
             lost_s, now_s = self._lost_leader_s, message.now_s
@@ -503,7 +511,10 @@ class Launcher:
         self._has_led = True
 
     def _begin_elsewhere(self, reason: str) -> None:
-        """The disk refuses the very first records: they go to another place, if there is one."""
+        """Moves the journal to another place if there is one, else ends the job.
+
+        It is called if the disk refuses the very first records.
+        """
         self._fence(self._leader_pid)
         directory = self._other_journal()
         if not directory:
@@ -513,7 +524,11 @@ class Launcher:
         self._notice(Warned(text=f"{reason}; they are kept in {directory} instead"))
 
     def _kill_leader(self, since_s: float) -> None:
-        """The coordinator stands still; if it can be killed at all its connection closes."""
+        """Kills a coordinator that stands still; its connection closes when it has ended.
+
+        Args:
+            since_s: time of its last message.
+        """
         if not self._lost_leader_s:
             silent_s = time.monotonic() - since_s
             logger.warning("the coordinator stands still for %.1f s and is killed", silent_s)
@@ -525,30 +540,30 @@ class Launcher:
             self._to_leader.write(frame(message))
 
     async def _wait_left(self, lifeline_fd: int) -> None:
-        """Lets the job's processes leave by themselves, for a while."""
+        """Waits up to EXIT_TIMEOUT_S for the job's processes to end by themselves."""
         if await is_left_alone(lifeline_fd, timeout_s=EXIT_TIMEOUT_S):
             return
         for node in (node for node, pid in self._agents.items() if pid not in self._exits):
             logger.warning("node %s did not leave in %.0f s and is killed", node, EXIT_TIMEOUT_S)
 
     def _kill_evicted(self, ended: Ended) -> None:
-        """A node that was evicted may hang, and would never leave."""
+        """Kills the nodes that are not members at the end; an evicted node may hang for ever."""
         for node in self._agents.keys() - set(ended.nodes):
             self._fence(self._agents[node])
 
     def _kill_all(self) -> None:
-        self._forker.look()  # Who has ended by now was not killed here.
+        self._forker.look()  # A process that has ended by now must not count as killed here.
         for pid in {*self._agents.values(), *self._leader_pids}:
             self._fence(pid)
 
     def _fence(self, pid: int) -> None:
-        """Kills an agent or the coordinator with its processes, unless it has ended."""
+        """Kills an agent or a coordinator with its process group, unless it has ended."""
         if pid not in self._exits:
             self._fenced.add(pid)
             kill_group(pid)
 
     async def _wait_exits(self) -> None:
-        """Waits until it is known of all that they have ended, who are gone by now."""
+        """Waits up to KILL_TIMEOUT_S until the exits of all agents and coordinators are known."""
         deadline_s = time.monotonic() + KILL_TIMEOUT_S
         expected = {*self._agents.values(), *self._leader_pids}
         while not expected <= set(self._exits):
@@ -565,7 +580,10 @@ class Launcher:
         self._tell(partial(self._observer.fired, injection, now_s=time.monotonic()))
 
     def _interrupt(self) -> None:
-        """The first Ctrl-C stops at the next commit and saves; the second ends the job at once."""
+        """Handles Ctrl-C: the first stops the job at the next commit, the second ends it at once.
+
+        Before training has begun, the first ends it at once too.
+        """
         if self._ended.done():
             return
         if not self._is_training:
@@ -579,7 +597,7 @@ class Launcher:
         self._end(self._interruption)
 
     def _leave(self) -> None:
-        """The job stops as by the first Ctrl-C, whatever came before."""
+        """Handles a signal that tells the process to leave, like a first Ctrl-C."""
         if self._is_training and not self._ended.done():
             self._request_stop()
         else:

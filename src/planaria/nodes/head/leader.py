@@ -1,20 +1,19 @@
-"""The coordinator's process: carries out what coordinator/ decides, from a journaled store.
+"""The coordinator's process: carries out the decisions of coordinator/, with a journaled store.
 
-It runs beside the launcher and is no node. It listens on a socket that the launcher keeps open, so
-that agents find the next one at the same place when this one is killed. Before anybody is told
-of it, whatever is decided is in the store; a coordinator that starts where another was reads the
-newest records, and the agents tell it again what may have been lost.
+It runs beside the launcher and is not a node. It listens on a socket that the launcher keeps open,
+so that agents reach the next coordinator at the same address when this one is killed. Each decision
+is recorded in the store before anybody is told of it. A new coordinator reads the newest records,
+and the agents repeat the facts that may have been lost.
 
-What it does with them, and whom it admits, is in coordinator/leadership.py. Events are handled one
-at a time, in the order in which they came.
+What is done with records and facts, and which agents are admitted, is in coordinator/leadership.py.
+Events are handled one at a time, in the order of their arrival.
 
-Where the disk refuses a record the coordinator says so, goes on in memory, and has the job stop at
-its next commit, saved. One that cannot go on from the records, or whose predecessors could not, is
-no end of what is live either: the launcher starts one that only saves (`Rescue`). It has no plans
-and no policy, goes on from what the launcher was told of the newest records, and asks the agents
-what they hold, as after any loss.
+If the disk refuses a record, the coordinator reports that, goes on in memory, and makes the job
+save and stop at its next commit. If a coordinator cannot go on from the records, the launcher
+starts one that only saves (`Rescue`). That one has no plans and no policy, goes on from the newest
+records that the launcher knows, and asks the agents what they hold, as after any loss.
 
-Source: DESIGN 4.5 and 6 (Coordination).
+Source: docs/protocol.md, "Recovering from a loss" and "The coordinator itself".
 """
 
 import asyncio
@@ -74,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 1 << 20
 _CLOSE_TIMEOUT_S: Final = 1.0
-_REMOVAL_TIMEOUT_S: Final = 10.0  # Of saves that failed, when the job has ended.
+_REMOVAL_TIMEOUT_S: Final = 10.0  # Wait for removals of saves when the job has ended.
 _launcher_decoder: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
 
 
@@ -111,26 +110,27 @@ class _Leader:
         self._patience_s = {"timeout_s": timeout_s, "removal_timeout_s": removal_timeout_s}
 
     async def run(self, listener_fd: int, launcher_fd: int, lifeline_fd: int) -> None:
-        """Coordinates until the job ends, or its launcher does."""
+        """Coordinates until the job or its launcher ends."""
         self._serving: set[asyncio.Task[None]] = set()
         self._publishing = self._publisher_thread()
         asyncio.get_running_loop().add_reader(lifeline_fd, os._exit, 1)
         reader, self._launcher = await asyncio.open_connection(
             sock=socket.socket(fileno=launcher_fd)
         )
-        self._launcher.transport.set_write_buffer_limits(high=0)  # Drained is sent.
+        self._launcher.transport.set_write_buffer_limits(high=0)  # drain() waits until all is sent.
         try:
             async with self._opened_store() as store:
                 self._store = store
                 await self._lead(reader, listener_fd)
-        except ConflictError as error:  # The records are there, for another that comes after it.
+        except ConflictError as error:  # The records are intact, and the next coordinator has them.
             logger.warning("another coordinator has taken over: %s", error)
             return
-        except StoreError as error:  # To start again would end the same way.
+        except StoreError as error:  # A new coordinator would end in the same way.
             await self._unrecorded(error)
             return
         await self._close_agents()
-        # Whatever the launcher still says must find a reader, or what it has not read yet is lost.
+        # Read until the launcher closes: closing with unread data here would discard what the
+        # launcher has not read yet.
         with contextlib.suppress(ConnectionError):
             while await reader.read(_READ_BYTES):
                 continue
@@ -154,7 +154,7 @@ class _Leader:
             yield store
 
     async def _refused(self, error: StoreError) -> None:
-        """The disk keeps no records any more: the launcher knows before anything follows."""
+        """Tells the launcher that the disk keeps no records any more, then makes the job end."""
         await self._unrecorded(error)
         self.queue(MustEnd(_reason(error)))
 
@@ -164,10 +164,10 @@ class _Leader:
             await self._launcher.drain()
 
     async def _opened_logbook(self) -> Logbook:
-        """The records that this coordinator goes on from.
+        """The records from which this coordinator goes on.
 
         Raises:
-            StoreError: those of the coordinator before it are not there.
+            StoreError: the records of the coordinator before it are missing.
         """
         job, lease_s, rescue = self._spec.job, self._rules.job.cluster.lease_s, self._spec.rescue
         if rescue is None:
@@ -189,7 +189,7 @@ class _Leader:
         """Goes on from the records, and serves agents until the job ends."""
         logbook = await self._opened_logbook()
         self._leadership = Leadership[_Agent](self._rules, logbook, self)
-        beat = asyncio.create_task(self._beat())  # What it records first may take long, too.
+        beat = asyncio.create_task(self._beat())  # Early, because the first records may take long.
         await self._leadership.restore(
             self._spec.plan, predicted_s=self._spec.predicted_s, now_s=time.monotonic()
         )
@@ -222,7 +222,7 @@ class _Leader:
             server.close()
 
     async def _serve(self, tasks: Sequence[asyncio.Future[None]]) -> None:
-        """Handles events until the job ends; what a task raises ends it here."""
+        """Handles events until the job ends; raises what a task raises."""
         while self._leadership.ended is None:
             event = asyncio.create_task(self._events.get())
             waits: tuple[asyncio.Future[Any], ...] = (event, *tasks)
@@ -244,8 +244,10 @@ class _Leader:
         await self._tell_end(ended)
 
     async def _finish_saves(self) -> None:
-        """Lets the disk do what it was asked for, unless that takes too long; agents are answered
-        meanwhile."""
+        """Waits up to the timeouts until the disk has carried out all requests; reports the rest.
+
+        Agents are answered meanwhile.
+        """
         where = self._rules.job.checkpoint.directory
         left = await asyncio.to_thread(partial(self._publishing.finish, **self._patience_s))
         text = {
@@ -260,7 +262,7 @@ class _Leader:
             ),
         }[left]
         if self._publisher_error.done():
-            # Ours, but the job has ended, and another coordinator would do no better.
+            # A bug here, but the job has ended, and another coordinator would have the same bug.
             error = self._publisher_error.exception()
             logger.error("the publisher of saves raised", exc_info=error)
             text = f"the publisher of saves raised {error!r}: planaria checkpoint ls, and prune"
@@ -268,14 +270,14 @@ class _Leader:
             self.notify(Warned(text=text))
 
     async def _close_agents(self) -> None:
-        """Closes the connections once what was written is sent; one that hangs is left behind."""
+        """Closes the connections to the agents; waits briefly until written data is sent."""
         for agent in self._agents:
             agent.close()
         if self._serving:
             await asyncio.wait(self._serving, timeout=_CLOSE_TIMEOUT_S)
 
     def _look_ahead(self) -> None:
-        """Has the answers looked for that the next loss will need, while training goes on."""
+        """Requests a search for answers to the next losses, if training goes on."""
         state = self._leadership.state
         if self._searcher is not None and state.trains:
             factors = state.learning.findings.layer_factors
@@ -338,14 +340,16 @@ class _Leader:
         os._exit(1)
 
     async def _beat(self) -> None:
-        """Tells the launcher that this process runs; the disk may be slow meanwhile."""
+        """Tells the launcher again and again that this process runs, even if the disk is slow."""
         while True:
             self.notify(Beat())
             await asyncio.sleep(self._rules.job.cluster.lease_s / TICKS_PER_LEASE)
 
     async def _tick(self) -> None:
-        """Has time go on for saves and for what is awaited, whatever the journal's disk does; ends
-        leases that are due, unless this process itself was stopped a while."""
+        """Queues ticks, and expires leases that are due, also while the journal's disk is slow.
+
+        Expires none after a period in which this process itself was stopped.
+        """
         period_s = self._rules.job.cluster.lease_s / TICKS_PER_LEASE
         last_s = time.monotonic()
         expiring: asyncio.Task[None] | None = None
@@ -369,7 +373,7 @@ class _Leader:
     # -- saves ------------------------------------------------------------------------------------
 
     def _publisher_thread(self) -> PublisherThread:
-        """Who acts on the disk; what it says is handled on this loop."""
+        """The thread that acts on saves; its messages are handled on this event loop."""
         loop, checkpoint = asyncio.get_running_loop(), self._spec.job.checkpoint
         self._publisher_error: asyncio.Future[None] = loop.create_future()
         publisher = Publisher(
@@ -411,7 +415,10 @@ class _Leader:
         self._probe.reached(place, iteration)
 
     async def _tell_end(self, ended: Ended) -> None:
-        """The launcher knows before anybody may leave, so that none is taken for lost."""
+        """Tells the launcher, then the agents, that the job has ended.
+
+        The launcher must know first, so that no agent that ends is taken for lost.
+        """
         self.notify(ended)
         await self._launcher.drain()
         shutdown = Shutdown()
@@ -420,7 +427,7 @@ class _Leader:
 
 
 def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Has a loop call something, from another thread; not once the loop is closed."""
+    """Makes an event loop call `callback`, from any thread; does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback)
 
@@ -430,7 +437,7 @@ def _reason(error: StoreError) -> str:
 
 
 class _Frames:
-    """Makes frames; what goes to many agents one after the other is encoded once."""
+    """Encodes messages as frames; a message sent to many agents in a row is encoded once."""
 
     def __init__(self) -> None:
         self._message: ToNode | None = None

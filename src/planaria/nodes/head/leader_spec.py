@@ -1,4 +1,4 @@
-"""What the coordinator's process is told, and the rules that follow from it."""
+"""The spec of the coordinator's process, and the rules that are derived from it."""
 
 import os
 from collections.abc import Collection
@@ -21,20 +21,27 @@ from planaria.policies.ahead import Known
 from planaria.policies.named import aware_policy_of, looks_ahead
 from planaria.policies.policy import Policy, profile_prices
 
-# What a recovery takes beside moving layers, until the job has told; docs/LOG.md.
+# Duration of a recovery besides moving layers, until the job has measured it; see docs/LOG.md.
 REGROUP_S: Final = 0.005
 
 
 class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator's process is told, the same whenever it is started.
+    """The spec of the coordinator's process; mostly the same each time that it is started.
 
     Attributes:
-        plan: the first one, unless there are records already.
-        templates, plans: what a job can be re-formed to, see `EveryPlan`.
-        fingerprint: what a checkpoint says of the job that wrote it.
-        directory: of the journal.
-        led_term: of the coordinator before this one, -1 if none has led.
-        rescue: what to go on from instead of the journal, only to save what is live.
+        plan: plan with which the job begins; used unless the journal has a plan already.
+        predicted_s: predicted seconds of an iteration of `plan`.
+        templates: see `EveryPlan`.
+        plans: see `EveryPlan`.
+        first_iteration: iteration with which the job begins.
+        source: version of the disk tier from which the job begins; "": it begins without a save.
+        fingerprint: description of the job to write into each checkpoint.
+        directory: directory of the journal.
+        heeds: whether to keep a connection to the injector.
+        injector: address of the injector.
+        led_term: term of the last coordinator that has led; -1: none has.
+        rescue: state to go on from instead of the journal, only to save the live state; None: go
+            on from the journal.
     """
 
     job: JobConfig
@@ -56,12 +63,12 @@ class LeaderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def every_of(spec: LeaderSpec) -> EveryPlan:
-    """What the job can be re-formed to."""
+    """The templates and plans to which the job can be re-formed."""
     return every_plan_of(spec.problem, spec.templates, spec.plans)
 
 
 class _NoAnswer:
-    """The policy of a coordinator that only saves."""
+    """The policy of a coordinator that only saves: it proposes nothing."""
 
     def propose(self, *_: Any, **__: Any) -> tuple[Transition, ...]:
         """See Policy."""
@@ -69,11 +76,13 @@ class _NoAnswer:
 
 
 def saving_members(members: Members, there: Collection[int]) -> Members:
-    """The nodes that a coordinator that only saves begins with, in an epoch that none of them knows
-    yet, for all epochs were on record before any node knew of them.
+    """The members with which a coordinator that only saves begins: those whose agents live.
+
+    Their epoch is one that no node knows yet, because each epoch is recorded before any node is
+    told of it.
 
     Args:
-        members: of the newest epoch.
+        members: the recorded members of the newest epoch.
         there: nodes whose agents live.
     """
     left = tuple(node for node in members.nodes if node in there)
@@ -84,7 +93,10 @@ def saving_members(members: Members, there: Collection[int]) -> Members:
 
 
 def saving_rules_of(spec: LeaderSpec) -> Rules:
-    """What a coordinator needs that only saves: no plans, which may be why others have ended."""
+    """The rules for a coordinator that only saves.
+
+    They need no plans, because making plans may be what ended other coordinators.
+    """
     num_layers = len(spec.problem.profile.layers)
     return Rules(
         job=spec.job,
@@ -100,10 +112,11 @@ def saving_rules_of(spec: LeaderSpec) -> Rules:
 
 
 def rules_of(spec: LeaderSpec, known: Known) -> Rules:
-    """What does not change in the run.
+    """The rules for a coordinator: everything that does not change during the run.
 
     Args:
-        known: answers that are found before they are needed, if the job looks ahead.
+        known: answers to losses, found before they are needed; stays empty unless the job looks
+            ahead.
     """
     every = every_of(spec)
 

@@ -1,4 +1,4 @@
-"""Who watches a job from its launcher."""
+"""The interface between the launcher and what shows the job: the live display and the report."""
 
 from typing import Protocol
 
@@ -7,22 +7,27 @@ from planaria.core.records import ToLauncher
 
 
 class Observer(Protocol):
-    """Who watches a job: the live display and the report."""
+    """Receives the events of a job, for the live display and the report."""
 
     def noticed(self, message: ToLauncher) -> None:
-        """The coordinator tells something; an iteration is told of once."""
+        """Takes a message of the coordinator; each committed iteration is reported once."""
 
     def fired(self, injection: Injection, *, now_s: float) -> None:
-        """A fault is being injected; of nodes that join it has the numbers that they will have."""
+        """Notes a fault that is about to be injected.
+
+        Args:
+            injection: the fault; one of kind "join" has the numbers that the new nodes will get.
+            now_s: time of the fault, in seconds of the monotonic clock.
+        """
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
-        """The coordinator was lost, and runs again."""
+        """Notes that the coordinator was lost at `lost_s` and runs again since `now_s`."""
 
     def granted(self, node: int, *, stead: int) -> None:
-        """A machine was granted in the stead of a lost node's; a node starts on it."""
+        """Notes that `node` starts on a machine granted in place of that of lost node `stead`."""
 
     def stopping(self) -> None:
-        """The user asked to stop."""
+        """Notes that the user asked to stop."""
 
     def events_json(self) -> str:
-        """What has happened so far, as the report has it."""
+        """The events so far as JSON, in the form of the report."""

@@ -1,8 +1,8 @@
-"""Makes saves complete, and removes those that cannot be: the coordinator's hand on the disk.
+"""Completes saves by their manifests, and removes failed and old ones, for the coordinator.
 
-The disk or store may take long, or never answer, while the coordinator has to beat and to answer
-heartbeats. So `PublisherThread` carries out in a thread of its own, one after the other, what its
-`Publisher` is asked for. Of the coordinator, only the journal (journal.py) touches a disk besides.
+The disk or store may take long, or never answer, while the coordinator must beat and answer
+heartbeats. So `PublisherThread` carries out the requests to its `Publisher` in a thread of its own,
+one after the other. Apart from it, only the coordinator's journal (journal.py) uses a disk.
 """
 
 import logging
@@ -24,7 +24,7 @@ from planaria.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_REMOVALS_MAX: Final = 64  # That wait; of what is not removed, pruning removes the rest.
+_REMOVALS_MAX: Final = 64  # Waiting requests; if there are more, failed saves are left to pruning.
 _LIST_AGAIN_S: Final = 5.0
 _LOOK_S: Final = 0.02
 
@@ -33,10 +33,10 @@ class Publisher:
     """Publishes and discards versions of the disk tier.
 
     Args:
-        fingerprint: what a checkpoint says of the job that wrote it.
-        keep: newest checkpoints kept, 0 for all.
-        say: what the coordinator is to know.
-        notify: what the launcher is to know.
+        fingerprint: description of the job to write into each checkpoint.
+        keep: number of newest checkpoints to keep; 0: all.
+        say: sends an event to the coordinator.
+        notify: sends a message to the launcher.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class Publisher:
         self._notify = notify
 
     def tell_saves(self, *, source: str) -> bool:
-        """Says which saves there are, of this run and of those before it, the newest first; False
-        if the disk refuses to list them, or to give the manifest of one.
+        """Reports which saves exist, of this run and of earlier ones, the newest first.
+
+        False if the disk refuses to list them, or a save could not be read.
 
         Args:
-            source: the one from which this run started, of which the coordinator knows; that it is
-                not there any more is said, too.
+            source: the save from which this run started; "": none. The coordinator knows of it, so
+                it is reported only if it does not exist any more.
         """
         refusals, is_there = [], not source
         try:
@@ -73,7 +74,7 @@ class Publisher:
             if not is_there:
                 self._say(Pruned(source))
             self._say(SavesListed())
-        except CheckpointError as error:  # A recovery still waits to hear of them.
+        except CheckpointError as error:  # No SavesListed is sent: a recovery goes on waiting.
             refusals.append(str(error))
         if refusals:
             text = f"older saves are of no use until they can be read: {refusals[0]}"
@@ -81,8 +82,10 @@ class Publisher:
         return not refusals
 
     def publish(self, command: Publish) -> bool:
-        """Creates the manifest of a save, as the coordinator before may have, just before its end;
-        False if it cannot be."""
+        """Creates the manifest of a save; False if that fails.
+
+        The coordinator before this one may have created it already, right before it ended.
+        """
         manifest = Manifest(
             iteration=command.iteration,
             epoch=command.epoch,
@@ -105,10 +108,10 @@ class Publisher:
         return True
 
     def prune(self, unused: frozenset[str]) -> None:
-        """Removes what is too old, and what nobody completed, even if all saves stay.
+        """Removes saves that are too old, and incomplete ones, these even if all saves are kept.
 
         Args:
-            unused: versions that do not count.
+            unused: versions that do not count as saves to keep.
         """
         try:
             for source in self._tier.prune(self._keep, unused=unused):
@@ -117,14 +120,14 @@ class Publisher:
             self._notify(Warned(text=f"old checkpoints stay: {error}"))
 
     def discard(self, iteration: int, epoch: int) -> None:
-        """Removes what there is of a failed save."""
+        """Removes the files of a failed save."""
         try:
             self._tier.discard(iteration, epoch)
         except CheckpointError as error:
             self._notify(Warned(text=str(error)))
 
     def set_aside(self, source: str) -> None:
-        """Takes a damaged version out of use; it stays on disk, for a person to look at."""
+        """Marks a damaged version as not to be used; it stays on disk, for a person to look at."""
         text = f"{self._tier.storage.where(source)} is damaged, and not used any more"
         try:
             self._tier.set_aside(source)
@@ -133,10 +136,13 @@ class Publisher:
         self._notify(Warned(text=text))
 
     def publish_start(self, epoch: int) -> None:
-        """A job that has saved nothing can still be resumed: from its seed or given weights."""
+        """Publishes a save without layers, if the job has no save.
+
+        So the job can be resumed, from its seed or given weights.
+        """
         manifest = Manifest(iteration=0, epoch=epoch, job=self._fingerprint, layers=())
         try:
-            # What was saved and cannot be read now is no reason to begin anew without a word.
+            # If there is a save that cannot be read now, a resumed job must not silently restart.
             if all(version.reason == UNPUBLISHED for version in self._tier.each_version()):
                 self._tier.publish(manifest)
         except CheckpointError as error:
@@ -144,7 +150,7 @@ class Publisher:
 
 
 class Left(Enum):
-    """What a publisher has not done when nobody waits for it any more; the worst comes first."""
+    """Kind of the requests that are left when the job stops waiting, the worst first."""
 
     SAVES = "a save, and what comes behind it"
     REMOVALS = "what no save depends on"
@@ -153,11 +159,12 @@ class Left(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the disk is asked for.
+    """A request to the disk.
 
     Attributes:
-        what: in words, after "to".
-        left: what is left where it is not done.
+        act: function that carries it out.
+        what: description in words, to follow "to" in messages.
+        left: what counts as left if it is not carried out.
     """
 
     act: Callable[[], None]
@@ -166,12 +173,13 @@ class _Request:
 
 
 class PublisherThread:
-    """Has a publisher act in the order in which it is asked, and never waits for it.
+    """Makes a publisher act in a thread, in the order of the requests, without waiting for it.
 
     Args:
-        where: the place of the saves, for people.
-        failed: is given what the publisher raises, in its thread.
-        now_s: the time, in seconds.
+        where: place of the saves, to show in messages.
+        notify: sends a message to the launcher.
+        failed: callback, called in the thread with an unexpected exception of the publisher.
+        now_s: returns the time, in seconds.
     """
 
     def __init__(
@@ -189,10 +197,10 @@ class PublisherThread:
         self._failed = failed
         self._now_s = now_s
         self._requests: deque[_Request] = deque()  # The first one is under way.
-        self._changed = threading.Condition()  # Of a lock that its owner may take again.
+        self._changed = threading.Condition()  # Its lock is reentrant, on which `tick` relies.
         self._since_s = 0.0
         self._told_s = SLOW_S / 2.0
-        self._patience_s: tuple[float, float] | None = None  # For a save, and for removals.
+        self._patience_s: tuple[float, float] | None = None  # Timeouts of a save and of removals.
         self._has_failed = False
         self._unlisted: str | None = None
         self._list_s, self._list_again_s = 0.0, _LIST_AGAIN_S / 2.0
@@ -204,12 +212,12 @@ class PublisherThread:
         self._ask(lambda: self._list(source), "list older saves")
 
     def publish(self, command: Publish) -> None:
-        """See Publisher; what is too old is removed afterwards."""
+        """See Publisher; afterwards saves that are too old are removed."""
         what = f"make the save of iteration {command.iteration} complete"
         self._ask(lambda: self._publish(command), what, left=Left.SAVES)
 
     def discard(self, command: Discard) -> None:
-        """Tells of a failed save, and removes what there is of it when its turn comes."""
+        """Reports a failed save, and queues the removal of its files."""
         iteration, epoch = command.iteration, command.epoch
         if command.reason:
             self._notify(Unsaved(iteration=iteration, epoch=epoch, reason=command.reason))
@@ -227,8 +235,10 @@ class PublisherThread:
         self._ask(lambda: self._publisher.publish_start(epoch), what, left=Left.SAVES)
 
     def tick(self) -> None:
-        """Tells the user if a request takes long: once, and again when it takes twice as long. Asks
-        again for what could not be listed, later each time."""
+        """Tells the user if a request takes long, and again when it takes twice as long.
+
+        Also lists the saves again if that has failed, each time after a longer pause.
+        """
         with self._changed:
             if not self._requests:
                 if self._unlisted is not None and self._now_s() >= self._list_s:
@@ -242,11 +252,11 @@ class PublisherThread:
             self._notify(Warned(text=text))
 
     def end_training(self, *, timeout_s: float, removal_timeout_s: float) -> None:
-        """From now on the job waits for what is asked for.
+        """Must be called when training has ended, so that the job now waits for the requests.
 
         Args:
-            timeout_s: for each save, from when it is under way.
-            removal_timeout_s: for what else there is.
+            timeout_s: maximum wait for each save, from when it is under way.
+            removal_timeout_s: maximum wait for all other requests together.
         """
         with self._changed:
             if self._patience_s is None:
@@ -254,10 +264,11 @@ class PublisherThread:
             self._patience_s = timeout_s, removal_timeout_s
 
     def finish(self, *, timeout_s: float, removal_timeout_s: float) -> Left:
-        """Blocks until all is done, or takes too long, or cannot be done; what is left then.
+        """Blocks until all requests are carried out, take too long, or fail; returns what is left.
 
         Args:
-            timeout_s, removal_timeout_s: see `end_training`.
+            timeout_s: see `end_training`.
+            removal_timeout_s: see `end_training`.
         """
         self.end_training(timeout_s=timeout_s, removal_timeout_s=removal_timeout_s)
         end_s = self._now_s() + removal_timeout_s
@@ -275,7 +286,7 @@ class PublisherThread:
         return next((left for left in Left if left in lefts), Left.NOTHING)
 
     def _meanwhile(self) -> str:
-        """What the job does while a request takes long, and what the user can do."""
+        """Text that says what the job does while a request takes long, and what the user can do."""
         if self._patience_s is None:
             todo = "See to the disk or store, or save less often"
             return f"training goes on, and newer saves wait. {todo}"

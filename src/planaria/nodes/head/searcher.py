@@ -1,10 +1,10 @@
-"""The process that looks for answers to losses before they come, while training goes on.
+"""The process that searches for answers to losses before they happen, while training goes on.
 
-It is forked from the coordinator's before that has threads, yields to whoever else computes, and
-ends with it. It is told each plan that the job trains by, and tells what it finds for that
-(policies/ahead.py). Both ends are the same program and know each other by their socket, so what
-they say is pickled: plans repeat most of what they hold, and a pickle has it once. Answers stay
-bytes until they are needed.
+It is forked from the coordinator's process before that has threads, has a lower priority than the
+other processes, and ends with the coordinator. It is sent each plan by which the job trains, and
+sends back the answers that it finds for it (policies/ahead.py). Both ends run the same program over
+a socket that only they have, so messages can be pickled: plans hold many equal objects, which a
+pickle contains once. Answers stay pickled until they are needed.
 """
 
 import asyncio
@@ -37,11 +37,13 @@ _NICE: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Answers to losses that would strike now.
+    """Request for answers to losses of nodes of a plan.
 
     Attributes:
-        number: of this request; answers to older ones are of no use any more.
-        layer_factors: by which the profile is corrected, see coordinator/learning/drift.py.
+        number: number of this request; answers to older requests are ignored.
+        plan: the plan by which the job trains.
+        layer_factors: factors that correct the profile, see coordinator/learning/drift.py.
+        prices: prices with which answers are compared.
     """
 
     number: int
@@ -51,11 +53,12 @@ class _Wanted:
 
 
 class Searcher:
-    """The process, seen from the coordinator's; to be made before that has threads.
+    """The coordinator's handle on the process; must be made before the coordinator has threads.
 
     Args:
-        known: gets what is found.
-        found: is called with the epoch of a plan once it is known what might be better than it.
+        known: collection to which the answers are added.
+        found: callback, called with the epoch of a plan once it is known which plans may be better
+            for the same nodes.
     """
 
     def __init__(self, spec: LeaderSpec, known: Known, *, found: Callable[[int], None]) -> None:
@@ -72,17 +75,17 @@ class Searcher:
         theirs.close()
 
     async def open(self) -> None:
-        """Makes it ready to be asked."""
+        """Connects to the process; must be called before `look` and `hear`."""
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
 
     def look(self, plan: Plan, layer_factors: tuple[float, ...], prices: Prices) -> None:
-        """Has answers looked for that suit this plan, if that is not done already."""
+        """Requests answers for this plan, unless the newest request was for the same."""
         asked = plan.epoch, layer_factors
         if asked == self._asked:
             return
         self._asked = asked
         self._known.clear()
-        if not self._is_alive:  # Then it is looked for when it is needed.
+        if not self._is_alive:  # Without the process, answers are computed when they are needed.
             self._found(plan.epoch)
             return
         self._number += 1
@@ -90,7 +93,7 @@ class Searcher:
         self._writer.write(_framed(self._wanted))
 
     async def hear(self) -> None:
-        """Takes in what is found; never returns."""
+        """Receives answers; never returns."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -125,7 +128,7 @@ def _framed(message: object) -> bytes:
 
 
 def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
-    """Looks ahead until the coordinator's process ends; never returns."""
+    """Serves requests in the forked process until the coordinator's process ends; never returns."""
     try:
         die_with_parent(parent_pid)
         close_others({0, 1, 2, sock.fileno()})
@@ -140,14 +143,14 @@ def _become(spec: LeaderSpec, sock: socket.socket, parent_pid: int) -> None:
 
 
 def _step_back() -> None:
-    """Leaves the processor to whoever trains.
+    """Lowers the priority of this process, so that the processes that train come first.
 
-    Where Linux groups tasks by session a process is nice to those of its own session only, and all
-    of planaria's processes have one each, so it is the group that has to be.
+    If Linux groups tasks by session (autogroup), the nice value of a process counts only within its
+    session, and each process of planaria has its own. So the group's nice value is set too.
     """
     os.setsid()
     os.nice(_NICE)
-    with contextlib.suppress(OSError):  # There are no groups.
+    with contextlib.suppress(OSError):  # The kernel has no autogroups.
         Path("/proc/self/autogroup").write_text(str(_NICE))
 
 
@@ -159,7 +162,7 @@ def _serve(spec: LeaderSpec, sock: socket.socket) -> None:
 
 
 def _looked_ahead(spec: LeaderSpec, wanted: _Wanted, sock: socket.socket) -> _Wanted | None:
-    """Tells what it finds until it knows all, or until something newer is wanted."""
+    """Sends answers as they are found; returns a newer request, or None if all were found first."""
     every = corrected_plans(every_of(spec), wanted.layer_factors)
     searched = searched_by(spec.job, every.problem)
     for foreseen in look_ahead(

@@ -1,4 +1,4 @@
-"""What a launcher waits for: its coordinator, signals, and the end of its processes."""
+"""Events for which a launcher waits: its coordinator's messages, signals, and ends of processes."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,8 @@ from planaria.nodes.forkserver import told
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
 _READ_BYTES: Final = 1 << 20
-# What tells a process to leave, beside Ctrl-C. The later ones come from schedulers (Slurm's
-# --signal), limits and Ctrl-\, and end a process that does not handle them.
+# Signals besides SIGINT (Ctrl-C) that tell a process to leave. Those in the second line come from
+# schedulers (Slurm's --signal), limits and Ctrl-\, and end a process that does not handle them.
 LEAVING: Final = (
     *(signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
@@ -29,14 +29,15 @@ LEAVING: Final = (
 async def heard_while_running(
     reader: asyncio.StreamReader, pid: int, *, lease_s: float, stopped: Callable[[float], None]
 ) -> AsyncIterator[bytes]:
-    """What a coordinator says until it is gone.
+    """Yields what a coordinator says until it is gone.
 
-    One that works on a long decision is silent, too, and left alone: killed, it would have to begin
-    again, and the next one as well.
+    A coordinator that works on a long decision is silent too, but is not killed: the next one would
+    have to begin the same decision again.
 
     Args:
-        pid: of the coordinator.
-        stopped: is told since when one stands still, and kills it.
+        pid: pid of the coordinator.
+        stopped: callback, called with the time of the last message of a coordinator that stands
+            still; is to kill it.
     """
     has_begun, silent_ticks, heard_s = False, 0, time.monotonic()
     now_computed_s = computed_s(pid)
@@ -57,10 +58,14 @@ async def heard_while_running(
 
 
 async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
-    """Whether the last reader of the lifeline leaves in time; this is its write end."""
+    """Whether the last process that has a read end of the lifeline ends in time.
+
+    Args:
+        lifeline_fd: write end of the lifeline.
+    """
     loop = asyncio.get_running_loop()
     broken = asyncio.Event()
-    loop.add_reader(lifeline_fd, broken.set)  # Nothing to read, but an error when it breaks.
+    loop.add_reader(lifeline_fd, broken.set)  # A write end reports an error when the pipe breaks.
     try:
         await asyncio.wait_for(broken.wait(), timeout_s)
     except TimeoutError:
@@ -77,14 +82,17 @@ def interrupts(
     *,
     told_to_leave: Callable[[], None],
 ) -> Iterator[None]:
-    """Ctrl-C calls the handler while inside; only a main thread can be interrupted.
+    """Handles SIGINT and the signals in `LEAVING` while the body of the `with` runs.
 
-    Afterwards signals that tell a process to leave are ignored, until `handlers_restored`: it is
-    leaving, and whoever told it may tell it again, as a shell and the kernel do of a terminal.
+    It does nothing outside the main thread. After the body, the handled signals of `LEAVING` are
+    ignored, until `handlers_restored` ends: the process is leaving, and the same signal may be sent
+    again, as a shell and the kernel both do when a terminal closes.
 
     Args:
-        told_to_leave: is called at those, unless they are ignored (SIGHUP under nohup) or the
-            caller's process has a handler for one that is no request to leave everywhere (SIGUSR1).
+        handler: callback, called at SIGINT (Ctrl-C).
+        told_to_leave: callback, called at signals in `LEAVING`. Not handled are a signal that this
+            process ignores (SIGHUP under nohup), and a signal other than SIGTERM and SIGHUP for
+            which this process already has a handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -113,19 +121,19 @@ def _is_taken(number: signal.Signals) -> bool:
 
 @contextlib.contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Signals that tell a process to leave do afterwards what they did before."""
+    """Restores the handlers of the signals in `LEAVING` after the body of the `with`."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in LEAVING if is_main}
     try:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None that was not set from Python, and cannot be.
+            if handler is not None:  # None: the handler was not set from Python.
                 signal.signal(number, handler)
 
 
 def computed_s(pid: int) -> float:
-    """The seconds that a process has computed, 0 if it is gone."""
+    """Processor seconds that a process has used; 0 if it is gone."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.NoSuchProcess:
@@ -134,18 +142,21 @@ def computed_s(pid: int) -> float:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a process of the job and its group, which it has not made yet if it hung at once."""
-    assert pid > 0, pid  # 0 is the caller's own group, -1 all that it may kill.
+    """Kills a process of the job and its process group.
+
+    The process is killed by its pid too, because it may not have made its group yet.
+    """
+    assert pid > 0, pid  # 0 means the caller's own group, and -1 every process it may kill.
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
 
 
 def explained(ended: Ended, statuses: Collection[int]) -> Ended:
-    """The end; a job without any node left names how they ended.
+    """The end of a job; if no node is left, its reason also says how the agents ended.
 
     Args:
-        statuses: of agents that ended by themselves.
+        statuses: exit statuses of the agents that ended by themselves.
     """
     if ended.nodes or ended.ending != "lost" or not statuses:
         return ended
