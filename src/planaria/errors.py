@@ -3,6 +3,7 @@
 PlanariaError
 |-- ConfigError          the user's mistake: exit code 2
 |   `-- DivergedError    training diverged
+|-- InfeasibleError      no plan satisfies what is asked for; faces turn it into a ConfigError
 |-- InsufficientError    too few nodes or copies are left to go on: exit code 3
 |-- TrainingError        the user's code raised, or workers failed again and again: exit code 1
 |-- ScheduleError        a schedule breaks a rule
@@ -20,6 +21,9 @@ PlanariaError
     |-- LeaseLostError   a lease has ended
     `-- CompactedError   a watch wants changes that are no longer kept
 """
+
+from enum import Enum
+from typing import NamedTuple
 
 
 class PlanariaError(Exception):
@@ -45,6 +49,56 @@ class ConfigError(PlanariaError):
 
 class DivergedError(ConfigError):
     """When a loss or a gradient norm is not finite any more."""
+
+
+class Limit(Enum):
+    """The quantities whose values decide whether there is a plan."""
+
+    NODES = "nodes"
+    MAX_NODES = "most nodes"
+    KINDS = "nodes of different kinds"
+    DEVICES_PER_NODE = "devices per node"
+    DEVICE_MEMORY = "bytes of device memory"
+    FAILURES = "failures tolerated"
+    MICROBATCHES = "microbatches"
+
+
+class Way(NamedTuple):
+    """A value with which there would be a plan.
+
+    Attributes:
+        or_more: larger values would do, too.
+    """
+
+    limit: Limit
+    value: int
+    or_more: bool = False
+
+    def __str__(self) -> str:
+        more = "or more " if self.or_more else ""
+        return f"{self.value} {more}{self.limit.value}"
+
+
+class InfeasibleError(PlanariaError):
+    """When no plan satisfies what is asked for.
+
+    The planner does not know who asks: a job file, or the options of a command. Whoever does words
+    it with their names, see `worded_for`.
+
+    Attributes:
+        limit: what is too small or too large, first of all.
+        value: what it is.
+        why: the reason, in words that name no key and no option.
+        ways: the nearest values that would do, each of them alone.
+    """
+
+    def __init__(self, limit: Limit, value: int, why: str, *ways: Way) -> None:
+        would_do = f"; would do: {', '.join(map(str, ways))}" if ways else ""
+        super().__init__(f"{value} {limit.value}: {why}{would_do}")
+        self.limit = limit
+        self.value = value
+        self.why = why
+        self.ways = ways
 
 
 class InsufficientError(PlanariaError):

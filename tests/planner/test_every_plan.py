@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.strategies import MEBIBYTE, equal_problem
 from planaria.core.plan import PipelineTemplate, Stage
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
     best_plan,
@@ -79,12 +79,12 @@ def test_a_batch_too_small_for_some_number_of_survivors_is_refused_at_the_start(
     problem = equal_problem(num_microbatches=2, failures_tolerated=0)
     templates = {n: _one_stage_each(6, n) for n in (1, 4)}
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InfeasibleError) as caught:
         every_plan(problem, 5, templates)
 
-    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
-    assert "with 3 nodes" in caught.value.remedy
-    assert "6 is the nearest that would do" in caught.value.remedy
+    assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 2)
+    assert "with 3 nodes" in caught.value.why
+    assert caught.value.ways == (Way(Limit.MICROBATCHES, 3),)
     enough = equal_problem(num_microbatches=3, failures_tolerated=0)
     assert sorted(every_plan(enough, 5, templates).plans) == [1, 2, 3, 4, 5]
 
@@ -136,12 +136,11 @@ def test_a_batch_too_small_for_nodes_that_may_join_is_refused_at_the_start() -> 
     """Six layers keep six nodes of a pipeline at work, so thirteen need three pipelines."""
     problem = equal_problem(num_microbatches=2)
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InfeasibleError) as caught:
         every_plan(problem, 13, pipeline_templates(problem, 5, max_nodes=13))
 
-    assert caught.value.field == "training.global_batch_size"
-    assert "with 13 nodes" in caught.value.remedy
-    assert "6 is the nearest that would do, 3 microbatches of 2" in caught.value.remedy
+    assert "with 13 nodes" in caught.value.why
+    assert caught.value.ways == (Way(Limit.MICROBATCHES, 3),)
     enough = replace(problem, num_microbatches=3)
     every = every_plan(enough, 13, pipeline_templates(enough, 5, max_nodes=13))
     assert len(every.plans[13].nodes) == 13
@@ -175,7 +174,7 @@ def test_all_nodes_work_in_what_is_foreseen_before_failures() -> None:
     problem = equal_problem(failures_tolerated=0)
     templates = {2: pipeline_templates(problem, 2)[2]}
 
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(InfeasibleError) as raised:
         foreseen_plans(problem, 5, templates)
 
-    assert "cluster.nodes = 4 would do" in str(raised.value)
+    assert raised.value.ways == (Way(Limit.NODES, 4),)

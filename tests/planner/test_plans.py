@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from helpers.strategies import equal_problem, planned, problems
 from planaria.core.plan import PipelineTemplate, Plan, Stage
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.planner.layout.instantiate import instantiations
 from planaria.planner.layout.sets import distribute_microbatches
 from planaria.planner.plans import (
@@ -56,11 +56,11 @@ def test_too_few_microbatches_are_refused_with_the_batch_that_works() -> None:
     problem = equal_problem(num_microbatches=2)
     template = PipelineTemplate((Stage(0, 6, 1),), 1)
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InfeasibleError) as caught:
         distribute_microbatches(problem, [template] * 3, times=PlainTimes(problem))
 
-    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 4)
-    assert "6 is the nearest that would do, 3 microbatches of 2" in caught.value.remedy
+    assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 2)
+    assert caught.value.ways == (Way(Limit.MICROBATCHES, 3),)
     enough = equal_problem(num_microbatches=3)
     counts = distribute_microbatches(enough, [template] * 3, times=PlainTimes(enough))
     assert counts == (1, 1, 1)
@@ -131,11 +131,11 @@ def test_nodes_that_no_templates_make_up_are_refused_with_the_nearest_number() -
     template = pipeline_template(problem, 3)
     assert template is not None
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InfeasibleError) as caught:
         best_plan(problem, range(5), {3: template}, epoch=0)
 
-    assert (caught.value.field, caught.value.value) == ("cluster.nodes", 5)
-    assert "cluster.nodes = 6 would do" in caught.value.remedy
+    assert (caught.value.limit, caught.value.value) == (Limit.NODES, 5)
+    assert caught.value.ways == (Way(Limit.NODES, 6),)
 
 
 def test_nodes_that_only_too_many_pipelines_use_are_refused_with_the_batch_that_works() -> None:
@@ -143,8 +143,8 @@ def test_nodes_that_only_too_many_pipelines_use_are_refused_with_the_batch_that_
     problem = equal_problem(num_layers=1, num_microbatches=3)
     templates = pipeline_templates(problem, 4)
 
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(InfeasibleError) as caught:
         best_plan(problem, range(4), templates, epoch=0)
 
-    assert (caught.value.field, caught.value.value) == ("training.global_batch_size", 6)
-    assert "8 is the nearest that would do" in caught.value.remedy
+    assert (caught.value.limit, caught.value.value) == (Limit.MICROBATCHES, 3)
+    assert caught.value.ways == (Way(Limit.MICROBATCHES, 4),)

@@ -7,7 +7,7 @@ import pytest
 from helpers.losses import NUM_LAYERS, every, plan_of, prices
 from planaria.core.cluster import ClusterState, Node, NodesChanged, NodesLost
 from planaria.core.plan import Plan, Transition
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError
 from planaria.estimator.memory import bytes_by_rank
 from planaria.planner.plans import EveryPlan
 from planaria.planner.reroute.reroutes import simulated_s
@@ -123,7 +123,7 @@ def test_a_job_that_does_not_fit_is_refused_with_what_it_needs() -> None:
     needed = most_bytes(shadowed(plan))
     assert needed > 1.5 * most_bytes(plan)
     small = replace(book.problem.profile, device_memory_bytes=needed - 1)
-    with pytest.raises(ConfigError, match=str(needed)):
+    with pytest.raises(InfeasibleError, match=str(needed)):
         shadowed_start(replace(book.problem, profile=small), plan)
     enough = replace(book.problem.profile, device_memory_bytes=needed)
     found = shadowed_start(replace(book.problem, profile=enough), plan)

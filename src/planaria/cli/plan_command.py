@@ -1,7 +1,6 @@
 """The command `planaria plan`: pipelines for a profile, and what they cost."""
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,9 +18,9 @@ from planaria.cli.command_line import check_writable, exit_codes, write
 from planaria.cli.node_kinds import parse_node_kinds
 from planaria.core.job import CheckpointConfig
 from planaria.core.plan import NodeKind, Plan
-from planaria.errors import ConfigError
+from planaria.errors import ConfigError, InfeasibleError, Limit, Way
 from planaria.job.checks import NODES_MAX
-from planaria.job.planning import check_size, read_profile
+from planaria.job.planning import check_size, infeasible_mistake, read_profile
 from planaria.placement.copies import layer_copies
 from planaria.placement.idle import Sending, predicted_sending
 from planaria.placement.interleave import PREDICTED_GAMMA
@@ -40,14 +39,14 @@ from planaria.show.page import picture_format
 from planaria.show.tables import plan_json, plan_table
 from planaria.show.words import range_text
 
-_BATCH: Final = "training.global_batch_size"
-_MEMORY: Final = "cluster.device_memory_bytes"
 _OPTIONS: Final = {
-    "cluster.nodes": "--nodes",
-    "cluster.devices_per_node": "--devices-per-node",
-    "resilience.failures_tolerated": "-f",
-    _BATCH: "--microbatches",
-    _MEMORY: "--node-memory",
+    Limit.NODES: "--nodes",
+    Limit.MAX_NODES: "--max-nodes",
+    Limit.KINDS: "nodes of different kinds",
+    Limit.DEVICES_PER_NODE: "--devices-per-node",
+    Limit.DEVICE_MEMORY: "--node-memory",
+    Limit.FAILURES: "-f",
+    Limit.MICROBATCHES: "--microbatches",
 }
 
 
@@ -105,7 +104,7 @@ def plan(
     model = read_profile(profile)
     kinds = parse_node_kinds(nodes, speeds=node_speed or (), memories=node_memory or ())
     start_s = time.perf_counter()
-    with _told_by_options(nodes, model.microbatch_size):
+    with _worded_for_options(nodes):
         problem = Problem(
             profile=model,
             devices_per_node=devices_per_node,
@@ -121,22 +120,21 @@ def plan(
 
 
 @contextmanager
-def _told_by_options(num_nodes: int, microbatch_size: int) -> Iterator[None]:
-    """Has the planner's refusals, which name keys of a job file, name the options instead."""
+def _worded_for_options(num_nodes: int) -> Iterator[None]:
+    """Turns what the planner refuses into mistakes of the command's options."""
+
+    def text(way: Way) -> str:
+        more = " or more" if way.or_more else ""
+        if way.limit is Limit.DEVICE_MEMORY:
+            return f"{_OPTIONS[way.limit]} {range_text(0, num_nodes - 1)}={way.value}{more}"
+        return f"{_OPTIONS[way.limit]} {way.value}{more}"
+
     try:
         yield
-    except ConfigError as error:
-        field, value, remedy = error.field, error.value, error.remedy
-        if field == _BATCH:
-            assert isinstance(value, int)
-            value //= microbatch_size
-            remedy = re.sub(r", \d+ microbatch(es)? of \d+$", "", remedy)
-        named = rf"{re.escape(_BATCH)} = (\d+)"
-        remedy = re.sub(named, lambda m: f"--microbatches {int(m[1]) // microbatch_size}", remedy)
-        remedy = remedy.replace(f"{_MEMORY} = ", f"--node-memory {range_text(0, num_nodes - 1)}=")
-        for key, option in _OPTIONS.items():
-            remedy = remedy.replace(f"{key} = ", f"{option} ")
-        raise ConfigError(_OPTIONS.get(field, field), value, remedy) from error
+    except InfeasibleError as error:
+        raise infeasible_mistake(
+            error, setting=lambda limit, value: (_OPTIONS[limit], value), text=text
+        ) from error
 
 
 def _print(
@@ -174,7 +172,7 @@ def _plans(
         if not len(kinds) <= max_nodes <= NODES_MAX:
             remedy = f"must be between {len(kinds)} and {NODES_MAX}"
             raise ConfigError("--max-nodes", max_nodes, remedy)
-        check_size(problem, max_nodes, field="--max-nodes")
+        check_size(problem, max_nodes, limit=Limit.MAX_NODES)
     if set(kinds.values()) == {NodeKind()}:
         made = paper_templates if is_paper else ranked_templates
         by_size = made(problem, len(kinds), max_nodes=max_nodes)

@@ -7,11 +7,11 @@ estimator predicts for it.
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -23,9 +23,12 @@ from planaria.core.specs import Prepared, PrepareRequest
 from planaria.errors import (
     CheckpointError,
     ConfigError,
+    InfeasibleError,
     InsufficientError,
     LateError,
+    Limit,
     TrainingError,
+    Way,
 )
 from planaria.estimator.time import Timeline
 from planaria.job.checks import NUM_MICROBATCHES_MAX
@@ -264,6 +267,17 @@ def read_profile(path: Path) -> ModelProfile:
     return decode_profile(data, source=str(path))
 
 
+_KEYS: Final = {
+    Limit.NODES: "cluster.nodes",
+    Limit.MAX_NODES: "cluster.max_nodes",
+    Limit.KINDS: "nodes of different kinds",
+    Limit.DEVICES_PER_NODE: "cluster.devices_per_node",
+    Limit.DEVICE_MEMORY: "cluster.device_memory_bytes",
+    Limit.FAILURES: "resilience.failures_tolerated",
+    Limit.MICROBATCHES: "training.global_batch_size",
+}
+
+
 def plan_job(
     config: JobConfig,
     prepared: Prepared,
@@ -279,29 +293,30 @@ def plan_job(
         InsufficientError: they are too few for f to resume, and the job is to stop then.
     """
     assert prepared.profile is not None
-    problem = Problem(
-        profile=prepared.profile,
-        devices_per_node=config.cluster.devices_per_node,
-        num_microbatches=config.num_microbatches,
-        failures_tolerated=config.resilience.failures_tolerated,
-        is_deterministic=config.training.deterministic,
-        splits_backward=not config.training.activation_checkpointing,
-        reduction_order=ReductionOrder(config.resilience.reductions),
-        processors=shared_processors(config),
-    )
     epoch = manifest.epoch + 1 if manifest else 0
     num_nodes = config.cluster.nodes if plan is None else len(plan.nodes)
     max_nodes = max(num_nodes, config.cluster.max_nodes)
-    check_size(problem, num_nodes)
-    check_size(problem, max_nodes, field="cluster.max_nodes")
-    smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
-    templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
-    if plan is None:
-        plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
-    every = every_plan(problem, max_nodes, templates) if every is None else every
-    plan = replace(plan, epoch=epoch)
-    if config.resilience.policy == "absorb":
-        plan = shadowed_start(problem, plan).plan
+    with worded_for_job(config):
+        problem = Problem(
+            profile=prepared.profile,
+            devices_per_node=config.cluster.devices_per_node,
+            num_microbatches=config.num_microbatches,
+            failures_tolerated=config.resilience.failures_tolerated,
+            is_deterministic=config.training.deterministic,
+            splits_backward=not config.training.activation_checkpointing,
+            reduction_order=ReductionOrder(config.resilience.reductions),
+            processors=shared_processors(config),
+        )
+        check_size(problem, num_nodes)
+        check_size(problem, max_nodes, limit=Limit.MAX_NODES)
+        smaller = _smaller_problem(config, problem, num_nodes) if manifest else problem
+        templates = pipeline_templates(smaller, num_nodes, max_nodes=max_nodes)
+        if plan is None:
+            plan = best_plan(smaller, range(num_nodes), templates, epoch=epoch)
+        every = every_plan(problem, max_nodes, templates) if every is None else every
+        plan = replace(plan, epoch=epoch)
+        if config.resilience.policy == "absorb":
+            plan = shadowed_start(problem, plan).plan
     assert len(plan.routes) == config.num_microbatches
     predicted = prediction(problem, plan)
     return Planned(
@@ -315,6 +330,48 @@ def plan_job(
         predicted_peak_bytes=max(predicted.peak_bytes.values()),
         resumed=manifest,
     )
+
+
+@contextmanager
+def worded_for_job(config: JobConfig) -> Iterator[None]:
+    """Turns what the planner refuses into mistakes of a job file.
+
+    Raises:
+        ConfigError: there is no plan.
+    """
+    size = config.training.microbatch_size
+
+    def setting(limit: Limit, value: int) -> tuple[str, int]:
+        return _KEYS[limit], value * size if limit is Limit.MICROBATCHES else value
+
+    def text(way: Way) -> str:
+        key, value = setting(way.limit, way.value)
+        more = " or more" if way.or_more else ""
+        noun = "microbatch" if way.value == 1 else "microbatches"
+        batch = f" ({way.value} {noun} of {size})" if way.limit is Limit.MICROBATCHES else ""
+        return f"{key} = {value}{more}{batch}"
+
+    try:
+        yield
+    except InfeasibleError as error:
+        raise infeasible_mistake(error, setting=setting, text=text) from error
+
+
+def infeasible_mistake(
+    error: InfeasibleError,
+    *,
+    setting: Callable[[Limit, int], tuple[str, int]],
+    text: Callable[[Way], str],
+) -> ConfigError:
+    """The user's mistake, in the words of whoever asked for a plan.
+
+    Args:
+        setting: name and value under which the user has given a limit.
+        text: how the user would give a value with which there is a plan.
+    """
+    field, value = setting(error.limit, error.value)
+    ways = f"; would do: {', '.join(map(text, error.ways))}" if error.ways else ""
+    return ConfigError(field, value, error.why + ways)
 
 
 def shared_processors(config: JobConfig) -> int:
@@ -338,17 +395,17 @@ def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Pro
     return replace(problem, failures_tolerated=num_nodes // n0 - 1)
 
 
-def check_size(problem: Problem, num_nodes: int, *, field: str = "cluster.nodes") -> None:
+def check_size(problem: Problem, num_nodes: int, *, limit: Limit = Limit.NODES) -> None:
     """Refuses at once what no plan could use, however long one searched.
 
     Args:
-        field: what says so many nodes.
+        limit: what says so many nodes.
 
     Raises:
-        ConfigError: there are no nodes, more than could have work, no microbatches or too many.
+        InfeasibleError: there are no nodes, more than could have work, no microbatches or too many.
     """
     if num_nodes < 1:
-        raise ConfigError(field, num_nodes, "must be at least 1")
+        raise InfeasibleError(limit, num_nodes, "must be at least 1")
     num_microbatches, num_layers = problem.num_microbatches, len(problem.profile.layers)
     if num_microbatches > NUM_MICROBATCHES_MAX:
         why = f"{num_microbatches} microbatches are too many to plan for; make them larger"
@@ -362,13 +419,12 @@ def check_size(problem: Problem, num_nodes: int, *, field: str = "cluster.nodes"
     if num_microbatches <= problem.failures_tolerated:
         why = f"{num_nodes} nodes work in {num_pipelines} pipelines or more, each of which needs a "
         raise batch_error(problem, num_pipelines, why=why + "microbatch")
-    raise ConfigError(
-        field,
+    raise InfeasibleError(
+        limit,
         num_nodes,
         f"{num_layers} layers x {num_microbatches} microbatches keep at most "
-        f"{most_nodes * num_microbatches} nodes of {problem.devices_per_node} devices at work; all "
-        f"would work with training.global_batch_size = "
-        f"{num_pipelines * problem.profile.microbatch_size} or more",
+        f"{most_nodes * num_microbatches} nodes of {problem.devices_per_node} devices at work",
+        Way(Limit.MICROBATCHES, num_pipelines, or_more=True),
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from planaria.core.plan import PipelineTemplate, Plan, plain_plan
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.planner.layout.batches import check_microbatches
 from planaria.planner.layout.instantiate import numbers_of_pipelines
 from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
@@ -83,7 +83,7 @@ class EveryPlan:
         times are kept.
 
         Raises:
-            ConfigError: there are fewer microbatches than pipelines.
+            InfeasibleError: there are fewer microbatches than pipelines.
         """
         microbatches = distribute_microbatches(self.problem, templates, times=self.times)
         return self.times.iteration_s(templates, microbatches), microbatches
@@ -104,8 +104,8 @@ def best_plan(
         templates: templates by number of nodes.
 
     Raises:
-        ConfigError: no f + 1 or more pipelines of these templates use exactly that many nodes, or
-            there are fewer microbatches than pipelines.
+        InfeasibleError: no f + 1 or more pipelines of these templates use exactly that many nodes,
+            or there are fewer microbatches than pipelines.
     """
     min_pipelines = problem.failures_tolerated + 1
     check_microbatches(problem, min_pipelines)
@@ -135,7 +135,8 @@ def every_plan(
         templates: templates by number of nodes, as `pipeline_templates` gives them.
 
     Raises:
-        ConfigError: some number of nodes works only in more pipelines than there are microbatches.
+        InfeasibleError: some number of nodes works only in more pipelines than there are
+            microbatches.
     """
     left = range(min(templates), num_nodes + 1)
     return _plans_for(problem, left, _with_company(problem, templates, METHOD), METHOD)
@@ -159,7 +160,7 @@ def foreseen_plans(
         max_nodes: number of nodes once others have joined; ignored if it is below num_nodes.
 
     Raises:
-        ConfigError: `best_plan` or `every_plan` would raise it.
+        InfeasibleError: `best_plan` or `every_plan` would raise it.
     """
     f, n0 = problem.failures_tolerated, min(templates)
     check_microbatches(problem, f + 1)
@@ -188,7 +189,7 @@ def bind(
     """The plan with one pipeline of each of these templates, on consecutive nodes of the sequence.
 
     Raises:
-        ConfigError: there are fewer microbatches than pipelines.
+        InfeasibleError: there are fewer microbatches than pipelines.
     """
     times = PlainTimes(problem, templates)
     microbatches = distribute_microbatches(problem, templates, times=times)
@@ -267,7 +268,7 @@ def _nodes_at_work(
     """How many nodes can work and the least number of pipelines, by number of nodes left.
 
     Raises:
-        ConfigError: some number of nodes needs more pipelines than there are microbatches.
+        InfeasibleError: some number of nodes needs more pipelines than there are microbatches.
     """
     counts = numbers_of_pipelines(left[-1], sizes)
     at_work = {}
@@ -297,7 +298,7 @@ def _fewest(numbers: int, min_pipelines: int) -> int:
 
 def _no_plan_error(
     problem: Problem, num_nodes: int, templates: Mapping[int, PipelineTemplate]
-) -> ConfigError:
+) -> InfeasibleError:
     """The error that says why no set of pipelines is a plan, and what would work."""
     min_pipelines = problem.failures_tolerated + 1
     most = 2 * num_nodes + max(templates, default=0)
@@ -307,10 +308,9 @@ def _no_plan_error(
         why = f"all {num_nodes} nodes work only in {num_fewest} pipelines or more"
         return batch_error(problem, num_fewest, why=why)
     fit = [count for count, there in enumerate(numbers) if there >> min_pipelines]
-    remedy = (
-        f"no {min_pipelines} or more pipelines of {sorted(templates)} nodes use all of them; "
-        f"cluster.nodes = {min(fit, key=lambda n: abs(n - num_nodes))} would do"
-        if fit
-        else "there is no template for any number of nodes"
-    )
-    return ConfigError("cluster.nodes", num_nodes, remedy)
+    if not fit:
+        why = "there is no template for any number of nodes"
+        return InfeasibleError(Limit.NODES, num_nodes, why)
+    why = f"no {min_pipelines} or more pipelines of {sorted(templates)} nodes use all of them"
+    nearest = min(fit, key=lambda n: abs(n - num_nodes))
+    return InfeasibleError(Limit.NODES, num_nodes, why, Way(Limit.NODES, nearest))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planaria.core.plan import LayerProfile, ModelProfile, NodeKind
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.estimator.memory import stage_bytes
 from planaria.schedule.buckets import ReductionOrder
 
@@ -59,9 +59,9 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1:
-            raise ConfigError("cluster.devices_per_node", self.devices_per_node, "at least 1")
+            raise InfeasibleError(Limit.DEVICES_PER_NODE, self.devices_per_node, "at least 1")
         if self.failures_tolerated < 0:
-            raise ConfigError("resilience.failures_tolerated", self.failures_tolerated, "0 or more")
+            raise InfeasibleError(Limit.FAILURES, self.failures_tolerated, "0 or more")
 
     @property
     def gradient_copies(self) -> int:
@@ -75,21 +75,15 @@ class Problem:
         return 1.5 if self.is_deterministic else 1.0
 
 
-def batch_error(problem: Problem, nearest: int, *, why: str) -> ConfigError:
-    """The error that refuses the global batch.
+def batch_error(problem: Problem, nearest: int, *, why: str) -> InfeasibleError:
+    """The error that refuses the number of microbatches.
 
     Args:
         nearest: nearest number of microbatches that would work.
         why: reason why the present number does not work.
     """
-    size = problem.profile.microbatch_size
-    noun = "microbatch" if nearest == 1 else "microbatches"
-    field = "training.global_batch_size"
-    remedy = (
-        f"{why}; {field} = {nearest * size} is the nearest that would do, "
-        f"{nearest} {noun} of {size}"
-    )
-    return ConfigError(field, problem.num_microbatches * size, remedy)
+    ways = Way(Limit.MICROBATCHES, nearest)
+    return InfeasibleError(Limit.MICROBATCHES, problem.num_microbatches, why, ways)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

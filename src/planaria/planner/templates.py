@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planaria.core.plan import NodeKind, PipelineTemplate, Stage
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.estimator.makespan import makespans_of_each
 from planaria.planner.partition.bound import BoundSearch
 from planaria.planner.partition.fitting import Fitting, rows_of
@@ -59,7 +59,7 @@ def smallest_num_nodes(problem: Problem) -> int:
     """n0, the smallest number of nodes whose pipeline can hold the model.
 
     Raises:
-        ConfigError: no number of nodes can hold the model.
+        InfeasibleError: no number of nodes can hold the model.
     """
     n0 = _smallest(stage_costs(problem), len(problem.profile.layers))
     if n0 is None:
@@ -77,7 +77,7 @@ def template_sizes(problem: Problem, num_nodes: int, *, max_nodes: int = 0) -> t
         max_nodes: number of nodes once others have joined; ignored if it is below num_nodes.
 
     Raises:
-        ConfigError: num_nodes is too small for f + 1 pipelines; the message says which f, number of
+        InfeasibleError: num_nodes is too small for f + 1 pipelines; its ways say which f, number of
             nodes or memory would work.
     """
     n0 = smallest_num_nodes(problem)
@@ -122,7 +122,7 @@ def pipeline_templates(
         num_nodes, max_nodes: those of `template_sizes`.
 
     Raises:
-        ConfigError: `template_sizes` raises it.
+        InfeasibleError: `template_sizes` raises it.
     """
     ranked = ranked_templates(problem, num_nodes, max_nodes=max_nodes)
     return {size: one.template for size, one in ranked.items()}
@@ -223,30 +223,28 @@ def _smallest(costs: StageCosts, max_nodes: int) -> int | None:
     return next((n for n in range(1, max_nodes + 1) if fitting.is_feasible((n,))), None)
 
 
-def _no_partition_error(problem: Problem) -> ConfigError:
+def _no_partition_error(problem: Problem) -> InfeasibleError:
     num_layers = len(problem.profile.layers)
     needed = _smallest_memory_bytes(problem, num_layers)
     if needed is None:
-        remedy = f"the {num_layers} layers cannot use that many devices of a node; use fewer"
-        return ConfigError("cluster.devices_per_node", problem.devices_per_node, remedy)
+        why = f"the {num_layers} layers cannot use that many devices of a node; use fewer"
+        return InfeasibleError(Limit.DEVICES_PER_NODE, problem.devices_per_node, why)
     limit_bytes = problem.profile.device_memory_bytes
-    remedy = f"no number of nodes can hold the model; {needed} bytes or more would do"
-    return ConfigError("cluster.device_memory_bytes", limit_bytes, remedy)
+    why = "no number of nodes can hold the model"
+    way = Way(Limit.DEVICE_MEMORY, needed, or_more=True)
+    return InfeasibleError(Limit.DEVICE_MEMORY, limit_bytes, why, way)
 
 
-def _too_few_nodes_error(problem: Problem, num_nodes: int, n0: int) -> ConfigError:
+def _too_few_nodes_error(problem: Problem, num_nodes: int, n0: int) -> InfeasibleError:
     num_pipelines = problem.failures_tolerated + 1
-    ways = [f"cluster.nodes = {num_pipelines * n0} or more"]
+    ways = [Way(Limit.NODES, num_pipelines * n0, or_more=True)]
     if num_nodes >= n0:
-        ways.append(f"resilience.failures_tolerated = {num_nodes // n0 - 1}")
+        ways.append(Way(Limit.FAILURES, num_nodes // n0 - 1))
     needed = _smallest_memory_bytes(problem, num_nodes // num_pipelines)
     if needed is not None:
-        ways.append(f"cluster.device_memory_bytes = {needed} or more")
-    remedy = (
-        f"pipelines of {n0} or more nodes are needed, f + 1 = {num_pipelines} of them; "
-        f"would do: {', '.join(ways)}"
-    )
-    return ConfigError("cluster.nodes", num_nodes, remedy)
+        ways.append(Way(Limit.DEVICE_MEMORY, needed, or_more=True))
+    why = f"pipelines of {n0} or more nodes are needed, f + 1 = {num_pipelines} of them"
+    return InfeasibleError(Limit.NODES, num_nodes, why, *ways)
 
 
 def _smallest_memory_bytes(problem: Problem, max_nodes: int) -> int | None:

@@ -14,7 +14,7 @@ from helpers.command import PACED, command
 from helpers.exhaustive import paper_objective_s, small_problem
 from helpers.strategies import equal_problem, layer_profile, model_profile
 from planaria.core.plan import PipelineTemplate
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError
 from planaria.job.planning import read_profile
 from planaria.planner.layout import paper_sets
 from planaria.planner.layout.instantiate import instantiations
@@ -149,7 +149,7 @@ def test_no_set_is_faster_by_the_papers_measure(
         num_nodes, fewest = rng.randint(2, 7), problem.failures_tolerated + 1
         try:
             templates = {n: one.template for n, one in paper_templates(problem, num_nodes).items()}
-        except ConfigError:
+        except InfeasibleError:
             continue
         found = PaperSets(problem, {(n,): one for n, one in templates.items()}).fastest(
             (num_nodes,), fewest

@@ -18,7 +18,7 @@ from planaria.coordinator.learning.drift import restored_learning
 from planaria.coordinator.state import JobState, Rules
 from planaria.core.findings import Findings
 from planaria.core.plan import Plan
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError
 from planaria.estimator.drift import with_more_bytes
 from planaria.planner.plans import EveryPlan, every_plan
 from planaria.planner.problem import Problem
@@ -40,7 +40,7 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
             replace(problem, failures_tolerated=f), num_nodes, max_nodes=rules.max_nodes
         )
         every = every_plan(problem, rules.max_nodes, templates)
-    except ConfigError:
+    except InfeasibleError:
         return None
 
     def roomy(plans: EveryPlan) -> Roomy:

@@ -90,7 +90,7 @@ def check_microbatches(problem: Problem, num_pipelines: int) -> None:
     """Refuses fewer microbatches than pipelines.
 
     Raises:
-        ConfigError: there are fewer; the message names the nearest global batch that works.
+        InfeasibleError: there are fewer; the message names the nearest global batch that works.
     """
     if problem.num_microbatches < num_pipelines:
         why = f"each of {num_pipelines} pipelines needs a microbatch"

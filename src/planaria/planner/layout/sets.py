@@ -127,7 +127,7 @@ def distribute_microbatches(
     """How many microbatches each pipeline gets, at least one, so that the last one ends earliest.
 
     Raises:
-        ConfigError: there are fewer microbatches than pipelines.
+        InfeasibleError: there are fewer microbatches than pipelines.
     """
     check_microbatches(problem, len(templates))
     tables = {

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan, plain_plan
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.planner.layout.batches import check_microbatches
 from planaria.planner.layout.instantiate import sets_of
 from planaria.planner.layout.sets import Instantiated, SetSearch, distribute_microbatches
@@ -49,7 +49,7 @@ class UnequalPlanner:
         ranked: objective and bound of each template made so far.
 
     Raises:
-        ConfigError: there are too many kinds, or no pipeline of these nodes holds the model.
+        InfeasibleError: there are too many kinds, or no pipeline of these nodes holds the model.
     """
 
     def __init__(self, problem: Problem, nodes: Mapping[int, NodeKind]) -> None:
@@ -59,9 +59,9 @@ class UnequalPlanner:
         counts = self._counts(nodes)
         num_parts = prod(count + 1 for count in counts)
         if num_parts > PARTS_MAX:
-            remedy = f"make {num_parts} different pipelines; at most {PARTS_MAX} would do: give "
-            remedy += "nodes that are nearly alike the same speed and memory"
-            raise ConfigError("nodes of different kinds", len(self._costs.kinds), remedy)
+            why = f"make {num_parts} different pipelines; at most {PARTS_MAX} would do: give "
+            why += "nodes that are nearly alike the same speed and memory"
+            raise InfeasibleError(Limit.KINDS, len(self._costs.kinds), why)
         self.ranked: dict[PipelineTemplate, RankedTemplate] = {}
         self._templates = self._fastest(self._microbatches(counts))
         self.times = PlainTimes(problem, self._templates.values())
@@ -71,8 +71,8 @@ class UnequalPlanner:
         """The plan with the lowest predicted iteration time in which each of the nodes works.
 
         Raises:
-            ConfigError: no min_pipelines or more pipelines that hold the model use all nodes, or
-                there are fewer microbatches than pipelines.
+            InfeasibleError: no min_pipelines or more pipelines that hold the model use all nodes,
+                or there are fewer microbatches than pipelines.
         """
         check_microbatches(self._problem, min_pipelines)
         counts = self._counts(nodes)
@@ -122,8 +122,8 @@ class UnequalPlanner:
         parts = product(*(range(count + 1) for count in nodes))
         feasible = [part for part in parts if any(part) and fitting.is_feasible(part)]
         if not feasible:
-            remedy = "no pipeline of them holds the model; give them more memory, or more of them"
-            raise ConfigError("cluster.nodes", sum(nodes), remedy)
+            why = "no pipeline of them holds the model; give them more memory, or more of them"
+            raise InfeasibleError(Limit.NODES, sum(nodes), why)
         n0 = min(map(sum, feasible))
         most = max(n0, sum(nodes) - self._problem.failures_tolerated * n0)
         speeds = np.array([kind.speed for kind in costs.kinds])
@@ -159,23 +159,18 @@ class UnequalPlanner:
                 return templates, microbatches
             iteration_s, templates, microbatches = next_s, suited, dealt
 
-    def _no_plan_error(self, nodes: Collection[int], min_pipelines: int) -> ConfigError:
+    def _no_plan_error(self, nodes: Collection[int], min_pipelines: int) -> InfeasibleError:
         """The error that says why no set of pipelines uses these nodes, and what would work."""
         would_do = self.most_pipelines(nodes, at_most=min_pipelines)
         if would_do == min_pipelines:
-            size = self._problem.profile.microbatch_size
-            samples = self._problem.num_microbatches * size
-            remedy = "all nodes work only in more pipelines than there are microbatches; "
-            field = "training.global_batch_size"
-            return ConfigError(
-                field, samples, remedy + f"{field} = {len(nodes) * size} is enough for any"
-            )
-        remedy = f"they make no {min_pipelines} pipelines that hold the model; "
+            why = "all nodes work only in more pipelines than there are microbatches"
+            way = Way(Limit.MICROBATCHES, len(nodes), or_more=True)
+            return InfeasibleError(Limit.MICROBATCHES, self._problem.num_microbatches, why, way)
+        why = f"they make no {min_pipelines} pipelines that hold the model"
         if would_do:
-            remedy += f"resilience.failures_tolerated = {would_do - 1} would do"
-        else:
-            remedy += "some are in none with any of the others: leave them out"
-        return ConfigError("cluster.nodes", len(nodes), remedy)
+            return InfeasibleError(Limit.NODES, len(nodes), why, Way(Limit.FAILURES, would_do - 1))
+        why += "; some are in none with any of the others: leave them out"
+        return InfeasibleError(Limit.NODES, len(nodes), why)
 
 
 def planning_effort(problem: Problem, nodes: Mapping[int, NodeKind]) -> int:
@@ -194,7 +189,7 @@ def unequal_plans(
     plan where no pipelines use all nodes that are left.
 
     Raises:
-        ConfigError: `UnequalPlanner` or its `plan` raises it.
+        InfeasibleError: `UnequalPlanner` or its `plan` raises it.
     """
     planner = UnequalPlanner(problem, nodes)
     min_pipelines = problem.failures_tolerated + 1

@@ -11,7 +11,7 @@ the model.
 from dataclasses import replace
 
 from planaria.core.plan import Pipeline, Plan
-from planaria.errors import ConfigError
+from planaria.errors import InfeasibleError, Limit, Way
 from planaria.estimator.memory import bytes_by_rank
 from planaria.planner.problem import Problem
 from planaria.planner.reroute.reroutes import Priced, priced
@@ -42,24 +42,23 @@ def shadowed_start(problem: Problem, plan: Plan) -> Priced:
     """A job's first plan with shadows, and its iteration time.
 
     Raises:
-        ConfigError: nodes have several devices, or a device has no memory for the shadows.
+        InfeasibleError: nodes have several devices, or a device has no memory for the shadows.
     """
     if problem.devices_per_node > 1:
-        raise ConfigError(
-            "cluster.devices_per_node",
-            problem.devices_per_node,
-            'with resilience.policy = "absorb" a node has one device; start more nodes',
+        why = "a node that keeps its neighbour's layers has one device"
+        raise InfeasibleError(
+            Limit.DEVICES_PER_NODE, problem.devices_per_node, why, Way(Limit.DEVICES_PER_NODE, 1)
         )
     found = priced(problem, shadowed(plan))
     if found is None:
         copies = problem.gradient_copies
         held = bytes_by_rank(problem.profile, shadowed(plan), gradient_copies=copies)
         most = max(one.state_bytes + one.microbatch_bytes for one in held.values())
-        raise ConfigError(
-            "resilience.policy",
-            "absorb",
-            f"a node that keeps its neighbour's layers holds {most} bytes at least, a device has "
-            f"{problem.profile.device_memory_bytes}; give more memory, more nodes, or take "
-            "another policy",
+        why = "a node that keeps its neighbour's layers holds more than a device has"
+        raise InfeasibleError(
+            Limit.DEVICE_MEMORY,
+            problem.profile.device_memory_bytes,
+            f"{why}; more nodes or another policy would do, too",
+            Way(Limit.DEVICE_MEMORY, most, or_more=True),
         )
     return found
