@@ -28,7 +28,7 @@ READY := .venv/ready
 # in its newest release. Wheels only: a clear error is better than twenty minutes of compiling.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input \
 	--only-binary=:all: --no-compile --constraint constraints.txt
-SOURCES := src tests examples $(if $(wildcard benchmarks/*.py),benchmarks)
+SOURCES := src tests examples docs/draw_architecture.py $(if $(wildcard benchmarks/*.py),benchmarks)
 
 .DELETE_ON_ERROR:
 .PHONY: help demo unit test green sim soak sweep chaos check docs profiles bench clean
@@ -43,7 +43,7 @@ help:
 	@echo 'make sweep    the long tests: every pipeline shape for every model family, the planner'
 	@echo 'make chaos    every loss: each node, each step, twice; then half an hour of drawn faults'
 	@echo 'make check    formatting, lint and types'
-	@echo 'make docs     write the generated pages and the picture in docs/'
+	@echo 'make docs     write the generated pages and the pictures in docs/'
 	@echo 'make profiles write the shipped profiles, print what they cost'
 	@echo 'make bench    run every script in benchmarks/'
 	@echo 'make clean    remove the environment, caches and reports'
@@ -87,6 +87,7 @@ check: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m planaria.job.config > docs/JOB.md
+	$(BIN)/python docs/draw_architecture.py > docs/architecture.svg
 	mkdir -p reports
 	sed 's/"device_memory_bytes": 0/"device_memory_bytes": 3000/' examples/paced-profile.json \
 		> reports/limited-profile.json

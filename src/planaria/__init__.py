@@ -1,4 +1,18 @@
-"""planaria trains large PyTorch models on nodes that fail."""
+"""planaria trains large PyTorch models on nodes that fail.
+
+General layout, from the top down; imports go down only (docs/ARCHITECTURE.md has a picture):
+
+    cli, job, chaos                     commands; the job file and its report; drawn faults
+    show, profiles                      tables and pictures; shipped profiles
+    engine, torchrun                    one rank of a job; MemoryCheckpointer for other loops
+    nodes, simulator                    all other processes of a job; the same, modelled
+    models, data, checkpoint, transport layers; samples; copies and saves; links
+    ------- the wall: what is above acts, what is below decides and is pure --------------------
+    coordinator, protocol, store        recoveries and changes; what agents decide; records
+    policies                            answers to a loss, and what they are worth
+    placement, planner, restorer        who keeps copies; pipelines; who takes which place
+    estimator, schedule, observe, core  times; actions; facts and the ledger; the vocabulary
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
