@@ -184,6 +184,6 @@ def _nodes(kind: str, num_nodes: int, rng: Random) -> str:
 
 
 def _num_lost(draw: Draw) -> int:
-    """The number of nodes that may be gone in the end; nodes that join are not counted on."""
+    """The number of nodes that may be gone in the end; nodes that join may come too late."""
     injections = [parse_injection(spec) for spec in draw.specs]
     return len({n for i in injections if i.kind in _LASTING for n in i.nodes})

@@ -45,7 +45,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
 
-TRAINING_S: Final = 3.0  # Duration to which the calm run is shortened, if it would take longer.
+TRAINING_S: Final = 3.0  # Duration without faults to which runs are shortened if they are longer.
 ITERATIONS_MIN: Final = 6
 _PROBE_ITERATIONS: Final = 10
 _BOUND_S: Final = 60.0

@@ -8,7 +8,7 @@ plans, without the code that decided it.
 
 Struck nodes are counted generously: a fault that strikes only a node's workers, or for less than a
 lease, counts as if it took their layers. So an early end is sometimes called justified when it was
-not, but a run with wrong bits is never called right.
+not. A run with wrong bits is called right only if nobody could tell (`undecidable`).
 """
 
 from collections import Counter

@@ -27,7 +27,7 @@ class Shown:
 
     @property
     def output(self) -> Callable[[str], None] | None:
-        """Function that shows a line printed by the job's own code; None without a terminal.
+        """A function that shows a line printed by the job's own code; None without a terminal.
 
         It may block, so it is to be called in a thread of its own.
         """

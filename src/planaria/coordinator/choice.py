@@ -128,7 +128,7 @@ def gains(score: float, other: float, *, samples_per_s: float) -> bool:
 
 
 def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
-    """The mean time to the next failure: what the job file says, else what its failures say."""
+    """The mean time to the next failure, from the job file, or else learned from its failures."""
     per_hour = rules.job.resilience.failure_rate
     if per_hour:
         return _S_PER_HOUR / per_hour

@@ -8,7 +8,8 @@ But if a second node had the error too, in layers that both computed, it counts 
 otherwise the error would evict node after node until none is left. A commit in between forgives
 earlier crashes, unless the job had gone back and commits that iteration again.
 
-Before the job ends, the live layers are saved at the age that all have committed.
+Before an error ends the job, the live layers are saved at the age that all have committed, unless
+the state itself is suspect (`WorkerFailed.has_diverged`).
 
 Links that break between live nodes, and spoilt copies, end the epoch too. When links break in
 BROKEN_LINKS_MAX epochs, the node that others complained of most is evicted.
@@ -125,7 +126,7 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
     is_replaced = state.replaced.get(event.rank) == event.pid  # The worker raised while ending.
     if is_over or is_replaced or _is_known(state, crash):
         return state, ()
-    if is_new:  # It holds nothing, and ends by itself.
+    if is_new:  # The worker holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
         replaced = {**state.replaced, event.rank: event.pid}
         state = replace(state, workers=Growing(workers), replaced=replaced)

@@ -57,7 +57,7 @@ class Rules:
     """The settings of a run, which do not change.
 
     Attributes:
-        policy: the policy that proposes answers to losses.
+        policy: policy that proposes answers to losses.
         prices: prices of a recovery by the profile, before the job has measured any.
         n0: number of nodes of the smallest pipeline.
         max_nodes: largest number of nodes that there are plans for.
@@ -65,7 +65,7 @@ class Rules:
             empty: slow nodes are not looked for.
         looks_ahead: whether answers to losses, and plans better than one chosen in a hurry, are
             searched ahead of need. If not, better plans are looked for at each commit.
-        every: the plans that the job can be re-formed to; None: its profile is not corrected.
+        every: plans that the job can be re-formed to; None: its profile is not corrected.
         policy_of: function from such plans, which may have a corrected profile, to their policy.
         version_iterations: predicted number of iterations from one version of the copies in memory
             to the next.

@@ -30,8 +30,8 @@ def prediction(
     """The prediction of a plan with any routes; silent members are left out. O(actions).
 
     Args:
-        layer_factors: measured seconds of each layer as a multiple of the profile's; empty: the
-            profile is right.
+        layer_factors: seconds of each layer as a multiple of the profile's; empty: as in the
+            profile.
     """
     profile = corrected_profile(problem.profile, layer_factors)
     plan = replace(plan, silent={})

@@ -53,7 +53,7 @@ from planaria.policies.unequal import of_kinds
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
 BESIDE_MIN: Final = 0.02  # Share of an iteration.
-# Size of the largest plan that is simulated for ranks that share processors.
+# Number of hops in the largest plan that is simulated for ranks that share processors.
 _HOPS_MAX: Final = 1 << 9
 
 

@@ -7,11 +7,11 @@ larger. So a profile that is wrong, for all layers or for some, makes no node sl
 are not found slow if all holders of a layer are slow and most other ranks are not.
 
 A slowness is believed only under these conditions:
-- It lasts: WINDOW iterations in a row are above SLOW_FACTOR, or below by BACK_FACTOR. A stall, of
-  whatever length, is in one iteration. The first iteration of an epoch does not count, because its
-  caches are cold.
-- Ranks compute for at least COMPUTING_S_MIN, because ranks that share cores wait for time slices of
-  some milliseconds.
+- It lasts: WINDOW iterations in a row are above the believed slowness by SLOW_FACTOR, or below it
+  by BACK_FACTOR. A stall, of whatever length, is in one iteration. The first iteration of an epoch
+  does not count, because its caches are cold.
+- The median rank computes for at least COMPUTING_S_MIN, because ranks that share cores wait for
+  time slices of some milliseconds.
 - It is rounded to steps of 2 ** (1 / 16), the noise of a few percent. So nodes that are nearly
   alike are of one kind, and the same seconds measured again change nothing.
 
