@@ -92,8 +92,7 @@ def lost(
 
     Args:
         kind: what happened, in the report's words.
-        nodes: the nodes that are lost; may be empty.
-        node: the node concerned if none is lost; -1: none.
+        node: the node concerned if `nodes` is empty; -1: none.
         raised: error of a worker of that node.
     """
     concerned = nodes or ((node,) if node >= 0 else ())

@@ -120,9 +120,8 @@ def restored_step(
         state = replace(state, failed_reason=decision.reason, phase=Phase.JOINING)
         return advanced(rules, state, now_s)
     if members.is_planned:
-        # Nobody knows which ranks have begun this epoch, or what was to follow it, so all leave it
-        # for another one. Otherwise silent members would stay silent: nobody asks for the change
-        # again.
+        # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
+        # leave it, silent members would stay silent: nobody would ask for the change again.
         reason = "the coordinator before this one was changing the members"
         return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
