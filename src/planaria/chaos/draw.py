@@ -1,14 +1,14 @@
-"""Draws what is to strike a job: several faults of all kinds, from a seed, and what surrounds it.
+"""Draws the faults that strike a run of a job, and the run's surroundings, from a seed.
 
-Half of the faults strike at a step of an iteration or of a recovery, half at any second. Some
-strike together. Which nodes they strike is drawn too, so some runs lose more than a job can: four
-of five draws that would leave too few nodes are drawn again.
+About half of the faults strike at a step of an iteration or of a recovery, the others at any
+second. Some strike together. The struck nodes are drawn too, so some runs lose more nodes than a
+job can. Four of five draws that would leave too few nodes are drawn again.
 
-Some runs have surroundings that are of no use: a temporary directory that is full, missing or not
-to be written to; a pipe or terminal that nobody reads, or that closes. A terminal that closes stops
-the job (SIGHUP); all else is no reason to end.
+Some runs have bad surroundings: a temporary directory that is full, missing or unwritable; or a
+pipe or terminal that nobody reads, or that closes. A terminal that closes stops the job (SIGHUP);
+nothing else of these may end it.
 
-Source: DESIGN 7 (SPEC); TigerBeetle draws its faults from one seed likewise.
+Source: TigerBeetle draws its faults from one seed likewise.
 """
 
 from dataclasses import dataclass, replace
@@ -18,28 +18,31 @@ from typing import Final
 from planaria.core.inject import AROUND, ITERATION_STEPS, KINDS, RECOVERY_STEPS, parse_injection
 
 FAULTS_MAX: Final = 6
-_TOGETHER: Final = 0.3  # Of the faults strike where the one before them does.
+_TOGETHER: Final = 0.3  # Share of faults that strike at the same place as the fault before them.
 _DRAWS_MAX: Final = 20
 _HOPELESS_KEPT: Final = 0.2
-# How often a kind is drawn; a notice or a coordinator's end is over sooner than a lease.
+# Weights of kinds of faults, 1 if not given. A preemption notice, or the end of a coordinator, is
+# over within less than a lease.
 _WEIGHTS: Final = {"kill": 3, "crash": 2, "preempt": 2, "join": 2, "leader": 2}
 TEMPORARIES: Final = ("full", "missing", "unwritable")
 OUTPUTS: Final = ("pipe", "terminal")
-_TEMPORARY: Final = 0.1  # Of the runs have one of no use.
-_OUTPUT: Final = 0.25  # Of the runs print to one that nobody reads, half of which close.
-# After which of these a node is gone, and after which maybe.
+_TEMPORARY: Final = 0.1  # Share of runs with a temporary directory that cannot be used.
+_OUTPUT: Final = 0.25  # Share of runs whose output nobody reads; half of these outputs close.
+# Faults after which a node is gone, or may be.
 _LASTING: Final = ("kill", "preempt", "flip", "hang", "cut")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What the faults are drawn for.
+    """The job and machine for which faults are drawn.
 
     Attributes:
-        num_needed: nodes without which the job ends.
-        training_s: how long the job trains in peace.
-        kinds: that may be drawn.
-        temporaries: what may be wrong with the temporary directory on this machine.
+        num_nodes: number of nodes that the job begins with.
+        num_needed: smallest number of nodes with which the job goes on.
+        iterations: number of iterations of a run.
+        training_s: seconds that the job trains without faults.
+        kinds: kinds of faults that may be drawn.
+        temporaries: bad temporary directories that can be made on this machine.
     """
 
     num_nodes: int
@@ -53,12 +56,12 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What stands around a run, if it is not as it should be.
+    """The bad surroundings of a run; by default nothing is bad.
 
     Attributes:
-        temporary: what is wrong with the temporary directory, one of TEMPORARIES; "" if nothing.
-        output: to what the run prints that nobody reads, one of OUTPUTS; "" if somebody does.
-        closes_at: that is closed when this iteration is committed; -1: it is not.
+        temporary: fault of the temporary directory, one of TEMPORARIES; "": none.
+        output: kind of output that nobody reads, one of OUTPUTS; "": somebody reads the output.
+        closes_at: iteration at whose commit that output closes; -1: it does not close.
     """
 
     temporary: str = ""
@@ -67,7 +70,7 @@ class Surroundings:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """As a person reads them."""
+        """The surroundings in words for a person."""
         how = "blocked" if self.closes_at < 0 else f"closed@{self.closes_at}"
         temporary = (f"temporary={self.temporary}",) if self.temporary else ()
         return temporary + ((f"{self.output}={how}",) if self.output else ())
@@ -75,11 +78,12 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """A run's faults, as --inject takes them, and what surrounds it.
+    """The faults and the surroundings of a run.
 
     Attributes:
-        num_joins: nodes that are to join.
-        persist_every: iterations between saves to disk; 0: at the end only.
+        specs: faults, as --inject takes them.
+        num_joins: number of nodes that are to join.
+        persist_every: iterations between saves to disk; 0: only the last save.
     """
 
     specs: tuple[str, ...]
@@ -89,7 +93,7 @@ class Draw:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """All of it, as a person reads it."""
+        """The faults and surroundings in words for a person."""
         return self.specs + self.surroundings.words
 
 
@@ -116,7 +120,7 @@ def _faults(world: World, rng: Random) -> Draw:
         draw = _drawn(world, rng)
     if world.num_nodes - _num_lost(draw) >= 2 * world.num_needed:
         return draw
-    # Nothing would be left to compare a flipped bit with.
+    # With so few nodes a flipped bit may have no holder left to be compared with.
     specs = tuple(spec for spec in draw.specs if not spec.startswith("flip"))
     return replace(draw, specs=specs or ("kill:0@0",))
 
@@ -124,7 +128,7 @@ def _faults(world: World, rng: Random) -> Draw:
 def _drawn(world: World, rng: Random) -> Draw:
     num_faults = min(rng.randint(1, FAULTS_MAX), rng.randint(1, FAULTS_MAX))
     weights = [_WEIGHTS.get(kind, 1) for kind in world.kinds]
-    # A flip is found by comparing what is right with it: two at once have no majority.
+    # A flipped bit is found by a majority of holders, which two flips at once may not leave.
     kinds = list(dict.fromkeys(rng.choices(world.kinds, weights, k=1)))
     while len(kinds) < num_faults:
         (kind,) = rng.choices(world.kinds, weights)
@@ -154,7 +158,7 @@ def _place(world: World, rng: Random, *, is_first: bool) -> str:
 
 
 def _value(kind: str, world: World, rng: Random) -> str:
-    """How long or how much: less than the lease, more than it, or for ever."""
+    """The value of a fault: a duration below or above the lease, none (for ever), or an amount."""
     match kind:
         case "hang" | "cut":
             short_s, long_s = rng.uniform(0.1, 0.6), rng.uniform(1.3, 2.5)
@@ -180,6 +184,6 @@ def _nodes(kind: str, num_nodes: int, rng: Random) -> str:
 
 
 def _num_lost(draw: Draw) -> int:
-    """Nodes that may be gone in the end; who joins may come too late."""
+    """The number of nodes that may be gone in the end; nodes that join may come too late."""
     injections = [parse_injection(spec) for spec in draw.specs]
     return len({n for i in injections if i.kind in _LASTING for n in i.nodes})

@@ -1,4 +1,4 @@
-"""The processes of a job, seen from outside: who is left over, and where workers stand."""
+"""The processes of a job, seen from outside: which are left over, and the stacks of workers."""
 
 import os
 import signal
@@ -16,8 +16,7 @@ _STACKS_TIMEOUT_S: Final = 1.0
 
 @contextmanager
 def marked(mark: str) -> Iterator[None]:
-    """Processes that are started meanwhile, and all that they start, have `mark` in their
-    environment; it is NAME=VALUE."""
+    """Puts `mark`, which is NAME=VALUE, into the environment of all processes started meanwhile."""
     name, _, value = mark.partition("=")
     os.environ[name] = value
     try:
@@ -27,7 +26,13 @@ def marked(mark: str) -> Iterator[None]:
 
 
 def left_over(mark: str, *, but: Collection[int]) -> tuple[str, ...]:
-    """What is still there of the marked processes after they had time to leave; it is killed."""
+    """Kills marked processes that are still there after they had time to leave.
+
+    Returns a line of text for each of them.
+
+    Args:
+        but: ids of processes that may stay.
+    """
     deadline_s = time.monotonic() + _LEAVE_TIMEOUT_S
     while (found := _marked_processes(mark, but)) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -38,8 +43,10 @@ def left_over(mark: str, *, but: Collection[int]) -> tuple[str, ...]:
 
 
 def worker_stacks(server_pid: int) -> list[str]:
-    """The Python stacks of all workers that a fork server's agents have forked; what is gone of
-    all these is left out."""
+    """The Python stacks of all workers that the agents of a fork server have forked.
+
+    Processes that are gone are left out.
+    """
     stacks = []
     for agent in _children(server_pid):
         for worker in _children(agent.pid):
@@ -49,7 +56,7 @@ def worker_stacks(server_pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[psutil.Process]:
-    """None if the process is gone."""
+    """The children of a process; empty if it is gone."""
     try:
         return psutil.Process(pid).children()
     except psutil.Error:
@@ -69,7 +76,7 @@ def _has_mark(process: psutil.Process, mark: str) -> bool:
 
 
 def _stacks(worker: psutil.Process) -> str:
-    """A worker writes its stacks to a file in memory on SIGUSR1 (engine/process.py)."""
+    """The stacks of a worker; on SIGUSR1 it writes them to a file in memory (engine/process.py)."""
     for descriptor in Path(f"/proc/{worker.pid}/fd").iterdir():
         with suppress(OSError):
             if descriptor.readlink().name.startswith("memfd:stack"):

@@ -1,10 +1,10 @@
 """Runs a job under many drawn faults, and judges every run from outside.
 
-First the job trains in peace, for its hashes and its seconds. Then runs follow until the time is
-over, each with faults and surroundings drawn from the seed and the run's number (chaos/draw.py),
-checkpoints in a directory of its own, and a bound on its time. verdict.py judges the report; a run
-that had to end early is resumed with all nodes and has to reach the same hashes then. No process
-may be left over.
+First the job trains without faults (the calm run), for its hashes and its duration. Then runs
+follow until the time is over. Each has faults and surroundings drawn from the seed and the run's
+number (chaos/draw.py), a directory of its own for checkpoints, and a bound on its time. verdict.py
+judges its report. A run that had to end early is resumed with all nodes, and then has to reach the
+same hashes. No process may be left over.
 """
 
 import os
@@ -45,7 +45,7 @@ from planaria.nodes.forkserver import ForkServer
 from planaria.observe.metrics import IterationRecord, Report
 from planaria.planner.templates import smallest_num_nodes
 
-TRAINING_S: Final = 3.0  # A run in peace trains for about as long, if it has so many iterations.
+TRAINING_S: Final = 3.0  # Duration without faults to which runs are shortened if they are longer.
 ITERATIONS_MIN: Final = 6
 _PROBE_ITERATIONS: Final = 10
 _BOUND_S: Final = 60.0
@@ -53,24 +53,30 @@ _CALMS_IN_BOUND: Final = 5
 _LEASES_IN_BOUND: Final = 8
 _STOP_TIMEOUT_S: Final = 5.0
 _LINES_KEPT: Final = 200
-_REQUESTS_IN_BOUND: Final = 250  # Of the coordinator: lists, removals that wait, the last save.
-_SAVE_WAIT_S: Final = 1.0  # As engine/saver.py has it, which imports torch.
+# Number of the coordinator's requests to storage: lists, removals that wait, the last save.
+_REQUESTS_IN_BOUND: Final = 250
+_SAVE_WAIT_S: Final = 1.0  # This repeats a value of engine/saver.py, which imports torch.
 _HUNG_UP: Final = "its terminal was closed (SIGHUP)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one run.
+    """The outcome of one run.
 
     Attributes:
-        settings: besides the job's own, as --set takes them.
-        surroundings: of the run, in words.
-        fired: how many faults of each kind.
-        reason: why it ended early.
-        justification: why it had to, as worked out from outside.
-        undecidable: why nobody could tell that a bit had flipped; its hashes are not judged then.
-        wrongs: what was not as it must be; none if all is well.
-        log: what was told while it ran, and what its processes printed, if anything is wrong.
+        number: number of the run, counted from 0.
+        specs: faults that were drawn, as --inject takes them.
+        settings: settings besides the job's own, as --set takes them.
+        surroundings: surroundings of the run, in words.
+        seconds: duration of the run, with its judgement and resumption.
+        fired: number of faults of each kind that struck.
+        reason: why it ended early; "": it did not.
+        justification: why it had to end early, as found from outside; "": it did not have to.
+        undecidable: why nobody could tell that a bit had flipped, if so; then hashes are not
+            judged.
+        is_resumed: whether it was resumed after an early end, and reached the same hashes.
+        wrongs: violations that were found; empty if all is well.
+        log: messages of the run and the output of its processes; empty if nothing is wrong.
     """
 
     number: int
@@ -89,11 +95,12 @@ class Outcome:
 
 
 class Chaos:
-    """A job that is run under faults again and again.
+    """Runs a job under faults again and again.
 
     Args:
-        job: its checkpoint directory is left alone.
-        doing: is told what begins.
+        job: job to run; its own checkpoint directory is not used.
+        seed: seed from which the faults of all runs are drawn.
+        doing: function that is told what begins.
     """
 
     def __init__(self, job: Job, *, seed: int, doing: Callable[[str], None]) -> None:
@@ -105,7 +112,7 @@ class Chaos:
         self._doing = doing
 
     def outcomes(self, *, minutes: float) -> Generator[Outcome, None, None]:
-        """Runs, one at least, until the time is over; what became of each.
+        """The outcomes of runs that go on until the time is over; at least one.
 
         Raises:
             InsufficientError: no process can be started any more.
@@ -137,7 +144,7 @@ class Chaos:
                 number += 1
 
     def _calm(self, stand: "_Stand") -> tuple[Calm, World, JobConfig]:
-        """The job in peace, with as many iterations as fit."""
+        """Trains the job without faults, with as many iterations as fit into TRAINING_S."""
         self._doing("measuring the job")
         config = self._job.config
         if not config.model.profile:
@@ -172,10 +179,13 @@ class Chaos:
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """Where runs take place: a directory for their files, and the processes' origin and mark.
+    """The place in which runs happen.
 
     Attributes:
-        servers: those that there are, the last of which forks.
+        directory: directory for their files.
+        servers: fork servers that are running; the last one forks the processes of a run.
+        mark: NAME=VALUE in the environment of all processes of the runs.
+        lines: newest lines that these processes printed.
     """
 
     directory: Path
@@ -192,7 +202,7 @@ class _Watch:
     """A display that remembers what it is told.
 
     Args:
-        output: where the run is shown, too.
+        output: output on which the run is shown too; None: it is shown nowhere.
     """
 
     def __init__(self, output: UnreadOutput | None) -> None:
@@ -235,8 +245,11 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Bound:
-    """Interrupts a run that takes too long, as Ctrl-C twice does; `stacks` is where its workers
-    stood."""
+    """Interrupts a run that takes too long, as Ctrl-C does; once more if it does not stop.
+
+    Attributes:
+        stacks: Python stacks of the workers when the time was over.
+    """
 
     seconds: float
     stand: _Stand
@@ -266,7 +279,7 @@ class _Bound:
 
 @dataclass(slots=True)
 class _Judgement:
-    """What a run came to so far; see Outcome."""
+    """The judgement of a run so far; see `Outcome` for its fields."""
 
     justification: str = ""
     undecidable: str = ""
@@ -275,7 +288,7 @@ class _Judgement:
 
 
 def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _Stand) -> Outcome:
-    """One run, judged."""
+    """Executes one run and judges it."""
     stand.lines.clear()
     start_s = time.monotonic()
     judgement = _Judgement()
@@ -312,14 +325,14 @@ def _outcome(config: JobConfig, draw: Draw, *, number: int, calm: Calm, stand: _
 
 
 def _bound_s(config: JobConfig, draw: Draw, calm: Calm) -> float:
-    """How long a run may take that is not at fault; how slow a store is counts in each request."""
+    """The time after which a run counts as hanging; a slow store adds its delay per request."""
     num_leases = _LEASES_IN_BOUND * (len(draw.specs) + 1)
     injections = [parse_injection(spec) for spec in draw.specs]
     disk_s = sum(one.value for one in injections if one.kind == "disk")
     store_s = max((one.value for one in injections if one.kind == "store"), default=0.0)
     num_saves = config.training.iterations // draw.persist_every if draw.persist_every else 0
-    # A save waits for the one before for a second at most; the last one, and what is under way
-    # then, may be written by one rank alone.
+    # A save waits for the one before for a second at most. One rank alone may have to write the
+    # last save, and the save that is under way then.
     waits_s = num_saves * _SAVE_WAIT_S if store_s else 0.0
     requests_s = store_s * (_REQUESTS_IN_BOUND + 4 * calm.num_layers)
     calm_s = _CALMS_IN_BOUND * calm.wall_s
@@ -335,9 +348,9 @@ def _judge(
     stand: _Stand,
     watch: _Watch,
 ) -> None:
-    """Whether a run was right to end as it did, and can be resumed if it ended early.
+    """Judges whether a run ended as it should, and resumes it if it ended early.
 
-    A run that was stopped, or failed, has saved what it had then.
+    A run that was stopped, or that failed, has saved its state at that time.
     """
     report, error, plans = result.report, result.error, watch.plans
     hidden = "" if isinstance(error, InsufficientError) else undecidable(report, plans)
@@ -385,7 +398,7 @@ def _run(
     specs: Sequence[str] = (),
     resume: bool = False,
 ) -> TrainingResult | None:
-    """A run, None if it did not come to an end by itself; what is wrong then goes to `found`."""
+    """Executes a run; None if it did not end by itself, and then `found` gets what is wrong."""
     result = None
     try:
         with bound():
@@ -415,12 +428,12 @@ def _resumed_wrongs(
     num_saved: int,
     is_hidden: bool,
 ) -> list[str]:
-    """Goes on with all nodes from what a run has left; what is wrong with how that ends.
+    """Resumes a run with all nodes; returns what is wrong with the resumed run.
 
     Args:
-        is_saved: the run has left something; else the job begins anew.
-        num_saved: iterations that must be in that, -1 if any may.
-        is_hidden: a flipped bit may be in it of which nobody can know.
+        is_saved: whether the run has left a save; if not, the job begins anew.
+        num_saved: number of iterations that the save must have; -1: any.
+        is_hidden: whether the save may contain a flipped bit that nobody could notice.
     """
     found: list[str] = []
     bound = _Bound(_BOUND_S + _CALMS_IN_BOUND * calm.wall_s, stand)
@@ -444,7 +457,7 @@ def _in_peace(config: JobConfig, stand: _Stand, name: str) -> TrainingResult:
 
 
 def _configured(config: JobConfig, draw: Draw, directory: Path) -> JobConfig:
-    """The job as a run has it, with an empty directory of its own."""
+    """The settings of a run, with a directory of its own for saves."""
     config = _saving_to(config, directory)
     num_nodes = config.cluster.nodes + draw.num_joins
     max_nodes = max(config.cluster.max_nodes, num_nodes) if draw.num_joins else 0
@@ -464,7 +477,7 @@ def _shortened(config: JobConfig, iterations: int) -> JobConfig:
 
 
 def _settings(config: JobConfig) -> tuple[str, ...]:
-    """What a run has that the job has not, as --set takes it."""
+    """The settings in which a run differs from its job, as --set takes them."""
     return (
         f"training.iterations={config.training.iterations}",
         f"checkpoint.persist_every={config.checkpoint.persist_every}",
@@ -473,8 +486,7 @@ def _settings(config: JobConfig) -> tuple[str, ...]:
 
 
 def _renew_if_struck(server: ForkServer, outcome: Outcome) -> None:
-    """A fork server that is gone for no fault of the run's: the run is not to blame, and there is
-    no other."""
+    """Renews the fork server, which later runs need, if an injected fault has ended it."""
     server.exits()
     if server.loss and outcome.fired.get("forkserver"):
         server.renew()
@@ -483,7 +495,7 @@ def _renew_if_struck(server: ForkServer, outcome: Outcome) -> None:
 
 @contextmanager
 def _surrounded(job: Job, surroundings: Surroundings, stand: _Stand) -> Iterator[_Stand]:
-    """Where a run takes place; with another temporary directory it has a fork server of its own."""
+    """The place of a run; with a bad temporary directory it has a fork server of its own."""
     if not surroundings.temporary:
         yield stand
         return

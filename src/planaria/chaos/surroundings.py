@@ -1,9 +1,9 @@
-"""What stands around a run of chaos, as it was drawn (chaos/draw.py).
+"""Makes the surroundings of a chaos run that were drawn for it (chaos/draw.py).
 
-A temporary directory is this process's own, and that of the processes which it starts meanwhile. A
-pipe or terminal is made for the run, which shows itself there. Nobody ever reads it. When its other
-end closes, whoever prints there fails; with a terminal the kernel says so (SIGHUP), which is sent
-from here, for chaos itself has another one.
+The temporary directory is set for this process and for the processes that it starts meanwhile. A
+pipe or terminal is made for the run, which shows its progress there, and nobody ever reads it. Once
+its other end is closed, writing to it fails. A closed terminal also makes the kernel send SIGHUP;
+here this module sends it, because the terminal of chaos itself stays open.
 """
 
 import os
@@ -25,28 +25,29 @@ from planaria.cli.shown import Shown
 from planaria.observe.metrics import IterationRecord
 
 _MOUNT: Final = ("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs")
-_UNWRITABLE: Final = "/proc"  # Nobody can make a file there, whoever it is.
-_HIDING: Final = "XDG_RUNTIME_DIR"  # Would be used in its stead.
+_UNWRITABLE: Final = "/proc"  # No user can make a file there, not even root.
+_HIDING: Final = "XDG_RUNTIME_DIR"  # If it were set, it would be used instead of TMPDIR.
 
 
 def possible_temporaries(parent: Path) -> tuple[str, ...]:
-    """What can be wrong with the temporary directory: a full one takes the right to mount."""
+    """The bad temporary directories that can be made; a full one needs the right to mount."""
     with _full_directory(parent) as full:
         return tuple(kind for kind in TEMPORARIES if full is not None or kind != "full")
 
 
 @contextmanager
 def temporary_directory(kind: str, parent: Path) -> Iterator[None]:
-    """This process, and those that it starts meanwhile, have such a temporary directory.
+    """Gives this process, and those that it starts meanwhile, a bad temporary directory.
 
     Args:
-        parent: where it is made.
+        kind: fault of the directory, one of TEMPORARIES.
+        parent: directory in which it is made.
     """
     with _full_directory(parent) if kind == "full" else nullcontext() as full:
         paths = {"full": full, "missing": parent / "missing", "unwritable": _UNWRITABLE}
         before = {name: os.environ.pop(name, None) for name in ("TMPDIR", _HIDING)}
         os.environ["TMPDIR"] = str(paths[kind])
-        tempfile.tempdir = None  # Is looked up again.
+        tempfile.tempdir = None  # tempfile looks its directory up again.
         try:
             yield
         finally:
@@ -57,18 +58,18 @@ def temporary_directory(kind: str, parent: Path) -> Iterator[None]:
 
 @contextmanager
 def _full_directory(parent: Path) -> Iterator[Path | None]:
-    """A small disk that is full; None if nothing may be mounted."""
+    """A small file system that is full; None if this process may not mount one."""
     directory = Path(tempfile.mkdtemp(dir=parent))
     is_mounted = False
     try:
-        with suppress(OSError):  # There is no such command.
+        with suppress(OSError):  # The mount command may be missing.
             done = subprocess.run([*_MOUNT, str(directory)], check=False, capture_output=True)
             is_mounted = done.returncode == 0
         if is_mounted:
             _fill(directory)
         yield directory if is_mounted else None
     finally:
-        if is_mounted:  # Whoever still has it open keeps it.
+        if is_mounted:  # A lazy unmount works even if a process still has a file open there.
             subprocess.run(["umount", "-l", str(directory)], check=False, capture_output=True)
         directory.rmdir()
 
@@ -80,12 +81,14 @@ def _fill(directory: Path) -> None:
 
 
 class UnreadOutput:
-    """Shows a run on a pipe or terminal that nobody reads; a context in which that is there.
+    """A pipe or terminal that shows a run and that nobody reads.
+
+    An instance is called for a context, at whose end the pipe or terminal is closed.
 
     Attributes:
-        shown: the display.
-        reader_fd: the other end, -1 once it is closed.
-        has_hung_up: the run was told that its terminal is gone.
+        shown: display that prints there.
+        reader_fd: file descriptor of the other end; -1: it is closed.
+        has_hung_up: whether the run was told by SIGHUP that its terminal is gone.
     """
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -107,12 +110,12 @@ class UnreadOutput:
             self._stream.close()
 
     def committed(self, record: IterationRecord) -> None:
-        """Closes what nobody reads when its time has come; to be called while the job runs."""
+        """Closes the reading end at its iteration; to be called at each commit."""
         is_time = 0 <= self._closes_at <= record.iteration
         if not is_time or self.reader_fd < 0:
             return
         self._close()
-        # Only a main thread heeds signals, and under nohup no job heeds this one.
+        # Python handles signals in the main thread only, and under nohup SIGHUP is ignored.
         is_heeded = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         if self._is_terminal and is_heeded and _is_main_thread():
             self.has_hung_up = True
@@ -125,7 +128,7 @@ class UnreadOutput:
 
 
 def _block(descriptor: int) -> None:
-    """Leaves no room there: a pipe takes 64 KiB, of which a run prints a few."""
+    """Fills the output. A pipe holds 64 KiB, so what a run prints would not fill it."""
     os.set_blocking(descriptor, False)
     with suppress(BlockingIOError):
         while True:

@@ -1,13 +1,14 @@
-"""Judges a run under faults from outside: by its report and its files, against a run in peace.
+"""Judges a run under faults from outside: by its report, compared with a run without faults.
 
-A run ends well with the bits of the run in peace, or early where it had to: with exit code 3 where
-too few nodes, or some layer, were left, and as its own code's failure where its workers ended alike
-on several nodes, so that no node is to blame. Both are worked out from which nodes were struck and
-from who held what in the plans since the last that ran, without asking the code that decided it.
+A run must end with the same bits as the run without faults (the calm run), unless it had to end
+early. It may end with exit code 3 if too few nodes were left, or a layer had no holder. It may end
+as a failure of its own code if workers ended in the same way on several nodes, so that no node is
+to blame. Both are worked out from the nodes that were struck and from the holders of layers in its
+plans, without the code that decided it.
 
-Nodes that were struck are counted generously: what strikes a node's workers only, or for less than
-its lease, takes what they hold for a moment. So an end is called justified a little too often;
-that a run ends well, never.
+Struck nodes are counted generously: a fault that strikes only a node's workers, or for less than a
+lease, counts as if it took their layers. So an early end is sometimes called justified when it was
+not. A run with wrong bits is called right only if nobody could tell (`undecidable`).
 """
 
 from collections import Counter
@@ -17,26 +18,27 @@ from dataclasses import dataclass
 from planaria.core.plan import Plan
 from planaria.observe.metrics import EventRecord, Report
 
-# What of a node is gone afterwards, for good or for a while.
+# Faults after which a node, a worker, or the layers that a node holds are gone, for good or for a
+# while.
 _TAKES_NODE = ("kill", "hang", "preempt", "flip", "cut")
 _TAKES_WORKER = ("crash", "stall")
 _TAKES_STATE = (*_TAKES_NODE, *_TAKES_WORKER)
-# What a worker ends of, and the faults of which one may.
+# Ways in which a worker ends, and the faults that may cause each.
 _CRASHES = {"crash": ("crash",), "stall": ("stall", "hang")}
-_EVICTED_AT = 3  # Ends of one worker; a fault ends each of a node once.
+_EVICTED_AT = 3  # Number of ends of one worker; a fault ends each worker of a node once.
 _LEDGER_TOLERANCE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calm:
-    """The job in peace.
+    """The results of the job without faults.
 
     Attributes:
-        sample_digests: of every iteration.
-        training_s: of all iterations.
-        wall_s: from the start of the run to its end.
-        num_needed: nodes without which the job ends.
-        num_layers: of the model.
+        sample_digests: digest of the samples of every iteration.
+        training_s: seconds of all iterations together.
+        wall_s: seconds from the start of the run to its end.
+        num_needed: smallest number of nodes with which the job goes on.
+        num_layers: number of layers of the model.
     """
 
     parameters_sha256: str
@@ -49,7 +51,7 @@ class Calm:
 
 
 def calm_of(report: Report, *, num_needed: int, num_layers: int) -> Calm:
-    """What the report of a run in peace says."""
+    """The results in the report of a run without faults."""
     return Calm(
         parameters_sha256=report.final.parameters_sha256,
         optimizer_sha256=report.final.optimizer_sha256,
@@ -62,12 +64,16 @@ def calm_of(report: Report, *, num_needed: int, num_layers: int) -> Calm:
 
 
 def wrongs(report: Report, calm: Calm, *, first: int = 0) -> tuple[str, ...]:
-    """What is wrong with a run that ended well; `first` is the iteration at which it began."""
+    """What is wrong with a run that trained to its end.
+
+    Args:
+        first: iteration at which the run began.
+    """
     return (*wrongs_until_end(report, calm, first=first), *_wrong_ends(report, calm))
 
 
 def wrongs_until_end(report: Report, calm: Calm, *, first: int = 0) -> tuple[str, ...]:
-    """What is wrong with what was done before a run ended, well or early."""
+    """What is wrong with the iterations and times of a run, even if it ended early."""
     return tuple(_wrong_iterations(report, calm, first)) + tuple(_wrong_sums(report))
 
 
@@ -105,10 +111,10 @@ def _wrong_sums(report: Report) -> Iterator[str]:
 
 
 def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> str:
-    """Why a run had to end early; empty if it need not have.
+    """The reason why a run had to end early; empty if it did not have to.
 
     Args:
-        plans: all that the run had, the first one included.
+        plans: all plans of the run, the first one included.
     """
     fired = injected(report)
     gone = _struck(fired, _TAKES_NODE) | _struck_often(fired, _TAKES_WORKER)
@@ -129,11 +135,11 @@ def justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> 
 
 
 def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: int) -> str:
-    """Why a run had to end as its own code's failure; empty if it need not have.
+    """The reason why a run had to end as a failure of its own code; empty if it did not have to.
 
-    Its workers ended in the same way three times in a row on a node, and on another node, too; or
-    the job cannot go on without that node. Strikes count for the whole run, so also those in
-    between which an iteration was committed.
+    Its workers ended in the same way three times on one node, and on another node too, or the job
+    cannot go on without that node. All faults of the run count, even those between which an
+    iteration was committed.
     """
     fired = injected(report)
     gone = _struck(fired, _TAKES_NODE)
@@ -153,21 +159,24 @@ def failure_justification(report: Report, plans: Sequence[Plan], *, num_needed: 
 
 
 def injected(report: Report) -> list[EventRecord]:
-    """What was done to the run; what it noticed itself has no place at which it was to happen."""
+    """The events of injected faults; events that the run noticed by itself have no `step`."""
     return [event for event in report.events if event.fired and event.step]
 
 
 def _last_epoch_that_ran(report: Report) -> int:
-    """The last one that is known to have computed. An iteration that was in flight at a loss may be
-    committed in the next epoch before that begins, so one alone proves nothing."""
+    """The last epoch that is known to have trained; 0 if none is.
+
+    A single committed iteration does not prove it, since an iteration that was in flight at a loss
+    may be committed in the next epoch before that epoch trains.
+    """
     counts = Counter(record.epoch for record in report.iterations)
     return max((epoch for epoch, count in counts.items() if count > 1), default=0)
 
 
 def undecidable(report: Report, plans: Sequence[Plan]) -> str:
-    """Why nobody could tell that a bit had flipped; empty if somebody could, or none had.
+    """The reason why a flipped bit could not be noticed; empty if it could, or if none flipped.
 
-    Where all other holders of a layer are struck, nothing is left to compare it with.
+    If all other holders of a layer are struck, nothing is left to compare the layer with.
     """
     fired = injected(report)
     flipped, emptied = _struck(fired, ("flip",)), _struck(fired, _TAKES_STATE)
@@ -188,7 +197,7 @@ def _holders(plan: Plan) -> dict[int, set[int]]:
 
 
 def _struck_often(events: Iterable[EventRecord], kinds: Sequence[str]) -> set[int]:
-    """Nodes of which one worker may have ended often enough in a row to have the node evicted."""
+    """The nodes of which one worker may have ended often enough to have the node evicted."""
     counts = Counter(node for event in events if event.kind in kinds for node in event.nodes)
     return {node for node, count in counts.items() if count >= _EVICTED_AT}
 

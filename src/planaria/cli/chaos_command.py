@@ -1,4 +1,4 @@
-"""The command `planaria chaos`: tries to break a job, and says what came of it."""
+"""The command `planaria chaos`: tries to break a job, and reports the result."""
 
 import shlex
 import sys
@@ -41,12 +41,13 @@ def chaos(
 ) -> None:
     """Runs a job again and again under many faults; every run has to end with the same bits.
 
-    Nodes are killed, stopped, cut off, taken away and joined, workers crash, bits flip, disks stand
-    still: several at once, also during recoveries. Some runs have no temporary directory that is of
-    use, or print where nobody reads. First the job trains in peace. It trains fewer iterations than
-    its file says where these would take longer than about three seconds (six at least), and saves
-    to a temporary directory. A run that had to end early is resumed. What is known of a run that is
-    not as it must be is written to chaos-SEED-RUN.json, beside the report.
+    Nodes are killed, stopped, cut off, preempted and joined, workers crash, bits flip, and disks
+    hang. Several faults may strike at once, also during recoveries. Some runs have no usable
+    temporary directory, or print where nobody reads. First the job trains without faults. If that
+    would take longer than about three seconds, all runs train fewer iterations than the job file
+    says, but at least six. Saves go to a temporary directory. A run that had to end early is
+    resumed. If a run is wrong, all that is known of it is written to chaos-SEED-RUN.json, beside
+    the report.
     """
     if not 0 < minutes <= _MINUTES_MAX:
         raise ConfigError("--minutes", minutes, f"must be above 0 and at most {_MINUTES_MAX:.0f}")
@@ -77,14 +78,14 @@ def chaos(
 
 
 class _Console:
-    """What is printed, to somebody who may not read it: the runs go on all the same."""
+    """A console for the command's output; runs do not wait for it if nobody reads it."""
 
     def __init__(self) -> None:
         self._console = Console(file=unfailing(sys.stdout), soft_wrap=True, highlight=False)
         self._outlet = Outlet(self._console.print)
 
     def tell(self, text: str) -> None:
-        """Says what begins, where somebody looks."""
+        """Prints what begins, if the console is a terminal."""
         if self._console.is_terminal:
             self._post(text, style="dim")
 
@@ -93,7 +94,7 @@ class _Console:
         self._post(text)
 
     def close(self, *last: RenderableType) -> None:
-        """Prints this, too, unless nobody reads any more."""
+        """Prints all queued lines, then `last`; gives up if nobody reads."""
         finish(self._outlet, *(partial(self._console.print, one) for one in last))
 
     def _post(self, text: str, *, style: str = "") -> None:
@@ -102,7 +103,7 @@ class _Console:
 
 
 def command_text(outcome: Outcome, *, job: Path, overrides: list[str]) -> str:
-    """The command line that does what a run did; its surroundings are for a person to make."""
+    """The command line that repeats a run; a comment names surroundings that a person must make."""
     words = ["planaria", "train", str(job)]
     for setting in (*overrides, *outcome.settings, "checkpoint.directory=chaos-checkpoints"):
         words += ["--set", setting]

@@ -1,4 +1,4 @@
-"""The commands `planaria checkpoint`: what a job has saved, whether it is whole, what may go."""
+"""The commands `planaria checkpoint`: list, verify, prune, keep and export what a job has saved."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ checkpoint = typer.Typer(no_args_is_help=True, help="Looks after what jobs have 
 @checkpoint.command()
 @exit_codes()
 def ls(directory: Place = _HERE, as_json: AsJson = False) -> None:
-    """Lists versions, the newest first, and why one that is not complete is not."""
+    """Lists versions, the newest first, and the reason why a version is not complete."""
     versions = _versions(directory)
     if as_json:
         told = [_facts(version) for version in versions]
@@ -56,10 +56,10 @@ def verify(
     version: WhichVersion = "",
     as_json: AsJson = False,
 ) -> None:
-    """Reads every byte of complete versions and compares its hash with that of what was written.
+    """Reads every byte of complete versions and compares the hashes with those of the save.
 
-    What is not complete is named with the reason. Exits with 1 if a version that was once complete
-    is damaged, or if none is complete.
+    Incomplete versions are listed with the reason. The exit code is 1 if a version that was once
+    complete is damaged, or if no version is complete.
     """
     found = [one for one in _versions(directory) if version in ("", one.name)]
     if not found:
@@ -89,7 +89,7 @@ def prune(
     directory: Place = _HERE,
     keep: Annotated[int, typer.Option(min=1, help="Newest complete versions that stay.")] = 2,
 ) -> None:
-    """Removes old versions, and what was never completed and is older than one that was."""
+    """Removes old versions, and incomplete versions that are older than a complete one."""
     _versions(directory)
     tier = tier_of(directory)
     removed = tier.prune(keep)
@@ -112,9 +112,9 @@ def save(
     name: Annotated[str, typer.Option(help="What the newest version is to be kept as.")],
     directory: Place = _HERE,
 ) -> None:
-    """Keeps the newest complete version under a name; nothing ever removes it.
+    """Keeps the newest complete version under a name; planaria never removes it.
 
-    It is a directory of its own, from which a job goes on as from any other:
+    It gets a directory of its own, from which a job can go on as from any other directory:
     --set checkpoint.directory=DIRECTORY/NAME --resume.
     """
     _versions(directory)
@@ -132,9 +132,9 @@ def export(
         str, typer.Option(metavar="ITERATION-EPOCH", help="This one, not the newest.")
     ] = "",
 ) -> None:
-    """Writes the parameters of a version as safetensors, with config.json where the model has one.
+    """Writes the parameters of a version as safetensors, with config.json if the model has one.
 
-    The directory is one that from_pretrained of Hugging Face transformers reads.
+    Hugging Face transformers can read the directory with from_pretrained.
     """
     tier, manifests = tier_of(directory), {one.name: one.manifest for one in _versions(directory)}
     manifest = manifests.get(version) if version else newest_of(tier, directory)
@@ -148,7 +148,11 @@ def export(
 
 
 def _versions(directory: str) -> tuple[Version, ...]:
-    """Raises a ConfigError if there are none."""
+    """The versions in a directory, at least one.
+
+    Raises:
+        ConfigError: the directory has no version, or cannot be read.
+    """
     try:
         versions = tier_of(directory).versions()
     except CheckpointError as error:
@@ -162,12 +166,12 @@ def _versions(directory: str) -> tuple[Version, ...]:
 
 
 def _below(directory: str) -> list[str]:
-    """Directories in a directory; of one that is not there, and of a store, none."""
+    """The directories in a directory; none if it does not exist, or is an object store."""
     return sorted(str(one) for one in Path(directory).glob("*") if one.is_dir())
 
 
 def _damage(tier: Tier, version: Version) -> list[str]:
-    """What is wrong with each layer that cannot be read; of what is not complete, why."""
+    """The errors of all layers that cannot be read, or the reason why the version is incomplete."""
     if version.manifest is None:
         return [f"not complete: {version.reason}"]
     found = []

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, files to write, and errors as messages and exit codes."""
+"""Shared parts of the commands: arguments, output files, and errors as messages and exit codes."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ from planaria.errors import CheckpointError, ConfigError, InsufficientError, Tra
 from planaria.nodes.output import Outlet, descriptor_of, write_all
 
 _STDERR_FD: Final = 2
-OUTPUT_TIMEOUT_S: Final = 10.0  # For somebody to read on, before a command ends all the same.
+OUTPUT_TIMEOUT_S: Final = 10.0  # Time that a command waits at its end for a reader of its output.
 
 JobFile = Annotated[
     Path, typer.Argument(metavar="JOB.toml|SCRIPT.py", help="The job, as a file or a script.")
@@ -56,7 +56,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _failure(error: TrainingError) -> str:
-    """What failed, in words."""
+    """The failure in words."""
     if error.blame != "job":
         return f"the worker of rank {error.rank} failed again and again"
     where = f"in rank {error.rank}" if error.rank >= 0 else "before training began"
@@ -64,58 +64,58 @@ def _failure(error: TrainingError) -> str:
 
 
 def finish(outlet: Outlet, *last: Callable[[], object]) -> None:
-    """Prints what is queued and then this, unless nobody reads it, or Ctrl-C comes meanwhile."""
+    """Prints what is queued, then `last`; gives up if nobody reads, or on Ctrl-C."""
     with contextlib.suppress(KeyboardInterrupt):
         outlet.close(*last, timeout_s=OUTPUT_TIMEOUT_S)
 
 
 def unfailing(stream: TextIO | None) -> TextIO:
-    """A stream of this process as one that never fails: what nobody takes is dropped.
+    """A stream to the same descriptor that never fails: text that nobody reads is dropped.
 
-    It writes past the buffer of the stream, and has none itself: to flush that in the end would
-    fail again, or wait again for nobody.
+    It bypasses the buffer of the given stream and has no buffer itself, because flushing one at the
+    end could fail, or wait for a reader, again.
     """
     descriptor = descriptor_of(stream)
-    if stream is not None and descriptor < 0:  # In memory, as a test has it.
+    if stream is not None and descriptor < 0:  # A test's stream is in memory.
         return stream
     encoding = (stream and stream.encoding) or "utf-8"
     errors = "backslashreplace" if descriptor == _STDERR_FD else "replace"
     raw = _Unfailing(descriptor)
-    # A TextIOWrapper takes what is unbuffered, as python -u has it; typeshed does not know.
+    # A TextIOWrapper accepts an unbuffered stream, as `python -u` uses it; typeshed does not know.
     return io.TextIOWrapper(
         cast(BinaryIO, raw), encoding=encoding, errors=errors, write_through=True
     )
 
 
 class _Unfailing(io.RawIOBase):
-    """Bytes to a descriptor, which is not closed with it; -1 drops them."""
+    """A raw stream to a descriptor, which it never closes; a descriptor of -1 drops all data."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
 
     def writable(self) -> bool:
-        """It is all that it is for."""
+        """True: the stream only writes."""
         return True
 
     def write(self, data: Any) -> int:
-        """Writes all of it, or drops it."""
+        """Writes all data, or drops it."""
         write_all(self._descriptor, bytes(data))
         return len(data)
 
     def fileno(self) -> int:
-        """See IOBase."""
+        """The descriptor, as in `io.IOBase`."""
         if self._descriptor < 0:
             raise io.UnsupportedOperation("it has no descriptor")
         return self._descriptor
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Whether the descriptor is a terminal."""
         return self._descriptor >= 0 and os.isatty(self._descriptor)
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Refuses, before hours of work, an output that cannot be written after them."""
+    """Refuses an output file that cannot be written, before hours of work for it."""
     if path is None:
         return
     folder = absolute_path(path).parent

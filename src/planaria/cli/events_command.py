@@ -1,4 +1,4 @@
-"""The command `planaria events`: what happened in a job, and why it was answered so."""
+"""The command `planaria events`: explains what happened in a job, and how planaria answered it."""
 
 import json
 import sys
@@ -33,8 +33,8 @@ def events(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Explains what happened in a job: each event, the answers that there were with their prices,
-    why one was chosen, and what it took beside what was predicted."""
+    """Explains each event of a job: possible answers with their prices, which one was chosen and
+    why, and how long it took compared with the prediction."""
     if report is None:
         found = {Path(): _running(job)}
     else:
@@ -59,7 +59,7 @@ def events(
 
 
 def _running(job: str) -> tuple[EventRecord, ...]:
-    """What has happened so far in a job that runs here."""
+    """The events so far of a job that runs on this machine."""
     answer = ask(TellEvents(), job=job, timeout_s=_TIMEOUT_S)
     if not answer.is_done:
         raise ConfigError("--job" if job else "", job, answer.text)
@@ -67,7 +67,7 @@ def _running(job: str) -> tuple[EventRecord, ...]:
 
 
 def _reports(path: Path) -> list[Path]:
-    """The file itself, or the reports in a directory, by name."""
+    """The path itself if it is a file; else the reports in the directory, sorted by name."""
     if not path.is_dir():
         return [path]
     found = [file for file in sorted(path.glob("*.json")) if _is_report(file)]
@@ -88,7 +88,7 @@ def _events(path: Path) -> tuple[EventRecord, ...]:
     """The events of a report.
 
     Raises:
-        ConfigError: it cannot be read, or is no report.
+        ConfigError: the file cannot be read, or is no report.
     """
     try:
         data = path.read_bytes()
@@ -103,6 +103,6 @@ def _events(path: Path) -> tuple[EventRecord, ...]:
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """Of a report what is read here."""
+    """The part of a report that this command reads."""
 
     events: tuple[EventRecord, ...]

@@ -1,12 +1,18 @@
 """The command line: `planaria train | profile | plan | placement | drain | events | chaos`, and
 `planaria checkpoint ls | verify | prune | save | export`.
 
-Exit codes: 0 done; 1 the user's code raised, workers failed again and again, the last save failed,
-what a command checks is not as it must be, or a mistake of ours; 2 the user's mistake in the job or
-on the command line; 3 too few nodes or copies are left, or the job could not go on and was saved;
-130 stopped by Ctrl-C or a signal that tells a process to leave: saved, unless training had not
-begun, or by a second Ctrl-C. Such signals are SIGTERM and SIGHUP; once nodes are started SIGQUIT,
-SIGUSR1, SIGUSR2 and SIGXCPU, too, which before that end the process, with no code of these.
+Exit codes:
+
+    0    The command succeeded.
+    1    The user's code raised, workers failed again and again, the last save failed, a check
+         failed (`checkpoint verify`, `chaos`), or planaria has a bug.
+    2    The user made a mistake in the job or on the command line.
+    3    Too few nodes or copies are left, or the job could not go on and was saved.
+    130  Ctrl-C or a signal to leave stopped the command. The job is saved, unless training had not
+         begun, or a second Ctrl-C came.
+
+Signals to leave are SIGTERM and SIGHUP, and once nodes are started also SIGQUIT, SIGUSR1, SIGUSR2
+and SIGXCPU. Before that these four end the process without any of these codes.
 """
 
 import json
@@ -69,17 +75,17 @@ app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the command line; it is the entry point of the console script."""
     errors = _Posted(unfailing(sys.stderr))
     logging.basicConfig(
         level=logging.WARNING,
         format="%(name)s: %(message)s",
         handlers=[logging.StreamHandler(errors)],
     )
-    # Else `stty tostop` stops a command in the background as soon as it prints.
+    # Without this, `stty tostop` stops a command in the background as soon as it prints.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has SIGHUP.
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP.
             signal.signal(number, _interrupted)
     try:
         app()
@@ -88,10 +94,10 @@ def main() -> None:
 
 
 class _Posted:
-    """A stream for what is logged, also in an event loop: it makes nobody wait.
+    """A stream for log messages that never blocks its writer, not even an event loop.
 
     Args:
-        stream: where it is printed.
+        stream: stream to which the messages are printed later.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -103,19 +109,20 @@ class _Posted:
         self.outlet.post(partial(self._stream.write, text), num_bytes=len(text))
 
     def flush(self) -> None:
-        """Nobody waits for what is queued before the end."""
+        """Does nothing: queued messages are waited for only at the end."""
 
 
 def _interrupted(number: int, _: object) -> None:
-    """SIGTERM is what a scheduler sends for Ctrl-C, SIGHUP what a terminal does that is closed."""
-    if number == signal.SIGHUP:  # A shell and the kernel both send it, also while all is undone.
+    """Treats SIGTERM, sent by a scheduler, and SIGHUP, sent by a closed terminal, like Ctrl-C."""
+    # A shell and the kernel may both send SIGHUP; the second must not interrupt the clean-up.
+    if number == signal.SIGHUP:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 @contextmanager
 def _only_interrupted() -> Iterator[None]:
-    """Only Ctrl-C interrupts: what is left to do takes less time than to begin anew."""
+    """Ignores all signals to leave except Ctrl-C: finishing takes less time than a new run."""
     with handlers_restored():
         for number in LEAVING:
             signal.signal(number, signal.SIG_IGN)
@@ -184,7 +191,7 @@ def train(
     if timeline is not None and is_picture(timeline.name):
         picture = picture_format("--timeline", timeline.name)
     injections = tuple(parse_injection(spec) for spec in inject or ())
-    # A script that defines the job runs in this process, and prints before all else is printed.
+    # A script that defines the job runs in this process, so its prints need these streams too.
     sys.stdout, sys.stderr = unfailing(sys.stdout), unfailing(sys.stderr)
     trained = named_job(job, overrides)
     cluster = trained.config.cluster
@@ -239,7 +246,10 @@ def drain(
         float, typer.Option("--timeout", help="Seconds to wait for the node to have left.")
     ] = 600.0,
 ) -> None:
-    """Has a running job go on without a node: nothing is done again, and its place is taken."""
+    """Removes a node from a running job.
+
+    No iteration is done again, and a standby node, if there is one, takes its place.
+    """
     answer = ask(Drain(node), job=job, timeout_s=timeout_s)
     if not answer.is_done:
         raise ConfigError("NODE", node, answer.text)
@@ -247,7 +257,7 @@ def drain(
 
 
 def _timeline(result: TrainingResult, picture: Format | None) -> bytes:
-    """What --timeline writes: a picture of a format, or a Chrome trace."""
+    """The file that --timeline writes: a picture in the given format, or else a Chrome trace."""
     if picture is not None:
         title = f"{result.planned.config.name}: predicted beside measured"
         return compared_figure(title, result.compared, result.report.events, picture=picture)

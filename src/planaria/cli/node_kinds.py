@@ -1,4 +1,4 @@
-"""Nodes that differ, as a command is told of them: NODES=VALUE, such as `3,5-7=0.5`."""
+"""Parses options that describe unequal nodes: NODES=VALUE, such as `3,5-7=0.5`."""
 
 import re
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ def parse_node_kinds(
     """The kind of every node.
 
     Args:
-        speeds, memories: NODES=VALUE each; of what names a node twice the last holds.
+        speeds, memories: texts NODES=VALUE; if two name a node, the last one counts.
 
     Raises:
-        ConfigError: one is not of the form, names a node that there is not, or has a value that
-            cannot be.
+        ConfigError: a text has another form, names a node that does not exist, or has a value out
+            of range.
     """
     kinds = dict.fromkeys(range(num_nodes), NodeKind())
     for text in speeds:
@@ -43,7 +43,7 @@ def parse_value(option: str, text: str, num_nodes: int) -> tuple[set[int], float
     """The nodes and the value of NODES=VALUE.
 
     Raises:
-        ConfigError: it is not of the form, or names a node that there is not.
+        ConfigError: the text has another form, or names a node that does not exist.
     """
     names, _, number = text.replace(" ", "").partition("=")
     try:
@@ -59,10 +59,10 @@ def parse_nodes(option: str, names: str, num_nodes: int, *, text: str = "") -> s
     """The nodes of a list such as `3,5-7`.
 
     Args:
-        text: of which the list is a part, as the user wrote it.
+        text: the user's text that contains the list, for the error message; "": the list itself.
 
     Raises:
-        ConfigError: it is none, or names a node that there is not.
+        ConfigError: `names` is no such list, or names a node that does not exist.
     """
     text, names = text or names, names.replace(" ", "")
     if not _NODES.fullmatch(names):

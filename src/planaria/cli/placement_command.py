@@ -1,4 +1,4 @@
-"""The command `planaria placement`: who keeps copies of whose state, and what survives then."""
+"""The command `planaria placement`: places copies of state, and says how likely it survives."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ from planaria.show.words import counted
 
 
 class Strategy(StrEnum):
-    """How copies are placed."""
+    """The ways to place copies."""
 
     MIXED = "mixed"
     GROUP = "group"
@@ -92,7 +92,7 @@ def placement(
         Path | None, typer.Option(help="Draw who keeps what to a file: .svg, .png or .pdf.")
     ] = None,
 ) -> None:
-    """Places copies of the nodes' state on other nodes, and tells how likely all of it survives."""
+    """Places copies of each node's state on other nodes, and says how likely all state survives."""
     picture = None if plot is None else picture_format("--plot", plot.name)
     check_writable("--plot", plot)
     num_lost = copies if lost is None else lost
@@ -122,10 +122,14 @@ def _check_numbers(nodes: int, copies: int, num_lost: int) -> None:
 
 
 def _probabilities(num_nodes: int, of_all: float, some: Sequence[str]) -> tuple[float, ...]:
-    """Of each node to fail by itself; of what names one twice the last holds.
+    """The probability of each node to fail by itself.
+
+    Args:
+        of_all: probability of a node that `some` does not name.
+        some: texts NODES=P; if two name a node, the last one counts.
 
     Raises:
-        ConfigError: one is none, or of a node that there is not.
+        ConfigError: a value is no probability, or a node does not exist.
     """
     _check_probability("--node-failure", of_all, of_all)
     found = [of_all] * num_nodes
@@ -143,10 +147,10 @@ def _check_probability(option: str, given: str | float, value: float) -> None:
 
 
 def _domains(num_nodes: int, domains: Sequence[str], each: float) -> dict[frozenset[int], float]:
-    """Nodes that fail together, and how likely they do.
+    """The sets of nodes that fail together, each with the probability that it does.
 
     Raises:
-        ConfigError: the probability is none, or a node is in two domains.
+        ConfigError: `each` is no probability, or a node is in two domains.
     """
     _check_probability("--domain-failure", each, each)
     together: dict[frozenset[int], float] = {}
@@ -163,10 +167,10 @@ def _domains(num_nodes: int, domains: Sequence[str], each: float) -> dict[frozen
 def _limits(
     nodes: int, copies: int, strategy: Strategy, *, memory: int | None, receive: int | None
 ) -> Limits:
-    """What each node can keep and receive.
+    """The numbers of states that each node can keep and receive.
 
     Raises:
-        ConfigError: something is told for a strategy that does not look at it, or is too little.
+        ConfigError: a limit is given for a strategy that ignores it, or is too small.
     """
     for option, value, least in (("--memory", memory, 1), ("--receive", receive, 0)):
         if value is not None and strategy is not Strategy.OPTIMISED:
@@ -185,7 +189,7 @@ def _limits(
 def _found(
     nodes: int, copies: int, strategy: Strategy, *, limits: Limits, failures: Failures
 ) -> tuple[Placement, Mapping[str, float]]:
-    """The placement, and the risk under these failures, beside that of `mixed`."""
+    """The placement, and the risks under these failures of it and of `mixed`, by name."""
     mixed = paper_placement(nodes, copies, "mixed")
     if strategy is Strategy.OPTIMISED:
         found = optimised_placement(copies, failures=failures, limits=limits)
@@ -198,7 +202,7 @@ def _found(
 def _survival(
     found: Placement, copies: int, strategy: Strategy, *, numbers: Sequence[int]
 ) -> Mapping[int, Estimate]:
-    """By these numbers of lost nodes."""
+    """The probability that all state survives, for each of these numbers of lost nodes."""
     num_nodes = len(found.holders)
     if strategy is Strategy.OPTIMISED:
         rng = np.random.default_rng(0)

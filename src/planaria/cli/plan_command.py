@@ -1,4 +1,4 @@
-"""The command `planaria plan`: pipelines for a profile, and what they cost."""
+"""The command `planaria plan`: plans pipelines for a profile, and says what they cost."""
 
 import json
 import sys
@@ -51,7 +51,7 @@ _OPTIONS: Final = {
 
 
 class Objective(StrEnum):
-    """What `planaria plan` chooses stage partitions by."""
+    """The objectives by which `planaria plan` chooses stage partitions."""
 
     EXACT = "exact"
     PAPER = "paper"
@@ -95,7 +95,7 @@ def plan(
         typer.Option(help="Draw stages and timeline to a file: .svg, .png or .pdf."),
     ] = None,
 ) -> None:
-    """Plans pipelines for a profile: templates, how many of each, and who gets what work."""
+    """Plans pipelines for a profile: templates, pipelines of each, and the work of each node."""
     picture = None if plot is None else picture_format("--plot", plot.name)
     check_writable("--plot", plot)
     for option, value in (("--nodes", nodes), ("--devices-per-node", devices_per_node)):
@@ -145,7 +145,12 @@ def _print(
     copies: int,
     planning_s: float | None,
 ) -> None:
-    """The plan for so many nodes, as tables, or as JSON if it is told what planning took."""
+    """Prints the plan for `num_nodes` nodes.
+
+    Args:
+        copies: number of copies of each layer to tell about; 0: none.
+        planning_s: seconds that planning took, for JSON; None: prints tables instead.
+    """
     plan = every.plans[num_nodes]
     sending, survival = _copied(every.problem, plan, copies) if copies else ({}, ())
     if planning_s is not None:
@@ -165,8 +170,10 @@ def _print(
 def _plans(
     problem: Problem, kinds: Mapping[int, NodeKind], objective: Objective, *, max_nodes: int
 ) -> tuple[EveryPlan, Sequence[RankedTemplate]]:
-    """The plans for nodes of these kinds, and the templates to choose from; for unequal nodes those
-    that were chosen."""
+    """The plans for nodes of these kinds, and the templates to choose from.
+
+    For unequal nodes the second item is the templates that were chosen.
+    """
     is_paper = objective is Objective.PAPER
     if max_nodes:
         if not len(kinds) <= max_nodes <= NODES_MAX:
@@ -190,8 +197,10 @@ def _plans(
 def _copied(
     problem: Problem, plan: Plan, copies: int
 ) -> tuple[Mapping[int, Sending], Sequence[LayerSurvival]]:
-    """What the ranks of a plan send of copies that travel as a job says by default, and what
-    survives with these."""
+    """The copies that each rank of a plan sends, and how likely each layer survives with them.
+
+    Copies are placed and sent by the default settings of a job.
+    """
     check_copies(len(plan.nodes), copies)
     defaults = CheckpointConfig()
     layer_bytes = profile_prices(problem.profile, regroup_s=0.0).layer_bytes

@@ -1,4 +1,4 @@
-"""A job that is shown while it runs, to somebody who may not look; see nodes/output.py."""
+"""Shows a job on a console while it runs, even if nobody reads the console; see nodes/output.py."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from planaria.show.words import counted
 
 
 class Shown:
-    """A live display as the library wants one; what is shown makes nobody wait."""
+    """A live display of a job (see `job.Display`) that never makes the job wait."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -27,7 +27,10 @@ class Shown:
 
     @property
     def output(self) -> Callable[[str], None] | None:
-        """Shows a line that the job's own code printed; it calls from a thread that may wait."""
+        """A function that shows a line printed by the job's own code; None without a terminal.
+
+        It may block, so it is to be called in a thread of its own.
+        """
         return self._display.printed if self._console.is_interactive else None
 
     def doing(self, text: str) -> None:
@@ -58,7 +61,7 @@ class Shown:
         self.note("training")
 
     def committed(self, record: IterationRecord) -> None:
-        # The panel of a terminal has it in no line of its own.
+        # On a terminal an iteration is shown in the panel, and takes no line of its own.
         num_lines = 0 if self._console.is_interactive else 1
         self._outlet.post(partial(self._display.committed, record), num_lines=num_lines)
 
@@ -73,7 +76,7 @@ class Shown:
         self._display.note(text, at_s=time.time())
 
     def end(self, result: TrainingResult) -> None:
-        """Has `close` say what a job came to that did not fail."""
+        """Has `close` print the summary of a job, unless it failed."""
         if result.error is None:
             self._last = partial(self._sum_up, result)
 
@@ -83,6 +86,6 @@ class Shown:
             self._console.print("stopped; go on with --resume")
 
     def close(self) -> None:
-        """Ends the live display, once what was told has been shown, or nobody looks."""
+        """Ends the live display after everything is shown, or when nobody reads it."""
         last = () if self._last is None else (self._last,)
         finish(self._outlet, self._display.stop, *last)

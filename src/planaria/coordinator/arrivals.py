@@ -1,7 +1,7 @@
-"""Members that never come: whoever has not reached the coordinator in time is lost like any other.
+"""Members that never arrive: one that does not reach the coordinator in time counts as lost.
 
-A lease begins when a node connects, so one whose agent hangs before that has none that could run
-out.
+A lease begins when a node connects. A node whose agent hangs before that has no lease that could
+run out, so its absence is found here.
 """
 
 from dataclasses import replace
@@ -12,21 +12,21 @@ from planaria.coordinator.recovery import lost
 from planaria.coordinator.state import JobState, Rules, Step
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
-# A node is there within a second, on a machine that many share within ten; it costs nothing to be
-# patient, because nothing has been trained yet.
+# A node arrives within a second, or within ten on a machine that many nodes share. Patience costs
+# nothing, because nothing has been trained yet.
 ARRIVAL_S_MIN: Final = 60.0
 ARRIVAL_LEASES_MIN: Final = 10
 
 
 def arrival_s(lease_s: float) -> float:
-    """How long a member has to reach the coordinator for the first time."""
+    """The time that a member has to reach the coordinator for the first time."""
     return max(ARRIVAL_S_MIN, ARRIVAL_LEASES_MIN * lease_s)
 
 
 def awaited(rules: Rules, state: JobState, now_s: float) -> Step:
-    """One more tick in which members may be missing; after too many of them these are lost.
+    """Counts a tick if members are missing; after too many such ticks they are lost.
 
-    Ticks are counted, not seconds: while the coordinator itself is stopped nobody can reach it.
+    Ticks are counted instead of seconds because nobody can reach a coordinator that stands still.
     """
     come = {*state.machines, *(worker.node for worker in state.workers.values())}
     missing = tuple(node for node in state.nodes if node not in come)

@@ -1,9 +1,9 @@
-"""Nodes that would join, and nodes that are asked to leave: who waits, and for how long.
+"""Nodes that want to join, and nodes that are asked to leave: how long each of them waits.
 
-A node that arrives is a candidate until a change (change.py) or a recovery makes it a member. The
-machine of a node that failed before is taken back later each time: after its first failure at
-once, then after `cluster.rejoin_delay_s`, doubled each time. A machine that has not failed for an
-hour is forgiven (trust.py).
+A node that arrives is a candidate until a change (change.py) or a recovery makes it a member. A
+machine that failed before is taken back later with each failure: at once after the first, after
+`cluster.rejoin_delay_s` after the second, and after about twice as long with each further one. A
+machine that has not failed for an hour is forgiven (trust.py).
 """
 
 from dataclasses import replace
@@ -25,11 +25,12 @@ from planaria.core.records import Warned
 
 _DELAY_S_MAX: Final = 3600.0
 _DOUBLINGS_MAX: Final = 20
-_KEPT_SHARE: Final = 0.5  # Of its notice a node is kept for others to come; then it is planned out.
+# Share of its notice for which a preempted node is kept until others join; then it is planned out.
+_KEPT_SHARE: Final = 0.5
 
 
 def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> Step:
-    """A node is there; unless it is a member it waits to be one."""
+    """Notes a node that has arrived; unless it is a member it becomes a candidate."""
     node = event.node
     if node in state.gone or node in state.candidates:
         return state, ()
@@ -44,18 +45,24 @@ def arrived(rules: Rules, state: JobState, event: NodeArrived, now_s: float) -> 
 
 
 def rejoin_delay_s(num_failures: int, first_s: float) -> float:
-    """How long after its last failure a machine is taken back: nothing, then first_s, doubled."""
+    """The delay between a machine's last failure and its return.
+
+    It is 0 after the first failure, then `first_s` times 1, 3, 7, ..., at most `_DELAY_S_MAX`.
+    """
     doublings = min(max(0, num_failures - 1), _DOUBLINGS_MAX)
     return min(_DELAY_S_MAX, first_s * float(2**doublings - 1))
 
 
 def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExited) -> Step:
-    """What happens to a candidate is its own misfortune: training goes on."""
+    """Drops a candidate that was lost or whose worker raised; training goes on.
+
+    A candidate whose worker only exited stays: its agent forks another worker.
+    """
     node = event.node
     left = {r: worker for r, worker in state.workers.items() if worker.node != node}
     state = replace(state, workers=Growing(left))
     match event:
-        case WorkerExited():  # Its agent forks another.
+        case WorkerExited():
             return state, ()
         case WorkerFailed():
             reason = f"its worker raised:\n{event.traceback.rstrip()}"
@@ -70,12 +77,12 @@ def candidate_lost(state: JobState, event: NodeLost | WorkerFailed | WorkerExite
 def leaves(
     rules: Rules, state: JobState, event: NoticeTaken | DrainRequested, now_s: float
 ) -> Step:
-    """A node is to leave in peace."""
+    """Notes that a node is to leave in peace; a candidate leaves at once."""
     node, leave = event.node, Leave("drain", now_s + rules.job.cluster.notice_s)
     if isinstance(event, NoticeTaken):
         leave = Leave("preempt", now_s + event.after_s * _KEPT_SHARE)
     if node in state.leaving and leave.kind in ("drain", state.leaving[node].kind):
-        return state, ()  # Said again.
+        return state, ()  # The same request came before.
     if state.is_member(node):
         return replace(state, leaving={**state.leaving, node: leave}), ()
     if node in state.candidates:

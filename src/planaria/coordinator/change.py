@@ -1,25 +1,26 @@
-"""Changes while training goes on: nodes that come, nodes that leave in peace, slow ones, and better
-plans than a quick answer to a loss.
+"""Changes during training: for nodes that join, leave in peace or are slow, or for a better plan.
 
-A change leads from the plan to one for other nodes in switches, each of which begins an epoch at a
-commit that all ranks agree upon, so that nothing is done again:
+A change leads from the current plan to a new one in switches. Each switch begins an epoch at a
+commit on which all ranks agree, so that no iteration is done again:
 
-1. Whoever lacks layers of the plan to come becomes a silent member of them: their state is sent at
-   the commit, and from then on it takes part in their reductions, adding +0, and takes the same
-   steps, while all others train as before. Layers come in waves, an epoch each, none of which
-   sends more over any link than it carries in an iteration. Layers that a leaving node is the only
-   one to hold come first, so that they are safe if it is gone too early.
-2. When all are in, one more switch begins the plan itself; nodes that leave are told to then.
+1. A rank that lacks layers of the new plan becomes a silent member of them: it receives their state
+   at the commit. From then on it takes part in their reductions with +0 and takes the same
+   optimizer steps, while all other ranks train as before. Layers come in waves, one epoch each. No
+   wave sends more over a link than the link carries in an iteration. Layers that only a leaving
+   node holds come first, so that they are safe if the node is gone too early.
+2. When all layers have arrived, one more switch begins the new plan itself, and leaving nodes are
+   told to leave.
 
-Until then the plan as it is goes on, so a change is weighed as that, followed by its own plan: what
-it would gain hardly counts where the next failure is likely to come before all layers have. So what
-is not worth it right after a failure is looked at again each time that they have become half as
-frequent.
+The current plan goes on until then, so a change is weighed as the current plan followed by the new
+one. The gain of the new plan hardly counts if the next failure is likely to come before all layers
+have arrived. So a change that does not pay right after a failure is considered again each time the
+expected time to the next failure has doubled.
 
 The members of a switch's epoch are recorded before anybody is told, its decision once it has begun.
-A loss or a new coordinator ends a change that is not made, and what it needs is looked at anew.
+A loss or a new coordinator ends an unfinished change; afterwards a change is looked for anew.
 
-Source: DESIGN 5 (joins, preemption notices); Odyssey, section IV-B, for what has to move.
+Source: docs/protocol.md, "Changing members without a loss"; Odyssey, section IV-B, for the layers
+that have to move.
 """
 
 from collections.abc import Sequence
@@ -55,21 +56,21 @@ from planaria.policies.unequal import STAY
 
 JOIN: Final = "join"
 SLOW: Final = "slow"
-FAST: Final = "fast"  # Seen to be so again, or tried.
+FAST: Final = "fast"  # A slow node that is seen to be fast again, or that is tried again.
 REFORM: Final = "reform"
-# Policies whose answer to a loss gives way to a better one at a commit.
+# Policies whose answer to a loss may be replaced by a better plan at a later commit.
 _IMPROVING: Final = ("adaptive", "repartition")
-_STAYING: Final = (JOIN, SLOW, FAST, REFORM)  # Who is a member when the change is made.
+_STAYING: Final = (JOIN, SLOW, FAST, REFORM)  # Kinds of nodes that are members after the change.
 
 
 def begun(rules: Rules, state: JobState, now_s: float) -> Step:
-    """The change that brings members and work nearest to what is asked for, if there is any."""
+    """Begins the best change for joining, leaving and slow nodes, or to a better plan, if any."""
     if state.change is not None or state.ends or state.stop_requested:
         return state, ()
     known, speeds = state.plan.slow_nodes, state.speeds
     hurried = _hurried(rules, state)
     if not (state.leaving or state.candidates or known or speeds or state.idle or hurried):
-        return state, ()  # As after nearly every report.
+        return state, ()  # The usual case, decided fast because it follows nearly every report.
     leaving = tuple(sorted(set(state.leaving).intersection(state.nodes)))
     joining = _joining(rules, state, len(state.nodes) - len(leaving), now_s)
     tried, slowness = _tried(state), tuple(speeds.values())
@@ -87,7 +88,7 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
     state = replace(state, asked=asked)
     news = {n for n in staying if known.get(n, 1.0) != speeds.get(n, 1.0)}.union(tried)
     slow = tuple(sorted(news.difference(leaving)))
-    if not (slow or joining or leaving):  # The last change was for something else.
+    if not (slow or joining or leaving):  # A better plan is looked for, with slow nodes as known.
         slow = tuple(sorted(speeds))
     event = NodesChanged(joining, leaving, slow)
     best, candidates = _chosen(rules, state, event, staying, now_s=now_s)
@@ -121,13 +122,13 @@ def begun(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _tried(state: JobState) -> tuple[int, ...]:
-    """Nodes without work whose speed is forgotten, so that they get some."""
+    """The nodes without work whose low speed is forgotten, so that they get work again."""
     others = {*state.speeds, *state.plan.nodes}
     return tuple(node for node in state.idle if node in state.nodes and node not in others)
 
 
 def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
-    """Whether the best is enough better than what there is."""
+    """Whether the best candidate is enough better than staying with the plan."""
     as_is = [candidate for candidate in candidates if candidate.answer == STAY]
     if not as_is:
         return False
@@ -137,8 +138,10 @@ def pays(rules: Rules, candidates: Sequence[Candidate]) -> bool:
 
 
 def _hurried(rules: Rules, state: JobState) -> str:
-    """What the nodes train by for now, in words, where a better plan may follow at a commit; empty
-    if none may."""
+    """A description of the plan that was chosen in a hurry, if a better one may replace it.
+
+    Empty if none may.
+    """
     policy = rules.job.resilience.policy
     if state.is_settled or policy not in _IMPROVING:
         return ""
@@ -150,7 +153,10 @@ def _hurried(rules: Rules, state: JobState) -> str:
 
 
 def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict[int, str]:
-    """Why each node is concerned that is; a better plan is nobody's doing."""
+    """The kind of change for each node concerned.
+
+    It is REFORM for all nodes with other work if the plan is just a better one.
+    """
     kinds = {node: SLOW if node in state.speeds else FAST for node in event.slow}
     kinds |= {node: JOIN for node in event.joined if node in transition.after.nodes}
     kinds |= {node: state.leaving[node].kind for node in event.leaving}
@@ -158,8 +164,10 @@ def _kinds(state: JobState, event: NodesChanged, transition: Transition) -> dict
 
 
 def _reformed(transition: Transition) -> tuple[int, ...]:
-    """The nodes that compute other layers afterwards; where none does all have other work: another
-    order of it, or other numbers of microbatches."""
+    """The nodes that compute other layers after the transition.
+
+    All nodes if none does: then the order of their work or the numbers of microbatches differ.
+    """
     before, after = transition.before.layers_by_rank, transition.after.layers_by_rank
     per_node = transition.after.pipelines[0].template.devices_per_node
     moved = tuple(sorted({r // per_node for r in after if before.get(r) != after[r]}))
@@ -167,21 +175,23 @@ def _reformed(transition: Transition) -> tuple[int, ...]:
 
 
 def _slow_text(state: JobState, slow: tuple[int, ...]) -> str:
-    """How slow these nodes are, in words."""
+    """The slowness of these nodes, in words."""
     takes = (f"node {node} takes {1.0 / state.speeds[node]:.2f} times" for node in slow)
     return f"{', '.join(takes)} as long as usual"
 
 
 def _joining(rules: Rules, state: JobState, num_staying: int, now_s: float) -> tuple[int, ...]:
-    """The candidates that are taken now."""
+    """The candidates that become members now, ascending."""
     able = able_candidates(state, now_s)
     number = num_taken(rules, num_staying=num_staying, num_able=len(able))
     return tuple(sorted(able[:number]))
 
 
 def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) -> bool:
-    """Whether those that stay would tolerate fewer failures, but nodes are about to join, and those
-    that leave can wait for them."""
+    """Whether leaving nodes should wait for nodes that are about to join.
+
+    They should if too few nodes would be left to tolerate f failures, and all of them can wait.
+    """
     if num_left >= (rules.job.resilience.failures_tolerated + 1) * rules.n0:
         return False
     is_coming = any(
@@ -192,7 +202,10 @@ def _is_help_coming(rules: Rules, state: JobState, num_left: int, now_s: float) 
 
 
 def _too_few(rules: Rules, state: JobState, num_left: int, shortage: str) -> Step:
-    """Those that need not go stay; only nodes that are taken away end the job, saved."""
+    """Keeps drained nodes, since too few would be left; if there are none, stops the job, saved.
+
+    So only preempted nodes end a job.
+    """
     kept, refused = undrained(rules, state, num_left)
     if refused:
         return kept, refused
@@ -208,7 +221,7 @@ def _chosen(
     *,
     now_s: float,
 ) -> tuple[Transition | None, tuple[Candidate, ...]]:
-    """The best of what the policy would do, if it knows anything, and the prices of all."""
+    """The best transition that the policy proposes, None if none, and the prices of all."""
     held, prices = state.plan.held_by_rank, prices_of(rules, state)
     cluster = ClusterState(
         state.epoch + 1,
@@ -230,7 +243,7 @@ def _chosen(
 
 
 def _with_switch(state: JobState) -> Step:
-    """The change with its next switch; its members are to be recorded."""
+    """The state in which the change has its next switch; the command records its members."""
     assert state.change is not None
     change, epoch = state.change, state.epoch + 1
     joined = {node for node, kind in change.kinds.items() if kind == JOIN}
@@ -266,7 +279,7 @@ def _with_switch(state: JobState) -> Step:
 
 
 def told(rules: Rules, state: JobState) -> Step:
-    """The members of the next epoch are on record: everybody is told to begin it together."""
+    """Tells everybody to begin the next epoch together, once its members are on record."""
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
@@ -280,7 +293,7 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
     return StartEpoch(
         epoch=switch.epoch,
         plan=switch.plan,
-        # Those that leave too: what they have not read yet must not be cut off.
+        # Leaving ranks are included: their links stay up until they have read all data.
         addresses={rank: (worker.host, worker.port) for rank, worker in state.workers.items()},
         iteration=iteration,
         rounds=switch.rounds,
@@ -291,7 +304,7 @@ def _order(rules: Rules, state: JobState, switch: Switch, iteration: int) -> Sta
 
 
 def entering(state: JobState, ready: EpochReady) -> JobState:
-    """A rank has begun the next epoch; not all may have ended this one yet."""
+    """Notes that a rank has begun the next epoch, while others may still be in this one."""
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
@@ -300,13 +313,13 @@ def entering(state: JobState, ready: EpochReady) -> JobState:
 
 
 def switched(rules: Rules, state: JobState) -> Step:
-    """All ranks have ended this epoch by agreement: the next one has begun."""
+    """Makes the next epoch the current one: all ranks have agreed to end this one."""
     change, switch = state.change, state.switch
     assert change is not None
     assert switch is not None
     number = state.next_iteration
     outcome = Outcome(epoch=switch.epoch, iteration=number, is_redo=False, origin=state.origin)
-    # Waves come while the plan is as it was.
+    # A switch with a wave keeps the old plan.
     predicted_s = iteration_s(state) if switch.rounds else change.transition.iteration_s
     decision = Decision(order=_order(rules, state, switch, number), predicted_s=predicted_s)
     left = tuple(node for node in state.nodes if node not in switch.nodes)
@@ -331,11 +344,11 @@ def switched(rules: Rules, state: JobState) -> Step:
 
 
 def entered(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Every rank has begun the epoch; what the change has cost so far, or that it is made."""
+    """Notes that every rank has begun the epoch: adds its pause, and reports a finished change."""
     change = state.change
     if change is None or change.switch is not None:
         return state, ()
-    # Whoever did not train before had nothing to pause.
+    # Ranks that did not train before the switch were not paused by it.
     paused = [event for rank, event in state.ready.items() if rank in change.trained]
     pause_s = max((event.regroup_s + event.transfer_s for event in paused), default=0.0)
     state = with_switch(rules, state, pause_s)
@@ -372,7 +385,7 @@ def entered(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def continued(state: JobState) -> Step:
-    """The next switch of the change, once the silent ranks have taken a step with their layers."""
+    """Orders the next switch once the silent ranks have taken a step with their new layers."""
     change = state.change
     if change is None or change.switch is not None or not state.is_entered:
         return state, ()

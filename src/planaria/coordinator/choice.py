@@ -1,4 +1,7 @@
-"""Which of the answers is taken: what is to be expected of the next failure, and all prices."""
+"""Chooses among transitions by the expected throughput, and says when the next failure is expected.
+
+Transitions are either answers to a loss or changes of a plan while training goes on.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +24,9 @@ from planaria.policies.policy import (
     scheduling_s,
 )
 
-GAIN_MIN: Final = 0.03  # What is predicted comes true within 3% (benchmarks/prediction.py).
+GAIN_MIN: Final = 0.03  # Predictions come true within 3% (benchmarks/prediction.py).
 _S_PER_HOUR: Final = 3600.0
-_BACK_MAX: Final = 2  # Versions of copies: one is on its way when the nodes are lost.
+_BACK_MAX: Final = 2  # Versions of copies; the newest is still on its way when nodes are lost.
 
 
 def candidates_of(
@@ -34,11 +37,11 @@ def candidates_of(
     *,
     weighed: tuple[Transition, ...] = (),
 ) -> tuple[Transition | None, tuple[Candidate, ...]]:
-    """The best of the transitions, None if there are none, and the prices of all.
+    """The best of the transitions, None if there are none, and the prices of all transitions.
 
     Args:
-        weighed: what each change is weighed as, its downtime being what is paid; empty for answers
-            to a loss, see `weighed_answers`.
+        weighed: the transition that each change is weighed as; its downtime is the time in which
+            nobody trains. Empty: the transitions are answers to a loss, see `weighed_answers`.
     """
     if not transitions:
         return None, ()
@@ -87,8 +90,11 @@ def weighed_answers(
     global_batch_size: int,
     outlook: Outlook,
 ) -> list[tuple[Transition, Transition]]:
-    """Answers to a loss, with what schedules take, and each with what it is weighed as; without
-    those that another plan is to follow for which nobody would change at a commit."""
+    """The answers to a loss that are worth taking, each with the transition that it is weighed as.
+
+    The downtime of each answer includes the time to compute its schedules. An answer that is to be
+    followed by another plan is left out if changing to that plan would not pay.
+    """
     answers = tuple(
         replace(one, downtime_s=one.downtime_s + scheduling_s(one.after, prices.hop_s))
         for one in answers
@@ -113,13 +119,16 @@ def _is_followed(
 
 
 def gains(score: float, other: float, *, samples_per_s: float) -> bool:
-    """Whether one is enough better than what there is, which makes so many samples a second; a
-    needless change is a pause for nothing."""
+    """Whether a score is enough better than the other to be worth the pause of a change.
+
+    Args:
+        samples_per_s: throughput of the plan as it is, of which the gain must be a share.
+    """
     return score - other > GAIN_MIN * samples_per_s
 
 
 def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
-    """The mean time to the next failure: as the job says, else learned from its failures."""
+    """The mean time to the next failure, from the job file, or else learned from its failures."""
     per_hour = rules.job.resilience.failure_rate
     if per_hour:
         return _S_PER_HOUR / per_hour
@@ -127,10 +136,10 @@ def time_to_failure_s(rules: Rules, state: JobState, now_s: float) -> float:
 
 
 def outlook(rules: Rules, state: JobState, now_s: float) -> Outlook:
-    """How often and how large failures are, what the job has still to train, and what is not saved.
+    """How often failures come, how large they are, what remains to be trained, and what is unsaved.
 
-    That is what was trained since the newest save of this run; no more than all go back to copies
-    in other nodes' memory, which are taken to survive, is ever lost.
+    Unsaved samples are those trained since the newest save of this run. With copies in other nodes'
+    memory a failure costs at most `_BACK_MAX` versions of them: copies are assumed to survive.
     """
     training, job = rules.job.training, rules.job.checkpoint
     saved = max(rules.first_iteration, state.published)

@@ -1,17 +1,18 @@
-"""What goes wrong in workers whose nodes live: whether it counts against the job or the node.
+"""Failures of workers whose nodes live: whether each counts against the job or against the node.
 
-What raises in a worker, or ends its process, is either a mistake in the job's own code, which ends
-the job, or the world's: no memory, a device or a library that fails, data that one node cannot
-read, a signal. That counts against the node. The worker is replaced, or goes on where nobody else
-holds its layers, and the job recovers. The same error CRASHES_MAX times in one rank evicts its
-node; but if a second node had it too, in layers that both computed, it is the job's, or it would
-walk from node to node until none is left. What is committed in between forgives, unless all had
-gone back behind it and do it again.
+An error in a worker, or the end of its process, has one of two causes. A mistake in the job's own
+code ends the job. All else (no memory, a device or library that fails, data that one node cannot
+read, a signal) counts against the node. Then the job recovers: the worker is replaced, or it goes
+on if nobody else holds its layers. The same error CRASHES_MAX times in one rank evicts its node.
+But if a second node had the error too, in layers that both computed, it counts against the job;
+otherwise the error would evict node after node until none is left. A commit in between forgives
+earlier crashes, unless the job had gone back and commits that iteration again.
 
-Whatever ends the job, what is live is saved first, at the age that all have committed.
+Before an error ends the job, the live layers are saved at the age that all have committed, unless
+the state itself is suspect (`WorkerFailed.has_diverged`).
 
-Links that break between live nodes, and spoilt copies, end the epoch too; after BROKEN_LINKS_MAX
-epochs a node that others cannot reach is left out.
+Links that break between live nodes, and spoilt copies, end the epoch too. When links break in
+BROKEN_LINKS_MAX epochs, the node that others complained of most is evicted.
 """
 
 from collections import Counter
@@ -49,10 +50,10 @@ from planaria.core.messages import (
 )
 from planaria.core.records import Recovering, Warned
 
-CRASHES_MAX: Final = 3  # Of one node, with the same error.
-BROKEN_LINKS_MAX: Final = 3  # Epochs.
-FAILING_S_MAX: Final = 60.0  # Until all have left the epoch in which the job failed.
-# Linux numbers them so on every processor that torch runs on.
+CRASHES_MAX: Final = 3  # Number of crashes of one rank with the same error.
+BROKEN_LINKS_MAX: Final = 3  # Number of epochs.
+FAILING_S_MAX: Final = 60.0  # Time for all ranks to leave the epoch in which the job failed.
+# These are Linux's numbers on every processor that torch runs on.
 _SIGNALS: Final = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL"} | {
     11: "SIGSEGV",
     15: "SIGTERM",
@@ -61,7 +62,11 @@ _LEAVING: Final = (Phase.RECORDING, Phase.STOPPING)
 
 
 def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Live nodes cannot reach each other: once more, then without whom most cannot reach."""
+    """Ends an epoch in which live nodes cannot reach each other.
+
+    The next epoch has the same nodes at first; after BROKEN_LINKS_MAX such epochs it leaves out the
+    node of the rank with the most complaints.
+    """
     broken_links = state.broken_links + 1
     state = replace(state, broken_links=broken_links)
     if broken_links < BROKEN_LINKS_MAX:
@@ -75,7 +80,7 @@ def link_broken(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) -> Step:
-    """A copy in memory, or a save, is of no use: once more, without it."""
+    """Begins another epoch without a copy in memory, or a save, that turned out to be spoilt."""
     node = event.rank // state.devices_per_node
     first: Command = Notify(Warned(text=f"node {node}: {event.reason}; it is not used"))
     if event.source:
@@ -89,10 +94,12 @@ def copy_spoilt(rules: Rules, state: JobState, event: CopySpoilt, now_s: float) 
 
 
 def stopping(state: JobState, now_s: float) -> Step:
-    """The members are on record: all leave the epoch before, and answer. Workers that raised end
-    instead, and their successors answer, where others hold their layers."""
+    """Has all members leave the epoch before and answer, once the members are on record.
+
+    Workers that raised, and whose layers others hold, end instead, and their successors answer.
+    """
     new = replaceable(state)
-    # Those that were to end before may be about to, and have their successors still to come.
+    # A worker that was to end before may still be ending, and its successor still be missing.
     replaced = {rank: pid for rank, pid in state.replaced.items() if state.has_rank(rank)} | new
     order = Abort(epoch=state.epoch, nodes=state.nodes, replaced=replaced)
     state = replace(
@@ -101,13 +108,13 @@ def stopping(state: JobState, now_s: float) -> Step:
         workers=Growing({r: w for r, w in state.workers.items() if r not in new}),
         raised={rank: pid for rank, pid in state.raised.items() if rank not in new},
         replaced=replaced,
-        failed_s=now_s,  # If the job has failed: nobody was asked before.
+        failed_s=now_s,  # Read only if the job has failed: its timeout starts with this order.
     )
     return state, (Tell(order),)
 
 
 def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: float) -> Step:
-    """The code in a worker raised."""
+    """Handles an error that the code in a worker raised."""
     raised = event.raised or Raised(error="")
     crash = Crash(event.node, event.rank, event.pid, event.epoch, raised)
     is_new = event.epoch < 0
@@ -116,22 +123,23 @@ def worker_failed(rules: Rules, state: JobState, event: WorkerFailed, now_s: flo
         if state.failure is not None and (is_over or crash.key == _key(state.failure)):
             return state, ()
         return _failing(state, rules, event, reason="the code in a worker raised", now_s=now_s)
-    is_replaced = state.replaced.get(event.rank) == event.pid  # It had yet to hear of that.
+    is_replaced = state.replaced.get(event.rank) == event.pid  # The worker raised while ending.
     if is_over or is_replaced or _is_known(state, crash):
         return state, ()
-    if is_new:  # It holds nothing, and ends by itself.
+    if is_new:  # The worker holds nothing, and ends by itself.
         workers = {rank: worker for rank, worker in state.workers.items() if rank != event.rank}
         replaced = {**state.replaced, event.rank: event.pid}
         state = replace(state, workers=Growing(workers), replaced=replaced)
     else:
         state = replace(state, raised={**state.raised, event.rank: event.pid})
     if not is_new and event.epoch < state.epoch and state.phase in _LEAVING:
-        return replace(state, crashes=(*state.crashes, crash)), ()  # All are leaving it already.
+        # All ranks are leaving that epoch already.
+        return replace(state, crashes=(*state.crashes, crash)), ()
     return _crashed(rules, state, crash, _text(event.rank, event.node, raised), event, now_s)
 
 
 def is_awaited(state: JobState, event: WorkerReady) -> bool:
-    """Whether a worker is of a node that counts, and is not to make way for another."""
+    """Whether a worker belongs to a member or candidate, and is not being replaced."""
     is_known = state.is_member(event.node) or event.node in state.candidates
     return is_known and state.replaced.get(event.rank) != event.pid
 
@@ -139,9 +147,11 @@ def is_awaited(state: JobState, event: WorkerReady) -> bool:
 def with_estimate(
     rules: Rules, state: JobState, event: WorkerFailed
 ) -> tuple[JobState, WorkerFailed]:
-    """The state in which the stage of a rank that ran out of memory is planned smaller, if it can
-    be; what the rank told, with what was estimated. One that is planned smaller is no failure of
-    its node."""
+    """The state in which the stage of a rank that ran out of memory is smaller, if it can be.
+
+    The second item is the rank's report with the estimate added to its message. If the stage is
+    planned smaller, earlier crashes with the same error no longer count.
+    """
     raised = event.raised
     is_of_now = event.epoch == state.epoch and state.is_member(event.node)
     if raised is None or not is_of_now or not raised.end_layer:
@@ -161,7 +171,7 @@ def _others(crashes: tuple[Crash, ...], raised: Raised) -> tuple[Crash, ...]:
 
 
 def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: float) -> Step:
-    """A worker is gone and its node is not: the epoch ends, unless it was to be replaced."""
+    """Ends the epoch because a worker's process ended, unless that worker was to be replaced."""
     rank = event.rank
     worker = state.workers.get(rank)
     if worker is not None and worker.pid != event.pid:  # Its successor has reported already.
@@ -198,11 +208,11 @@ def worker_exited(rules: Rules, state: JobState, event: WorkerExited, now_s: flo
 def _crashed(
     rules: Rules, state: JobState, crash: Crash, text: str, failure: WorkerFailed, now_s: float
 ) -> Step:
-    """The next epoch, without the node or not; or the end of the job."""
+    """Begins the next epoch, with or without the node, or ends the job."""
     state = replace(state, crashes=(*state.crashes, crash))
     node, raised = crash.node, crash.raised
     alike = [one for one in state.crashes if one.raised.error == raised.error]
-    # What ends all workers of a node at once has happened to it once.
+    # Counted by rank, because a fault that ends all workers of a node at once is one fault.
     counts = Counter(one.rank for one in alike)
     often = {one.node for one in alike if counts[one.rank] >= CRASHES_MAX}
     is_often = node in often
@@ -225,20 +235,20 @@ def _crashed(
             reason = f"{times}; {why}"
             return _failing(state, rules, with_reason(failure, reason), reason=reason, now_s=now_s)
         return lost(rules, state, "lost", (node,), reason=times, now_s=now_s, raised=raised)
-    if is_often:  # It is to save, and cannot.
+    if is_often:  # The job has failed, and this rank cannot save its layers.
         return _ended_unsaved(state, text)
     kind = "stall" if raised.error == "stall" else "crash"
     return lost(rules, state, kind, (), reason=text, now_s=now_s, node=node, raised=raised)
 
 
 def _why_needed(rules: Rules, state: JobState, node: int) -> str:
-    """Why the job cannot go on without a node; empty if it can."""
+    """The reason why the job cannot go on without a node; empty if it can."""
     joining = [n for n in state.candidates if state.has_workers(n)]
     others = [n for n in (*state.all_nodes, *joining) if n not in (node, *state.leaving)]
     is_asked_for = rules.job.cluster.grant_s > 0.0 and not state.stop_requested
     if not is_asked_for and (shortage := shortage_text(rules, len(others))):
         return f"without that node {shortage}"
-    # Nodes that were lost since the plan was made hold nothing any more.
+    # Nodes that were lost since the plan was made no longer hold layers.
     elsewhere = {
         layer
         for rank, layers in state.plan.layers_by_rank.items()
@@ -271,10 +281,10 @@ def _node(state: JobState, rank: int) -> int:
 def _failing(
     state: JobState, rules: Rules, failure: WorkerFailed, *, reason: str, now_s: float
 ) -> Step:
-    """The job ends for that, once what is live is saved."""
+    """Ends the job because of the failure, once the live layers are saved."""
     if state.failure is not None and state.phase not in _LEAVING:
         return _ended_unsaved(state, reason)
-    if failure.has_diverged:  # What led to it is suspect: there is nothing to be saved.
+    if failure.has_diverged:  # The state that led to it is suspect, so it is not saved.
         return ended(state, End(Ending.FAILED, reason, failure))
     is_untrained = state.next_iteration == state.origin.iteration and not state.origin.copied
     if is_untrained and not any(state.reports.values()):
@@ -285,7 +295,7 @@ def _failing(
     if state.phase in _LEAVING and still_answers:
         return state, ()
     state, commands = lost(rules, state, "failed", (), reason=reason, now_s=now_s)
-    # Nobody recovers from it.
+    # The launcher is told of no recovery, because the job ends.
     told = (
         c for c in commands if not (isinstance(c, Notify) and isinstance(c.message, Recovering))
     )
@@ -293,19 +303,19 @@ def _failing(
 
 
 def is_unsavable(state: JobState, now_s: float) -> bool:
-    """Whether the job has failed, and some rank does not leave its epoch to save what it holds."""
+    """Whether the job has failed, and ranks or the disk take too long for its last save."""
     is_late = state.failure is not None and now_s - state.failed_s > FAILING_S_MAX
     return is_late and state.phase in (Phase.STOPPING, Phase.JOINING)
 
 
 def writers(state: JobState) -> tuple[int, ...]:
-    """The ranks that are to save what is live before the job ends."""
+    """The ranks that are to save the live layers before the job ends."""
     order = state.decision.order if state.decision else None
     return tuple(order.layers) if isinstance(order, SaveLayers) else ()
 
 
 def unsavable(state: JobState) -> Step:
-    """The end of such a job."""
+    """Ends a failed job that cannot save its live layers (`is_unsavable`)."""
     if state.phase is Phase.JOINING:
         silent = [rank for rank in writers(state) if rank not in state.workers]
     else:
@@ -323,7 +333,7 @@ def _ended_unsaved(state: JobState, why: str) -> Step:
 
 
 def ended(state: JobState, end: End) -> Step:
-    """The job is over."""
+    """Ends the job."""
     return replace(state, phase=Phase.ENDED), (end,)
 
 

@@ -1,13 +1,13 @@
-"""One coordinator's time: who is admitted, whose lease holds, what is recorded before it is told.
+"""One coordinator's term: it admits agents, keeps leases, and records a decision before telling it.
 
-`Leadership` joins the coordinator's function (step.py) with its records (logbook.py) and the
-agents' connections. It knows no socket, task or clock: it waits for nothing but the store, so
-nodes/head/leader.py runs it on an event loop, and the simulator under a virtual clock, where it can
-be killed at every place at which it waits.
+`Leadership` joins the coordinator's function (step.py) with its records (store/logbook.py) and the
+agents' connections. It knows no socket, task or clock, and awaits only the store. So
+nodes/head/leader.py runs it on an event loop, and the simulator runs it under a virtual clock and
+can kill it at every place at which it awaits.
 
 Events are handled one at a time; agents are admitted, and leases renewed, in between.
 
-Source: DESIGN 4.5 and 6 (Coordination).
+Source: docs/protocol.md, "The coordinator itself".
 """
 
 from collections.abc import Collection
@@ -61,33 +61,33 @@ class Line(Protocol):
         """Sends a message, without waiting."""
 
     def close(self) -> None:
-        """Sends what was told, and nothing more."""
+        """Closes the connection once all messages told so far are sent."""
 
 
 class Hands(Protocol):
-    """What a leader does beside talking to agents; none of it waits."""
+    """What a coordinator can do besides talking to agents; no method waits."""
 
     def queue(self, event: Event) -> None:
-        """Has an event handled after those before it."""
+        """Has an event handled after all events queued before it."""
 
     def notify(self, message: ToLauncher) -> None:
-        """Tells the launcher."""
+        """Sends a message to the launcher."""
 
     def keep(self, command: Saving) -> None:
-        """Carries out what concerns saves on disk."""
+        """Carries out a command that concerns saves on disk."""
 
     def reached(self, place: str, iteration: int) -> None:
-        """A place of a recovery is reached, at which a fault can be injected."""
+        """Says that a recovery has reached a place at which a fault can be injected."""
 
 
 Agent = TypeVar("Agent", bound=Line)
 
 
 class Leadership(Generic[Agent]):
-    """Serves agents, and handles events, from its restoration to the end of the job.
+    """Serves agents, and handles events, from `restore` to the end of the job.
 
     Attributes:
-        state: all that the coordinator knows.
+        state: everything that the coordinator knows.
         ended: how the job ended; None while it goes on.
     """
 
@@ -101,7 +101,7 @@ class Leadership(Generic[Agent]):
         self._order: Tell | None = None
         self._progress: Progress | None = None
         self._is_restored = False
-        self._lost_at = 0  # The iteration whose recovery it is; the job may go back to another.
+        self._lost_at = 0  # The iteration at which the loss struck; the job may go back further.
 
     @property
     def term(self) -> int:
@@ -112,7 +112,7 @@ class Leadership(Generic[Agent]):
     async def restore(self, plan: Plan, *, predicted_s: float, now_s: float) -> None:
         """Goes on from the records, or begins the job with this plan if there are none.
 
-        Events then say which saves there are.
+        Which saves exist is not known yet: events say so afterwards.
         """
         found = await self._logbook.read()
         if found is None:
@@ -136,72 +136,72 @@ class Leadership(Generic[Agent]):
         self._is_restored = found is not None
 
     async def begin_leases(self) -> None:
-        """Gives the members that are on record a whole lease to find this coordinator.
+        """Gives each member on record a whole lease to find this coordinator.
 
-        Call it when agents are about to be served: until then nobody can renew a lease, and with a
-        slow disk that takes longer than one.
+        Call it when agents are about to be served. Nobody can renew a lease before that, and on a
+        slow disk the restoration can take longer than a lease.
         """
         if self._is_restored:
             await self._logbook.grant(self.state.nodes)
 
     @property
     def has_progressed(self) -> bool:
-        """Whether there is progress that is not recorded yet."""
+        """Whether some progress is not recorded yet."""
         return self._progress is not None
 
     async def record_progress(self) -> None:
-        """Records how far the job has come, and lets agents forget what came before."""
+        """Records how far the job has come, and lets agents forget all facts before that."""
         assert self._progress is not None
         progress, self._progress = self._progress, None
         await self._logbook.record_progress(progress)
-        if progress.since != self.state.origin.epoch:  # All go back to before these iterations.
+        if progress.since != self.state.origin.epoch:  # The job has gone back since this commit.
             return
         self._tell(Acknowledged(num_committed=progress.num_committed), self._lines.keys())
 
     # -- agents -----------------------------------------------------------------------------------
 
     async def admit(self, node: int, line: Agent) -> bool:
-        """Greets an agent, of a member or of a node that would be one.
+        """Admits the agent of a member, or of a node that wants to join; returns whether it did.
 
-        One whose node is no member any more is told so, and False is returned.
+        An agent whose node is out for good is told so, and False is returned.
         """
         line.tell(Welcome(term=self.term))
         if node not in self.state.gone:
             await self._logbook.grant((node,))
-        if node in self.state.gone:  # Maybe only now: the connection that it had before is closed.
+        if node in self.state.gone:  # Its older connection may have closed while the lease began.
             await self._logbook.revoke(node)
             line.tell(Abort(epoch=self.state.epoch, nodes=self.state.nodes))
             return False
         if self._order is not None and node in (self._order.nodes or self.state.nodes):
             line.tell(self._order.message)
-        if self.state.stop_requested:  # Last, for an order to begin takes it back.
+        if self.state.stop_requested:  # Last, because an order to begin an epoch revokes a stop.
             line.tell(StopRequested())
         self._lines[node] = line
         return True
 
     async def take(self, node: int, message: FromNode) -> None:
-        """Takes in what an agent says."""
+        """Renews the lease on a heartbeat; queues any other message of an agent as an event."""
         if not isinstance(message, Heartbeat):
             self._hands.queue(message)
         elif await self._logbook.renew(node) and node in self._lines:
             self._lines[node].tell(HeartbeatTaken(sent_s=message.sent_s))
 
     def left(self, node: int, line: Agent) -> None:
-        """A connection has closed; the node is lost with it unless it has another."""
+        """Reports a node whose connection has closed as lost, unless it has a newer connection."""
         if self._lines.get(node) is line:
             del self._lines[node]
             self._hands.queue(NodeLost(node=node, reason="its connection closed"))
 
     async def watch_leases(self) -> None:
-        """Takes nodes whose leases end for lost; never returns."""
+        """Reports nodes whose leases have run out as lost; never returns."""
         async for node in self._logbook.ended_leases():
             self._hands.queue(NodeLost(node=node, reason="its lease ran out"))
 
     # -- events -----------------------------------------------------------------------------------
 
     async def handle(self, event: Event, now_s: float) -> None:
-        """Takes in one event, and carries out what follows."""
-        if isinstance(event, Stopped):  # It may know better than the reports how far the job was.
+        """Handles one event, and carries out the commands that follow from it."""
+        if isinstance(event, Stopped):  # Its commit vector may be newer than all reports.
             self._lost_at = max(self._lost_at, event.vector_iteration + 1)
             self._reached("detect")
         self.state, commands = step(self._rules, self.state, event, now_s)
@@ -258,7 +258,7 @@ class Leadership(Generic[Agent]):
 
 
 def progress_of(state: JobState, committed: Committed) -> Progress:
-    """What goes on record of a commit."""
+    """The record of a commit."""
     return Progress(
         num_committed=committed.iteration + 1,
         ends=committed.ends,
@@ -270,9 +270,10 @@ def progress_of(state: JobState, committed: Committed) -> Progress:
 
 
 def may_expire(now_s: float, last_s: float, *, period_s: float) -> bool:
-    """Whether leases that are due may end at a tick, after one at last_s.
+    """Whether overdue leases may end at this tick, if the tick before it was at `last_s`.
 
-    Not if the coordinator itself was stopped a while: it has heard nobody meanwhile.
+    They may not after a gap of three periods: the coordinator itself stood still, and so heard
+    nobody meanwhile.
     """
     return now_s - last_s < 3 * period_s
 
@@ -288,5 +289,5 @@ def _ended(state: JobState, end: End) -> Ended:
 
 
 def was_lost(ended: Ended) -> bool:
-    """Whether a job ended because too little of it was left."""
+    """Whether a job ended because too few nodes, or not all layers, were left."""
     return ended.ending == Ending.LOST.value

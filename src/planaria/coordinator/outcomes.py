@@ -1,12 +1,12 @@
-"""Where all go on after a loss: at what the newest vector proves, or back at an older state.
+"""Where all go on after a loss: after the newest vector's iteration, or back at an older state.
 
-An older state is one that every layer has a copy of: in the memory of nodes that are left, or on
-disk. Back there is a new origin, on which all iterations are built from then on. What ranks hold or
-answer from before counts no more, however late they hear of it, and what was committed since the
-save is committed again. Nobody goes back in an epoch whose outcome is on record, so that a
-coordinator that finds one decides as the one before it did.
+An older state must have a copy of every layer, in the memory of nodes that are left or on disk. It
+becomes the new origin, on which all later iterations are built. Layers and answers from before it
+count no more, however late a rank hears of it, and iterations after it are committed again. Nobody
+goes back in an epoch whose outcome is on record, so that a coordinator that finds the record
+decides as the one before it did.
 
-Source: DESIGN 4.5 and 5; Varuna (EuroSys '22) for going back.
+Source: docs/protocol.md, "Going back"; Varuna (EuroSys '22) for going back.
 """
 
 from collections import Counter
@@ -23,14 +23,14 @@ from planaria.core.records import Origin, Outcome
 
 
 def counting(state: JobState, answer: Stopped) -> Stopped:
-    """The answer, without what the rank has from before all went back to a save."""
+    """The answer, without layers that the rank has from before the job went back to its origin."""
     if answer.since == state.origin.epoch:
         return answer
     return Stopped(rank=answer.rank, epoch=answer.epoch, ages={}, complete=(), copies=answer.copies)
 
 
 def outcome_of(state: JobState) -> Outcome:
-    """The newest vector of all that members hold or that is on record."""
+    """The outcome by the newest vector that a member holds or that is on record."""
     assert state.answers
     newest = max(state.answers.values(), key=lambda answer: answer.vector_iteration)
     iteration, vector = newest.vector_iteration + 1, newest.vector
@@ -39,7 +39,7 @@ def outcome_of(state: JobState) -> Outcome:
     recorded = state.outcome
     if recorded is not None and recorded.iteration > iteration:
         iteration, vector = recorded.iteration, recorded.vector
-    if iteration < state.next_iteration:  # All who were at work are new, and hold nothing.
+    if iteration < state.next_iteration:  # All ranks that trained are new workers without layers.
         iteration, vector = state.next_iteration, b""
     ages = {age for answer in state.answers.values() for age in answer.ages.values()}
     is_redo = iteration - 1 not in ages
@@ -53,15 +53,16 @@ def outcome_of(state: JobState) -> Outcome:
 
 
 def held_layers(rules: Rules, state: JobState, outcome: Outcome) -> dict[int, frozenset[int]]:
-    """For every rank the layers that it has, or will have, at the age at which all go on."""
+    """The layers that each rank has, or will have, at the age at which all go on."""
     origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
     if not is_begun and not origin.copied and origin.source not in state.spoilt:
-        # Nothing has been trained since: whoever needs a layer makes or loads it, as at the start.
+        # Nothing has been trained since the origin, so a rank that needs a layer initialises it or
+        # loads it, as at the start.
         return dict.fromkeys(state.ranks, frozenset(range(rules.num_layers)))
     told = {rank: state.answers[rank] for rank in state.ranks}
     if is_begun:
         return {rank: _live(answer, outcome.iteration) for rank, answer in told.items()}
-    # If all go back in this very epoch they drop what is live.
+    # If all go back in this very epoch, they drop their live layers.
     return {
         rank: _copied(answer, origin)
         | (_live(answer, outcome.iteration) if answer.since == origin.epoch else frozenset())
@@ -82,12 +83,13 @@ def _copied(answer: Stopped, origin: Origin) -> frozenset[int]:
 
 
 def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label | None:
-    """The newest version of which members have copies of all layers, if there is any.
+    """The newest version of which members have copies of all layers; None if there is none.
 
-    What was copied before all went back is of another history, but for what they went back to.
+    Copies from before the job went back belong to another history, except the version that it went
+    back to.
 
     Args:
-        most: the highest age that counts.
+        most: highest age that counts.
     """
     origin = state.origin
     there: dict[Label, set[int]] = {}
@@ -102,8 +104,10 @@ def newest_copies(rules: Rules, state: JobState, *, most: float = inf) -> Label 
 
 
 def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | None:
-    """The newest state that is there of all layers, in memory or on disk; None if there is none, or
-    it is on record that they go on in this epoch."""
+    """The newest state that has all layers, as copies in memory or as a save on disk.
+
+    None if there is no such state, or if the outcome of this epoch is on record.
+    """
     if _is_recorded(state):
         return None
     iteration, source = newest_save(rules, state) or (-1, "")
@@ -120,14 +124,16 @@ def back_point(rules: Rules, state: JobState, outcome: Outcome) -> SavePoint | N
 
 
 def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> SavePoint | None:
-    """What all could go back to, or have just gone back to; None where there is nothing, or it is
-    on record that they go on in this epoch."""
+    """The state that all could go back to, or have just gone back to.
+
+    None if there is no such state, or if it is on record that all go on in this epoch.
+    """
     origin = state.origin
     iteration, source, copied = origin.iteration, origin.source, origin.copied
     saved, is_begun = newest_save(rules, state), outcome.iteration > iteration
     if is_begun and _is_recorded(state):
         return None
-    # By now nobody may have the copies any more from which they went on, or were to go on.
+    # The copies that the job went back to may be lost by now.
     is_left = copied is None or (not is_begun and newest_copies(rules, state) is not None)
     is_gone = source in state.spoilt or not is_left
     if saved is None and is_gone:
@@ -140,7 +146,7 @@ def save_point(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> 
 
 
 def is_elsewhere(state: JobState, outcome: Outcome, saved: SavePoint) -> bool:
-    """Whether all go back where they go back to it: what they have now is something else."""
+    """Whether going back to the save point changes the state that all have now."""
     origin = state.origin
     there = (saved.iteration, saved.source, saved.copied)
     return outcome.iteration > origin.iteration or there != (
@@ -151,12 +157,12 @@ def is_elsewhere(state: JobState, outcome: Outcome, saved: SavePoint) -> bool:
 
 
 def _is_recorded(state: JobState) -> bool:
-    """Whether it is on record how all go on in this epoch."""
+    """Whether the outcome of this epoch is on record."""
     return state.outcome is not None and state.outcome.epoch == state.epoch
 
 
 def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
-    """The job as that state has it: what came after is to be trained and committed again."""
+    """The job at that older state, and the outcome; later iterations are committed again."""
     origin = Origin(
         iteration=saved.iteration, source=saved.source, epoch=state.epoch, copied=saved.copied
     )
@@ -172,22 +178,22 @@ def gone_back(state: JobState, saved: SavePoint) -> tuple[JobState, Outcome]:
     return state, Outcome(epoch=state.epoch, iteration=origin.iteration, origin=origin)
 
 
-# -- who is to be believed where holders of a layer have different parameters ----------------------
-# Sound memory is more likely than the same fault twice, so the hash that most holders have is the
-# right one, and the nodes of the others are odd. Without a strict majority nobody can tell. A vote
-# is a hash with the age that it is of; whoever gives it need not train the layer.
+# -- which nodes to believe where holders of a layer have different parameters ---------------------
+# Two sound memories are more likely than the same fault twice, so the hash that most holders have
+# is right, and the nodes of the other holders are odd. Without a strict majority nobody can tell. A
+# vote is the hash of a layer at an age; the rank that gives it need not train the layer.
 
 Votes = Mapping[tuple[int, int], Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What votes show.
+    """The result of the votes.
 
     Attributes:
-        layer: the first whose holders differ, -1 if none do.
-        odd: the nodes that most others outvote.
-        undecided: the nodes of which nobody can tell who is right; then `odd` says nothing.
+        layer: first layer whose holders differ; -1: none differ.
+        odd: nodes that the majority outvotes.
+        undecided: nodes of a layer without a majority; if any, `odd` is empty.
     """
 
     layer: int = -1
@@ -196,7 +202,7 @@ class Verdict:
 
 
 def votes(facts: Iterable[Stopped | Corrupted]) -> Votes:
-    """By layer and age, the hash that each rank has."""
+    """The hash that each rank has, by (layer, age)."""
     found: dict[tuple[int, int], dict[int, int]] = {}
     for fact in facts:
         for layer, hashed in fact.hashes.items():
@@ -206,7 +212,7 @@ def votes(facts: Iterable[Stopped | Corrupted]) -> Votes:
 
 
 def verdict(votes: Votes, *, devices_per_node: int) -> Verdict:
-    """Whose parameters are wrong."""
+    """The verdict of the majority on every layer and age."""
     first, odd = -1, set[int]()
     for (layer, _), hashes in sorted(votes.items()):
         counts = Counter(hashes.values())

@@ -1,4 +1,4 @@
-"""Who keeps copies of which layers in memory, in an epoch, and when they travel."""
+"""Which ranks keep copies of which layers in memory during an epoch, and when copies are sent."""
 
 from functools import partial
 from typing import Final
@@ -15,17 +15,21 @@ from planaria.planner.problem import Problem
 
 SCHEDULED: Final = ("interleaved", "unpipelined")  # Modes in which copies wait for idle spans.
 
-_MOST_HOPS: Final = 10_000  # That are worth predicting an iteration for, while all wait.
+# A plan with more hops than this is not predicted: all ranks wait while it is.
+_MOST_HOPS: Final = 10_000
 
 
 def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
-    """As the job asks for; as many copies as there are nodes if it asks for more."""
+    """The copies of each layer that the plan's nodes keep.
+
+    There are as many of each layer as the job asks for, but at most one on each node.
+    """
     job, num_nodes = rules.job.checkpoint, len(plan.nodes)
     copies = min(job.copies, num_nodes)
     if not copies:
         return ()
     placed = optimised_copies
-    if job.strategy != "optimised":  # `mixed` is `group` where groups come out even.
+    if job.strategy != "optimised":  # `mixed` equals `group` where groups come out even.
         strategy: PaperStrategy = "ring" if job.strategy == "ring" else "mixed"
         placed = partial(layer_copies, placement=paper_placement(num_nodes, copies, strategy))
     return placed(
@@ -34,18 +38,23 @@ def copies_of(rules: Rules, plan: Plan) -> tuple[LayerCopy, ...]:
 
 
 def idle_of(rules: Rules, plan: Plan, copies: tuple[LayerCopy, ...]) -> tuple[IdleSpans, ...]:
-    """When these copies may go, as predicted; nothing where they do not wait for that, or where the
-    ranks know it sooner than it is predicted."""
+    """The predicted idle spans in which these copies may be sent.
+
+    Empty if copies do not wait for idle spans, or if the plan is so large that its ranks observe
+    the spans sooner than they can be predicted.
+    """
     problem = _predictable(rules, plan)
     return predicted_idle(problem, plan, copies) if copies and problem else ()
 
 
 def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
-    """How many iterations a version of the copies is on its way, as predicted, if it waits for idle
-    spans; a version begins when the one before is there, or as often as the job says.
+    """The predicted number of iterations from one version of the copies to the next.
+
+    It is the job's `checkpoint.every`, or longer if a version that waits for idle spans takes more
+    iterations to arrive: a version begins when the one before has arrived.
 
     Args:
-        chunk_bytes: of a buffer.
+        chunk_bytes: size of one buffer.
     """
     checkpoint = rules.job.checkpoint
     least = 1 if checkpoint.every == "auto" else checkpoint.every
@@ -65,7 +74,10 @@ def version_iterations(rules: Rules, plan: Plan, *, chunk_bytes: int) -> int:
 
 
 def _predictable(rules: Rules, plan: Plan) -> Problem | None:
-    """What an iteration is predicted by, if copies wait for idle spans of it and it is worth it."""
+    """The problem that predicts an iteration of the plan.
+
+    None if copies do not wait for idle spans, or if the plan is too large to be worth predicting.
+    """
     if rules.every is None or rules.job.checkpoint.mode not in SCHEDULED:
         return None
     is_long = sum(map(len, plan.routes)) > _MOST_HOPS

@@ -1,18 +1,20 @@
-"""What follows a loss: who is left, where they go on, and with which plan.
+"""The recovery from a loss: which nodes are left, where they go on, and with which plan.
 
-1. Members: the record of who is left is written before anybody is told (`lost`).
-2. Answers: each member leaves the epoch before, then says what it holds. Where holders of a layer
-   differ, those that most others outvote are lost too; without a majority the job ends.
-3. Outcome: the newest commit vector that anyone holds settles where all go on. Whoever holds it
-   proves that every gradient of that iteration is complete everywhere, so the others can apply
-   it too; what is newer is done again. Where all go back to a save, it is that (outcomes.py).
-4. Decision: every policy proposes, the proposals are priced, the best is taken. If there is none,
-   or the rules say stop, what is whole is saved and the job ends.
+1. Members: the record of the nodes that are left is written before anybody is told (`lost`).
+2. Answers: each member leaves the epoch before, then says what it holds. If holders of a layer have
+   different hashes of it, the nodes that the majority outvotes are lost too; without a majority the
+   job ends.
+3. Outcome: the newest commit vector that any member holds says where all go on. It proves that all
+   gradients of its iteration are complete on every holder, so that members without the vector can
+   apply them too. Newer iterations are done again. If all go back to an older state, that state is
+   the outcome (outcomes.py).
+4. Decision: the policy proposes transitions, these are priced, and the best is taken. If there is
+   none, or the job file says to stop, the live layers are saved and the job ends.
 
-Outcome and decision are written down before anybody is told; an outcome outlives its epoch.
+Outcome and decision are recorded before anybody is told. An outcome holds in all later epochs.
 
-Source: DESIGN 4.5 and 5; the order of 1 and 2 is what the search in tests/coordinator/
-test_commit_search.py shows to be needed.
+Source: docs/protocol.md, "Recovering from a loss". The search in tests/coordinator/
+test_commit_search.py shows that the order of steps 1 and 2 is needed.
 """
 
 from collections.abc import Mapping
@@ -72,7 +74,7 @@ from planaria.core.records import (
     Recovering,
 )
 
-GRANTED: Final = "granted"  # A node that was waited for.
+GRANTED: Final = "granted"  # The kind of a "loss" in which a node that was waited for has come.
 
 
 def lost(
@@ -86,12 +88,12 @@ def lost(
     node: int = -1,
     raised: Raised | None = None,
 ) -> Step:
-    """The next epoch, without nodes that are gone; a change that is being made ends unmade.
+    """Begins the next epoch without the lost nodes; a change that is under way is dropped.
 
     Args:
-        kind: of what happened, as the report names it.
-        node: the one concerned where none is gone.
-        raised: in a worker of it.
+        kind: what happened, in the report's words.
+        node: the node concerned if `nodes` is empty; -1: none.
+        raised: error of a worker of that node.
     """
     concerned = nodes or ((node,) if node >= 0 else ())
     state = with_failures(state, nodes, now_s)
@@ -121,7 +123,7 @@ def lost(
         ready=Growing(),
         corrupted=Growing(),
         decision=None,
-        # What is whole on disk waits for its manifest alone, and may be what all go back to.
+        # A save with all layers on disk lacks only its manifest; the job may go back to it.
         saves={k: f for k, f in state.saves.items() if len(f) == state.plan.num_layers},
         loss=loss,
         history=history,
@@ -138,7 +140,7 @@ def lost(
 
 
 def _notice(state: JobState, raised: Raised | None) -> Recovering:
-    """What the launcher is told of the loss that this epoch answers to."""
+    """The launcher's notice of the loss that this epoch recovers from."""
     loss = state.loss
     assert loss is not None
     return Recovering(
@@ -154,8 +156,10 @@ def _notice(state: JobState, raised: Raised | None) -> Recovering:
 
 
 def replaceable(state: JobState) -> dict[int, int]:
-    """The workers that raised and hold nothing that sound ones do not hold. A job that
-    has failed needs no others."""
+    """Process ids, by rank, of workers that raised and whose layers sound workers hold too.
+
+    Empty in a job that has failed: it replaces no worker.
+    """
     if state.failure is not None:
         return {}
     held = state.plan.layers_by_rank
@@ -169,7 +173,7 @@ def replaceable(state: JobState) -> dict[int, int]:
 
 
 def _holding(state: JobState) -> frozenset[int]:
-    """The ranks that surely hold what the plan of the epoch that ends gives them."""
+    """The ranks that surely hold all layers that the plan of the ending epoch gives them."""
     if state.phase in (Phase.RECORDING, Phase.STOPPING):
         return state.holding
     is_sure = state.phase in (Phase.STARTING, Phase.TRAINING, Phase.SAVING)
@@ -179,10 +183,10 @@ def _holding(state: JobState) -> frozenset[int]:
 def _history(
     rules: Rules, state: JobState, kind: str, concerned: tuple[int, ...], *, now_s: float
 ) -> FailureHistory:
-    """With this loss, if it is a failure of the job's nodes."""
+    """The failure history with this loss added, if the loss is a failure of the job's nodes."""
     if kind in ("leader", GRANTED):
         return state.history
-    struck = () if kind == "copy" else concerned  # What is live is whole there.
+    struck = () if kind == "copy" else concerned  # A spoilt copy leaves the live layers intact.
     lease_s = rules.job.cluster.lease_s
     return with_failure(state.history, now_s, nodes=struck, lease_s=lease_s)
 
@@ -201,7 +205,7 @@ def _members(state: JobState) -> Members:
 
 
 def decided(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Every member has answered: where all go on, and how."""
+    """Decides where all go on, and how, once every member has answered."""
     if state.loss is not None and state.loss.awaits_saves and has_late_answer(rules, state, now_s):
         return state, ()
     judged = verdict(votes(state.answers.values()), devices_per_node=state.devices_per_node)
@@ -214,7 +218,7 @@ def decided(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
-    """The next plan, or the last save, or the end."""
+    """Goes on with a plan, saves for the last time, waits, or ends the job."""
     outcome = outcome_of(state)
     held = held_layers(rules, state, outcome)
     cluster = _cluster(rules, state, held, now_s)
@@ -227,7 +231,7 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     is_saved = ends and state.published >= outcome.iteration
     point = back_point(rules, state, outcome) if missing and not is_saved else None
     if missing and not is_saved and not (point and point.copied):
-        # A save that a job which ends went back to would be all that it leaves, and is there.
+        # A job that ends need not go back to a save: that save is on disk anyway.
         if state.failure is not None:
             return _end(state, _unsaved_text(missing[0]))
         if state.must_end:
@@ -242,13 +246,13 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
     reports = {i: r for i, r in state.reports.items() if i < outcome.iteration}
     state = replace(state, reports=reports)
     if state.failure is not None:
-        if missing:  # It was to go on from copies, which are gone, too.
+        if missing:  # The job was to go on from copies, and they are gone too.
             return _end(state, _unsaved_text(missing[0]))
         reason = state.failed_reason
         return _save(state, outcome, held, ending=Ending.FAILED.value, reason=reason)
     if ends and (is_saved or not missing):
         return _save(state, outcome, held, ending="", reason="")
-    if state.stop_reason and not state.must_end:  # Nodes may have come since.
+    if state.stop_reason and not state.must_end:  # Nodes may have joined since the stop.
         state = replace(state, stop_requested=False, stop_reason="")
         answered = replace(answered, stop_requested=False, stop_reason="")
     reason = state.must_end or shortage_text(rules, num_nodes)
@@ -272,14 +276,14 @@ def _gone_on(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _event(rules: Rules, state: JobState, outcome: Outcome, redone: int) -> NodesLost:
-    """What happened, as policies are told."""
+    """The loss, as policies are told of it."""
     assert state.loss is not None
     nodes = tuple(node for node in state.loss.nodes if node not in state.nodes)
     return NodesLost(nodes, redone, save_point(rules, state, outcome, redone))
 
 
 def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Every rank has left the epoch, for holders of a layer differ: on without the odd ones."""
+    """Begins an epoch without the odd nodes; every rank left this one because hashes differ."""
     judged = verdict(votes(state.corrupted.values()), devices_per_node=state.devices_per_node)
     if judged.layer < 0:
         reason = "the sums of the holders' hashes are wrong, though the hashes agree"
@@ -288,9 +292,9 @@ def refuted(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -> Step:
-    """The next epoch, or the end of the job where nobody can tell whose parameters are right."""
+    """Begins an epoch without the odd nodes, or ends the job if no majority shows who is right."""
     if judged.undecided and has_late_answer(rules, state, now_s):
-        return awaiting_saves(rules, state, now_s)  # That save may be all that is left.
+        return awaiting_saves(rules, state, now_s)  # That save may be all that the job leaves.
     if judged.undecided:
         nodes = " and ".join(map(str, judged.undecided))
         return _end(
@@ -309,7 +313,10 @@ def _without_odd(rules: Rules, state: JobState, judged: Verdict, now_s: float) -
 def _cluster(
     rules: Rules, state: JobState, held: Mapping[int, frozenset[int]], now_s: float
 ) -> ClusterState:
-    """The members; those that are leaving only give what they hold, if the others can do it."""
+    """The members as policies see them.
+
+    Leaving nodes only give away what they hold, unless fewer than n0 nodes would stay.
+    """
     nodes = [seen_node(state, node, held, now_s) for node in state.nodes]
     staying = tuple(node for node in nodes if node.node not in state.leaving)
     if len(staying) < rules.n0:
@@ -326,7 +333,7 @@ def _resume(
     transitions: tuple[Transition, ...],
     now_s: float,
 ) -> Step:
-    """Takes the best of the transitions."""
+    """Takes the best of the transitions, and records it."""
     loss = state.loss
     assert loss is not None
     best, candidates = candidates_of(rules, state, transitions, loss.lost_s)
@@ -390,7 +397,7 @@ def _order(
         since=origin.epoch,
         copies=copies,
         copied=None if is_begun else origin.copied,
-        # What is newer is of an iteration that is done again, and of no use.
+        # A newer copy belongs to an iteration that is done again, so it is of no use.
         kept=newest_copies(rules, state, most=outcome.iteration),
         idle=idle_of(rules, best.after, copies),
     )
@@ -404,9 +411,9 @@ def _save(
     ending: str,
     reason: str,
 ) -> Step:
-    """Has each layer saved by one of its holders, and then the job ends."""
+    """Has each layer saved by one of its holders before the job ends."""
     origin, is_begun = state.origin, outcome.iteration > state.origin.iteration
-    if not is_begun and not origin.copied:  # There is nothing that was not there before.
+    if not is_begun and not origin.copied:  # Nothing was trained since the save or the seed.
         failed_or_lost = Ending.FAILED if state.failure else Ending.LOST
         return _ended(state, End(failed_or_lost, reason, state.failure))
     if state.published >= outcome.iteration:
@@ -427,7 +434,7 @@ def _save(
 
 
 def _writers(held: Mapping[int, frozenset[int]]) -> dict[int, tuple[int, ...]]:
-    """For every layer one rank that holds it, the one that writes fewest so far."""
+    """The layers that each rank is to write: each layer by its holder with the fewest so far."""
     writers: dict[int, list[int]] = {rank: [] for rank in held}
     for layer in sorted(frozenset[int]().union(*held.values())):
         ranks = [rank for rank, layers in held.items() if layer in layers]
@@ -440,13 +447,13 @@ def _unsaved_text(layer: int) -> str:
 
 
 def _after_crash(state: JobState) -> str:
-    """What took a layer whose nodes live."""
+    """The reason of a loss that took a layer though its nodes live; empty for other losses."""
     assert state.loss is not None
     return f": {state.loss.reason}" if state.loss.kind in ("crash", "copy") else ""
 
 
 def _end(state: JobState, reason: str) -> Step:
-    """Ends the job: what is live is not whole."""
+    """Ends the job without a save of the live layers."""
     failure = left_unsaved(state.failure, reason) if state.failure else None
     return _ended(state, End(Ending.FAILED if failure else Ending.LOST, reason, failure))
 
@@ -456,14 +463,17 @@ def _ended(state: JobState, end: End) -> Step:
 
 
 def with_reason(failure: WorkerFailed, reason: str) -> WorkerFailed:
-    """A failure that ends the job, and what else there is to be said of it."""
+    """The failure, with a further reason appended to its traceback."""
     text = f"{failure.traceback.rstrip()}\n{reason}" if failure.traceback else reason
     return msgspec.structs.replace(failure, traceback=text)
 
 
 def left_unsaved(failure: WorkerFailed, reason: str) -> WorkerFailed:
-    """The failure of a job whose live layers are not saved, and why: a person who made a mistake
-    sees its remedy instead of the traceback."""
+    """The failure, with the reason why live layers are not saved.
+
+    The reason is also appended to the remedy of a user's mistake, which is shown in place of the
+    traceback.
+    """
     failure = with_reason(failure, reason)
     if failure.mistake is None:
         return failure

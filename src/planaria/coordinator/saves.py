@@ -1,8 +1,8 @@
-"""Saves to disk: complete when every layer is there, given up when one cannot be written.
+"""Saves to disk: each is complete when every layer is written, and dropped if one cannot be.
 
-What is asked of the disk is answered later, or never. Training does not wait for it; a recovery
-does where what it decides depends on the answer, and the end of the job does, but neither for
-longer than `checkpoint.timeout_s`.
+The disk answers late, or never. Training does not wait for it. A recovery waits if its decision
+depends on the answer, and the end of the job waits for the last save, but neither waits for longer
+than `checkpoint.timeout_s` without an answer.
 """
 
 from dataclasses import replace
@@ -26,13 +26,13 @@ from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
 from planaria.core.records import AwaitingSaves, Unsaved, Warned
 
 Kept = Published | Pruned | SavesListed
-SLOW_S: Final = 10.0  # From when on it is said that a save takes long.
-_WAITING_MAX: Final = 4  # Saves that are whole but for their manifests.
-_FAILED_MAX: Final = 64  # Saves of which it is known why they failed; ranks are not so far apart.
+SLOW_S: Final = 10.0  # Time without a write after which the launcher is told of a slow save.
+_WAITING_MAX: Final = 4  # Number of saves that lack only their manifests.
+_FAILED_MAX: Final = 64  # Number of failed saves that are remembered; ranks are not so far apart.
 
 
 def layers_saved(state: JobState, event: LayersSaved) -> Step:
-    """A save is complete when every layer of it is on disk."""
+    """Notes layers that are on disk, and publishes the save if it has all its layers."""
     key = (event.iteration, event.epoch)
     is_settled = event.iteration <= state.published or key in state.unsaved
     is_settled = is_settled or key in state.publishing
@@ -44,10 +44,10 @@ def layers_saved(state: JobState, event: LayersSaved) -> Step:
 
 
 def publish_next(state: JobState) -> Step:
-    """Has the first save published of which every layer is on disk, one after the other.
+    """Has the oldest save with all layers on disk published, unless another one is being published.
 
-    What is older and not whole by then would be of no use any more, nor what has waited for too
-    many others.
+    Older saves without all layers are dropped as useless. If more than `_WAITING_MAX` saves wait,
+    the oldest of them are skipped.
     """
     whole = sorted(k for k, files in state.saves.items() if len(files) == state.plan.num_layers)
     commands: list[Command] = []
@@ -69,7 +69,7 @@ def publish_next(state: JobState) -> Step:
 
 
 def kept(rules: Rules, state: JobState, event: Kept) -> JobState:
-    """A save is there, of this coordinator's time or of before, or is there no more."""
+    """Notes that a save exists, from before this coordinator or since, or exists no more."""
     if isinstance(event, SavesListed):
         return replace(state, is_listing=False)
     if isinstance(event, Pruned):
@@ -83,7 +83,10 @@ def kept(rules: Rules, state: JobState, event: Kept) -> JobState:
 
 
 def _pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
-    """Nobody goes back to it, nor to what the run or the epoch began with, if it was that."""
+    """The state in which nobody goes back to a removed version.
+
+    If the run or the origin began with that version, it counts as spoilt.
+    """
     versions = tuple(one for one in state.versions if version_name(*one) != event.source)
     is_origin = event.source in (rules.source, state.origin.source)
     spoilt = state.spoilt | {event.source} if is_origin else state.spoilt
@@ -91,14 +94,17 @@ def _pruned(rules: Rules, state: JobState, event: Pruned) -> JobState:
 
 
 def without_spoilt(state: JobState, source: str) -> JobState:
-    """A version that is not what was saved: nobody goes back to it any more."""
+    """The state in which nobody goes back to a version that is not what was saved."""
     versions = tuple(one for one in state.versions if version_name(*one) != source)
     return replace(state, versions=versions, spoilt=state.spoilt | {source})
 
 
 def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
-    """Iterations and version of the newest sound save on disk, (0, "") for the job's start; None if
-    this run began with a save, and none is sound."""
+    """The newest sound save on disk, as (iterations, version).
+
+    It is (0, "") for the job's start if there is no save yet; None if this run began with a save
+    and no save is sound.
+    """
     is_spoilt = rules.source in state.spoilt
     if state.versions and (is_spoilt or state.published > rules.first_iteration):
         return state.published, version_name(*state.versions[0])
@@ -106,7 +112,7 @@ def newest_save(rules: Rules, state: JobState) -> tuple[int, str] | None:
 
 
 def save_failed(state: JobState, event: SaveFailed) -> Step:
-    """A save that cannot be complete any more is removed; another one has its turn."""
+    """Discards a save that cannot become complete, and publishes the next one."""
     state, commands = _failed(state, event)
     state, publishes = publish_next(state)
     return state, (*commands, *publishes)
@@ -128,13 +134,13 @@ def _failed(state: JobState, event: SaveFailed) -> Step:
     if not event.is_skipped:
         return state, (Discard(*key, reason),)
     state = replace(state, num_skipped=state.num_skipped + 1)
-    # Others may have written a part of it.
+    # Other ranks may have written a part of it.
     discards: tuple[Command, ...] = (Discard(*key, ""),) if is_there else ()
     return state, (*_skipped(state, event), *discards)
 
 
 def _skipped(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
-    """Tells the user of the first, second, fourth ... save that was skipped."""
+    """The notice of a skipped save; only of the first, second, fourth, eighth ... one."""
     number = state.num_skipped
     if number & (number - 1):
         return ()
@@ -148,15 +154,15 @@ def _skipped(state: JobState, event: SaveFailed) -> tuple[Notify, ...]:
 
 
 def has_late_answer(rules: Rules, state: JobState, now_s: float) -> bool:
-    """Whether a recovery may wait to hear of saves: some may be there of which it knows nothing."""
+    """Whether the disk may still tell a recovery of saves that it does not know of yet."""
     since_s = max(state.wrote_s, state.loss.lost_s if state.loss else 0.0)
     is_late = now_s >= since_s + rules.job.checkpoint.timeout_s
     return not is_late and (state.is_listing or bool(state.publishing))
 
 
 def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
-    """The recovery waits until the disk has answered; that is said once."""
-    # In its first epoch a job has lost nothing yet, and holders may differ all the same.
+    """Has the recovery wait until the disk has answered; the launcher is told once."""
+    # In its first epoch a job has lost nothing yet, but holders of a layer may differ even then.
     loss = state.loss or Loss("lost", (), "holders of a layer differ", now_s)
     checkpoint = rules.job.checkpoint
     if loss.awaits_saves:
@@ -170,7 +176,7 @@ def awaiting_saves(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:
-    """The last save is not complete: it is waited for as long as it gets on."""
+    """Waits for the last save as long as the disk writes; gives it up after the timeout."""
     checkpoint, silent_s = rules.job.checkpoint, now_s - state.wrote_s
     where, timeout_s = checkpoint.directory, checkpoint.timeout_s
     if silent_s >= timeout_s:
@@ -192,5 +198,5 @@ def last_save_awaited(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _answered(state: JobState, key: tuple[int, int]) -> JobState:
-    """That save is not being published any more."""
+    """The state in which that save is no longer being published."""
     return replace(state, publishing=state.publishing - {key})

@@ -1,4 +1,4 @@
-"""How many nodes there have to be: to go on at all, and to survive so many failures as promised."""
+"""How many nodes a job needs: to go on at all, and to survive as many failures as it promises."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +9,7 @@ from planaria.core.records import Warned
 
 
 def shortage_text(rules: Rules, num_left: int) -> str:
-    """Why so few nodes cannot go on by themselves; empty if they can."""
+    """Why `num_left` nodes are too few to go on by themselves; empty if they can go on."""
     wanted = (rules.job.resilience.failures_tolerated + 1) * rules.n0
     if num_left < rules.n0:
         return f"{left_text(num_left)}, fewer than n0 = {rules.n0} that hold the model"
@@ -22,11 +22,12 @@ def shortage_text(rules: Rules, num_left: int) -> str:
 
 
 def undrained(rules: Rules, state: JobState, num_left: int) -> Step:
-    """The state in which nodes that the user drains stay, if too few are left without them; nothing
-    else is to be given up for want of nodes before that.
+    """The state in which no node is drained any more, if too few nodes would be left without them.
+
+    The user's wish to drain is the first thing to be given up when nodes are short.
 
     Args:
-        num_left: without all nodes that leave, whoever asked that.
+        num_left: number of nodes after all leaving nodes have left, drained or preempted.
     """
     drained = tuple(node for node in state.nodes if _is_drained(state, node))
     shortage = shortage_text(rules, num_left)
@@ -42,7 +43,7 @@ def _is_drained(state: JobState, node: int) -> bool:
 
 
 def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
-    """The warning that f failures are not tolerated any more; empty if they are, or once told."""
+    """The warning that f failures are no longer tolerated; empty if they are, or if told before."""
     f, num_nodes = rules.job.resilience.failures_tolerated, len(state.nodes)
     left = tolerated(rules, state, plan)
     if left >= f or state.is_degraded:
@@ -57,7 +58,7 @@ def degraded_text(rules: Rules, state: JobState, plan: Plan) -> str:
 
 
 def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
-    """How many nodes may be lost at once, whichever they are."""
+    """The largest number of nodes that may be lost at once, whichever they are."""
     per_node = state.devices_per_node
     held = plan.held_by_rank.items()
     places = {(rank // per_node, layer) for rank, layers in held for layer in layers}
@@ -66,5 +67,5 @@ def tolerated(rules: Rules, state: JobState, plan: Plan) -> int:
 
 
 def left_text(num_nodes: int) -> str:
-    """How many nodes are left, in words."""
+    """The number of nodes that are left, in words."""
     return f"{num_nodes} node{'s are' if num_nodes != 1 else ' is'} left"

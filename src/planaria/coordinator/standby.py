@@ -1,11 +1,11 @@
-"""Standby nodes, and machines that are granted for lost ones: who is taken, and who is waited for.
+"""Standby nodes, and machines granted for lost ones: which are taken, and which are waited for.
 
-Of the candidates so many wait as the job keeps on standby, their workers started, as long as there
-are as many members as it began with. A loss takes them at once, a node that leaves in peace while
-training goes on. Nobody waits for a machine that is asked for but where too few nodes are left to
-go on without it.
+While the job has as many members as `cluster.nodes`, `cluster.standby` candidates wait with their
+workers started. A loss makes them members at once; a node that leaves in peace is replaced by one
+while training goes on. The job waits for a machine that was asked for only if too few nodes are
+left to go on without it.
 
-Source: Gemini (SOSP '23), section 6.2 (standby machines); DESIGN 6 (Nodes).
+Source: Gemini (SOSP '23), section 6.2 (standby machines).
 """
 
 from dataclasses import replace
@@ -15,12 +15,12 @@ from planaria.coordinator.state import JobState, Notify, Rules, Step
 from planaria.coordinator.trust import trusted_first
 from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned
 
-_PATIENCE: Final = 2.0  # Times what a machine is said to take.
-_START_S: Final = 10.0  # What a node takes to start, on a machine that many share.
+_PATIENCE: Final = 2.0  # Multiple of cluster.grant_s that a machine is waited for.
+_START_S: Final = 10.0  # Time that a node takes to start, on a machine that many nodes share.
 
 
 def able_candidates(state: JobState, now_s: float) -> list[int]:
-    """Those that can be taken now: who failed least first, of equals who came first."""
+    """The candidates that can become members now: fewest failures first, then by arrival."""
     able = [
         node
         for node, candidate in state.candidates.items()
@@ -30,15 +30,18 @@ def able_candidates(state: JobState, now_s: float) -> list[int]:
 
 
 def num_taken(rules: Rules, *, num_staying: int, num_able: int) -> int:
-    """How many candidates are to be members, while training goes on."""
+    """The number of candidates that become members while training goes on."""
     cluster = rules.job.cluster
     beyond_standby = max(num_able - cluster.standby, cluster.nodes - num_staying)
     return max(0, min(num_able, beyond_standby, rules.max_nodes - num_staying))
 
 
 def taken_at_loss(rules: Rules, state: JobState, num_left: int, now_s: float) -> tuple[int, ...]:
-    """Candidates that become members at once: standby nodes in place of lost ones; any at all, if
-    the others tolerate no more failures."""
+    """The candidates that become members at once, after a loss.
+
+    If fewer than (f + 1) * n0 nodes are left, any candidates with workers fill the gap, even those
+    that are to be taken back later. Then standby nodes take the places of lost ones.
+    """
     needed = (rules.job.resilience.failures_tolerated + 1) * rules.n0 - num_left
     anyone = trusted_first(state, filter(state.has_workers, state.candidates), now_s)
     taken = anyone[: max(0, needed)]
@@ -49,7 +52,7 @@ def taken_at_loss(rules: Rules, state: JobState, num_left: int, now_s: float) ->
 
 
 def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
-    """Whether a machine may still come for one that was lost."""
+    """Whether a machine that replaces a lost one may still be granted in time."""
     grant_s, loss = rules.job.cluster.grant_s, state.loss
     if not grant_s or loss is None or state.stop_requested:
         return False
@@ -57,12 +60,12 @@ def is_granted_soon(rules: Rules, state: JobState, now_s: float) -> bool:
 
 
 def _longest_s(rules: Rules) -> float:
-    """How long a machine is waited for, until its node has started."""
+    """The longest time that a machine is waited for, which includes the start of its node."""
     return _PATIENCE * rules.job.cluster.grant_s + _START_S
 
 
 def waiting(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
-    """All wait for a machine; that is said once."""
+    """All members wait for a machine; the launcher is told once."""
     loss = state.loss
     assert loss is not None
     if loss.is_waiting:
@@ -73,8 +76,10 @@ def waiting(rules: Rules, state: JobState, shortage: str, now_s: float) -> Step:
 
 
 def nodes_to_replace(message: ToLauncher) -> tuple[int, ...]:
-    """The nodes that are lost, or were taken away, by this; those that a user drains are not
-    replaced."""
+    """The nodes to ask replacements for: those that the message says are lost or preempted.
+
+    A drained node is not replaced.
+    """
     match message:
         case Warned(gone=nodes):
             return nodes

@@ -1,9 +1,10 @@
 """Whether the coordinator stands still, as its launcher sees it.
 
-A coordinator beats while it runs, but for a long decision, in which it computes. Nodes whose
-heartbeats it leaves unanswered write no saves after a lease, and end themselves after two
-(agent_lease.py), so one that does neither is killed, and another started, before that. Once its
-connections are closed nodes keep their leases and wait for the next one.
+A running coordinator sends beats to its launcher, except in a long decision, in which it computes.
+Nodes whose heartbeats it leaves unanswered write no saves after one lease, and end themselves after
+two (agent_lease.py). So a coordinator that neither beats nor computes is killed before that, and
+another one is started. Its connections close then, and the nodes keep their leases and wait for the
+next coordinator.
 """
 
 from math import ceil
@@ -12,7 +13,8 @@ from typing import Final
 from planaria.coordinator.arrivals import arrival_s
 from planaria.protocol.agent_lease import TICKS_PER_LEASE
 
-# Two thirds of a lease: the last heartbeat that it answered may be a tick older than its last beat.
+# Two thirds of a lease: the last heartbeat that the coordinator answered may be a tick older than
+# its last beat.
 SILENT_TICKS_MAX: Final = 4
 
 
@@ -20,10 +22,11 @@ def stands_still(silent_ticks: int, *, has_begun: bool, lease_s: float) -> bool:
     """Whether a coordinator has been silent for too long.
 
     Args:
-        silent_ticks: of the launcher, in a row, in which the coordinator neither said anything nor
-            computed. Not seconds: while the launcher itself was stopped it could hear nobody.
-        has_begun: it was heard at all. Before, it reads its records, from a disk that may be slow,
-            and no agent is connected to it.
+        silent_ticks: number of the launcher's latest ticks in a row in which the coordinator
+            neither said anything nor computed. These are not seconds, because a launcher that was
+            itself stopped could hear nobody.
+        has_begun: whether the coordinator was ever heard. Until then it reads its records, from a
+            disk that may be slow, and no agent is connected to it.
     """
     most = SILENT_TICKS_MAX
     if not has_begun:

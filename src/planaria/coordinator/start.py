@@ -1,4 +1,4 @@
-"""How a coordinator begins: with a job that begins, or with the records of one before it."""
+"""How a coordinator starts: with a new job, or from the records of the coordinator before it."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from planaria.core.records import Decision, Members, Origin, Outcome, Progress, 
 
 
 def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> Step:
-    """A job that begins: its first members and decision are to be recorded."""
+    """The first state of a job; the commands record its first members and decision."""
     state = JobState(
         term=term,
         epoch=plan.epoch,
@@ -57,7 +57,7 @@ def first_step(rules: Rules, plan: Plan, *, term: int, predicted_s: float) -> St
 
 
 def _unprotected(rules: Rules, start: StartEpoch) -> tuple[Notify, ...]:
-    """Says how long there are no copies, where there are to be any."""
+    """The warning that there are no copies at first; () if copies begin at once or are not kept."""
     waits = rules.job.checkpoint.mode in SCHEDULED and not start.idle
     if not start.copies or not waits:
         return ()
@@ -78,11 +78,11 @@ def restored_step(
     predicted_s: float,
     now_s: float,
 ) -> Step:
-    """Where a coordinator goes on that finds these records, each the newest of its kind.
+    """The first state of a coordinator that finds these records, each the newest of its kind.
 
     Args:
-        plan: of the newest decision to start an epoch, or the job's first.
-        predicted_s: of an iteration with the job's first plan.
+        plan: plan of the newest decision to start an epoch, or the job's first plan.
+        predicted_s: predicted duration of an iteration with the job's first plan.
     """
     findings, origin = _findings(members, progress), outcome.origin if outcome else _start(rules)
     rules = (fitted := fitted_rules(rules, findings, len(members.nodes))) or rules
@@ -109,9 +109,9 @@ def restored_step(
         loss=Loss("lost", (), "the coordinator before this one knew", now_s),
         is_settled=False,
     )
-    state = of_members(state)  # The record of a switch is from before those who leave have left.
+    state = of_members(state)  # The record of a switch still has findings on nodes that have left.
     if decision is None and plan.epoch == members.epoch:
-        # The one before was killed while it recorded how the job begins.
+        # The coordinator before this one was killed while it recorded how the job begins.
         first, (_, record, *_) = first_step(rules, plan, term=term, predicted_s=predicted_s)
         return replace(first, next_iteration=state.next_iteration), (record,)
     is_begun = decision is not None and decision.order.epoch == members.epoch
@@ -120,8 +120,8 @@ def restored_step(
         state = replace(state, failed_reason=decision.reason, phase=Phase.JOINING)
         return advanced(rules, state, now_s)
     if members.is_planned:
-        # Nobody knows who has begun this epoch, or what was to follow it: all leave it for one
-        # more. Without that silent members would stay silent, for nobody asks for a change again.
+        # Nobody knows which ranks have begun this epoch, or what was to follow it. If all did not
+        # leave it, silent members would stay silent: nobody would ask for the change again.
         reason = "the coordinator before this one was changing the members"
         return lost(rules, state, "leader", (), reason=reason, now_s=now_s)
     order = Abort(epoch=members.epoch, nodes=members.nodes)
@@ -129,7 +129,7 @@ def restored_step(
 
 
 def _is_midway(decision: Decision | None) -> bool:
-    """Whether the epoch is of a change that was to go on: some have layers only silently."""
+    """Whether the decision is one in the middle of a change: it gives some ranks silent layers."""
     order = decision.order if decision else None
     return isinstance(order, StartEpoch) and bool(order.plan.silent)
 
@@ -137,7 +137,10 @@ def _is_midway(decision: Decision | None) -> bool:
 def _history(
     rules: Rules, members: Members, progress: Progress | None, *, predicted_s: float, now_s: float
 ) -> FailureHistory:
-    """What is on record of failures; before the first that is how much was trained."""
+    """The failure history on record.
+
+    If none has begun, it begins as long ago as the committed iterations were predicted to take.
+    """
     if progress is None:
         return members.history
     num_done = max(0, progress.num_committed - rules.first_iteration)
@@ -145,7 +148,7 @@ def _history(
 
 
 def _findings(members: Members, progress: Progress | None) -> Findings:
-    """The newest on record."""
+    """The newest findings on record."""
     if progress is None or progress.epoch != members.epoch:
         return members.findings
     return progress.findings
@@ -156,9 +159,10 @@ def _start(rules: Rules) -> Origin:
 
 
 def _num_committed(rules: Rules, origin: Origin, progress: Progress | None) -> int:
-    """What counts of the progress on record, which may be of before all went back to a save.
+    """The number of committed iterations on record that still count.
 
-    All may go back to a state of which no commit was ever recorded: that is told then.
+    The progress on record may be from before the job went back, and then reaches beyond the origin.
+    It may also end before the origin, if commits were never recorded; those are told again later.
     """
     if progress is None:
         return min(rules.first_iteration, origin.iteration)

@@ -1,4 +1,4 @@
-"""What the coordinator knows, and what it can ask of whoever calls it."""
+"""The coordinator's state, the commands that it gives to its caller, and some of its events."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from planaria.policies.policy import Policy, Prices
 
 
 class Phase(Enum):
-    """What the coordinator waits for."""
+    """The phase of an epoch; the value says what the coordinator waits for in it."""
 
     RECORDING = "the record of members"
     STOPPING = "members to leave the epoch before"
@@ -54,22 +54,24 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rules:
-    """What does not change in a run.
+    """The settings of a run, which do not change.
 
     Attributes:
-        policy: proposes the answers to losses.
-        n0: nodes of the smallest pipeline.
-        max_nodes: that there are plans for.
-        layer_s: of each layer, forward and backward for a microbatch, as the profile says; empty:
-            nobody looks for slow nodes.
-        looks_ahead: answers are looked for before they are needed, and those that are better than
-            ones chosen in a hurry, too; without it those are looked for at each commit.
-        every: what the job can be re-formed to; None: its profile is not corrected.
-        policy_of: makes the policy of such plans, which may be priced by another profile.
-        version_iterations: from one version of the copies in memory to the next, as predicted.
-        first_iteration: where this run starts.
-        source: version of the disk tier to start from, "" for the seed.
-        processors: that all ranks share; 0: each has its own.
+        policy: policy that proposes answers to losses.
+        prices: prices of a recovery by the profile, before the job has measured any.
+        n0: number of nodes of the smallest pipeline.
+        max_nodes: largest number of nodes that there are plans for.
+        layer_s: seconds of forward and backward of each layer for one microbatch, by the profile;
+            empty: slow nodes are not looked for.
+        looks_ahead: whether answers to losses, and plans better than one chosen in a hurry, are
+            searched ahead of need. If not, better plans are looked for at each commit.
+        every: plans that the job can be re-formed to; None: its profile is not corrected.
+        policy_of: function from such plans, which may have a corrected profile, to their policy.
+        version_iterations: predicted number of iterations from one version of the copies in memory
+            to the next.
+        first_iteration: iteration at which this run starts.
+        source: version of the disk tier that this run starts from; "": it starts from the seed.
+        processors: number of processors that all ranks share; 0: each rank has its own.
     """
 
     job: JobConfig
@@ -91,7 +93,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a message to the agents of these nodes, or of every member if there are none."""
+    """Send a message to the agents of these nodes; if none are given, to those of all members."""
 
     message: ToNode
     nodes: tuple[int, ...] = ()
@@ -99,21 +101,21 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Close the connections of nodes, whose leases end with them."""
+    """Close the connections of these nodes and end their leases."""
 
     nodes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordMembers:
-    """Write the record, then say `MembersRecorded`."""
+    """Write the record, then send the event `MembersRecorded`."""
 
     members: Members
 
 
 @dataclass(frozen=True, slots=True)
 class RecordDecision:
-    """Write both records, the outcome first, then say `DecisionRecorded`."""
+    """Write both records, the outcome first, then send the event `DecisionRecorded`."""
 
     outcome: Outcome
     decision: Decision
@@ -121,18 +123,19 @@ class RecordDecision:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Tell the launcher."""
+    """Send a message to the launcher."""
 
     message: ToLauncher
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Every layer of (iteration, epoch) is on disk: create its manifest, then say `Published`, or
-    `SaveFailed`.
+    """Create the manifest of a save, all of whose layers are on disk.
+
+    Then send the event `Published`, or `SaveFailed`.
 
     Attributes:
-        unused: versions that could not be read, and so are none of the newest that are kept.
+        unused: versions that could not be read; they do not count among the newest to be kept.
     """
 
     iteration: int
@@ -143,7 +146,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """A save failed: remove what there is of it, and say so if there is a reason."""
+    """Remove what there is of a failed save, and tell the launcher if there is a reason."""
 
     iteration: int
     epoch: int
@@ -152,14 +155,18 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Take a version of the disk tier out of use, which is not what was saved."""
+    """Take a version of the disk tier out of use because it is not what was saved."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The job is over: tell the launcher, then have every member leave; `reason` is in words."""
+    """Tell the launcher that the job is over, then have every member leave.
+
+    Attributes:
+        reason: why it is over, in words.
+    """
 
     ending: Ending
     reason: str = ""
@@ -172,21 +179,21 @@ Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Saving | End
 
 @dataclass(frozen=True, slots=True)
 class MembersRecorded:
-    """The store has the record of this epoch's members."""
+    """The record of the epoch's members is durable."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class AnswersFound:
-    """It is known what might be better than the plan of this epoch, see policies/ahead.py."""
+    """The search for plans better than that of this epoch has ended; see policies/ahead.py."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecorded:
-    """The store has the outcome and the decision of this epoch."""
+    """The records of the epoch's outcome and decision are durable."""
 
     epoch: int
 
@@ -200,25 +207,25 @@ class Published:
 
     @property
     def source(self) -> str:
-        """Its version of the disk tier."""
+        """The save's version of the disk tier."""
         return version_name(self.iteration, self.epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """A version of the disk tier is gone: newer ones are kept."""
+    """A version of the disk tier was removed, because enough newer ones are kept."""
 
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class SavesListed:
-    """Every save that was there when this coordinator began was said to be `Published`."""
+    """A `Published` was sent for every save that existed when this coordinator began."""
 
 
 @dataclass(frozen=True, slots=True)
 class MustEnd:
-    """The job cannot go on, whatever its nodes do; what is live is to be saved before it ends."""
+    """The job cannot go on, whatever its nodes do; its live layers are to be saved first."""
 
     reason: str
 
@@ -230,12 +237,16 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What made the epoch before this one end; `lost_s` is when it was noticed.
+    """The event that made the epoch before this one end.
 
     Attributes:
+        kind: what happened, in the report's words.
+        nodes: the nodes that it concerns; they are lost if they are no members any more.
+        lost_s: time at which it was noticed.
         joined: candidates that were needed, and so became members at once.
-        is_waiting: too few are left, and it was said that a machine is waited for.
-        awaits_saves: all have answered, and it was said that the disk has yet to.
+        is_waiting: whether too few nodes are left, and the launcher was told that the job waits for
+            a machine.
+        awaits_saves: whether the launcher was told that the recovery waits for the disk's answer.
     """
 
     kind: str
@@ -249,10 +260,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The code in a worker of a node raised, or its process ended.
+    """An error that a worker's code raised, or the end of a worker's process.
 
     Attributes:
-        epoch: as in `WorkerFailed`; -1 if the process ended.
+        epoch: epoch of the error, as in `WorkerFailed`; -1: the process ended.
     """
 
     node: int
@@ -263,71 +274,78 @@ class Crash:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Nothing else has it; agents tell again what they have told."""
+        """The identity of this crash, by which a report that an agent repeats is recognised."""
         return (self.rank, self.pid, self.epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """All that the coordinator knows.
+    """Everything that the coordinator knows.
 
     Attributes:
-        term: of this coordinator; the store fences those of older terms.
-        epoch: of the newest members, whether on record yet or not.
-        nodes: these members, ascending.
-        plan: the newest there was.
-        workers: the newest worker of each rank.
-        answers: of this epoch, by rank.
-        outcome: the newest on record, of this epoch or an older one.
-        decision: of this epoch, once it is on record.
-        ready: by rank, in this epoch.
-        corrupted: ranks that left this epoch because holders differ.
-        next_iteration: the first that is not committed.
-        reports: of iterations not yet committed, by iteration, then rank.
-        saves: files so far by (iteration, epoch), then layer, of saves not yet published.
-        versions: (iteration, epoch) of published saves beside the one that this run began with, the
-            newest first.
+        term: number of this coordinator; the store refuses writes of older terms.
+        epoch: number of the newest membership, recorded or not.
+        nodes: members of this epoch, ascending.
+        plan: the newest plan.
+        workers: newest worker of each rank.
+        answers: answers to this epoch's order to stop, by rank.
+        outcome: newest outcome, of this epoch or an older one; in the phase DECIDING, the one that
+            is being recorded.
+        decision: decision of this epoch; None: there is none yet.
+        ready: ranks that have begun this epoch, with their reports.
+        corrupted: ranks that left this epoch because holders of a layer differ, with their reports.
+        next_iteration: first iteration that is not committed.
+        reports: reports of iterations not yet committed, by iteration, then by rank.
+        saves: files so far of saves not yet published, by (iteration, epoch), then by layer.
+        versions: (iteration, epoch) of published saves, the newest first, without the one that this
+            run began with.
         spoilt: versions of the disk tier that turned out not to be what was saved.
-        publishing: saves that are being published, by (iteration, epoch).
-        is_listing: it is not known yet which saves there were when this coordinator began.
-        num_skipped: saves that were not made, for others before were under way.
-        wrote_s: when a part of the last save was written last; since when that is waited for.
-        is_slow_told: it was said that the last save is slow.
-        origin: on which the iterations that count are built.
-        unsaved: why saves of this run failed, by (iteration, epoch).
-        ends: the last committed iteration was the job's last.
-        loss: what this epoch answers to, None in the first.
-        gone: nodes that were members and are not any more.
-        machines: on which nodes run.
-        missing_ticks: in how many ticks of this coordinator members had yet to come.
-        failures: of machines, how many and when the last one was.
-        history: how often the job has failed.
-        candidates: nodes that are there and no members.
+        publishing: (iteration, epoch) of saves whose manifests are being written.
+        is_listing: whether it is still unknown which saves existed when this coordinator began.
+        num_skipped: number of saves that were skipped because earlier ones were under way.
+        wrote_s: time at which a part of a save was last written, or the wait for the last save
+            began.
+        is_slow_told: whether the launcher was told that the last save is slow.
+        origin: state on which the iterations that count are built.
+        unsaved: reasons why saves of this run failed, by (iteration, epoch), the newest first.
+        ends: whether the newest committed iteration is the job's last.
+        stop_requested: whether the job is to stop at its next commit.
+        loss: event that this epoch recovers from; None in the first epoch.
+        is_degraded: whether the launcher knows that fewer than f failures are tolerated.
+        gone: nodes that are out for good: former members, and candidates that were dropped.
+        machines: machine of each node.
+        missing_ticks: number of this coordinator's ticks in which members had not arrived.
+        failures: number of failures of each machine, and time of the last one.
+        history: statistics of the job's failures.
+        candidates: nodes that have arrived and are not members.
         leaving: nodes that are to leave in peace.
-        change: that is being made.
-        asked: for what a change was last looked for: members, candidates, leaving, speeds, and at
-            the end to which power of two failures are rare.
-        is_settled: the plan was looked for at leisure.
-        sought: the newest epoch for whose nodes better plans have been looked for, -1 for none.
-        ratios: by node, of its newest iterations in this epoch; see slowness.py.
-        learning: how far seconds are from predicted ones, and which nodes are slow.
-        fitted: the rules with memory estimates that were raised, see memory.py; None: none were.
-        is_entered: every rank of this epoch has begun it, and the launcher knows.
-        saves_since: saves of this epoch and of later ones count, and what was whole when it began.
-        must_end: why the job ends at its next commit, or after its next loss, saved; "" if it need
-            not.
-        furthest: iterations that were ever committed, even if all have gone back behind them since.
-        crashes: of workers since an iteration was committed last that never was before.
-        raised: by rank the process of a worker that raised since then, and was not replaced.
-        replaced: by rank the newest process that ends because another one takes its place.
-        holding: in an epoch that is not decided yet, the ranks that surely hold what the plan gives
-            them.
-        failure: that ends the job as soon as what is live is saved.
-        failed_s: when that came, or since when all are asked to leave their epoch for it.
+        change: change of members or plan that is under way; None: none.
+        asked: situation in which a change was last looked for: members, joining and leaving nodes,
+            slow nodes and their speeds, nodes to be tried, and the binary exponent of the mean time
+            to a failure.
+        is_settled: whether the plan was searched for at leisure, not in a hurry after a loss.
+        sought: newest epoch for whose nodes better plans have been searched; -1: none.
+        ratios: slowness of each node in its newest iterations of this epoch; see slowness.py.
+        learning: measured deviations from the profile, and which nodes are slow.
+        fitted: rules with raised memory estimates, see memory.py; None: no estimate was raised.
+        is_entered: whether every rank of this epoch has begun it, and the launcher knows.
+        saves_since: oldest epoch whose new saves count; saves that had all layers before it count
+            too.
+        stop_reason: why nodes are too few, if that is why the job stops; "" if it is not.
+        must_end: why the job has to end, saved, at its next commit or loss; "": it need not.
+        furthest: number of iterations that were ever committed, even if the job has gone back
+            since.
+        crashes: crashes of workers since the last first-time commit of an iteration.
+        raised: process id, by rank, of workers that raised since the last commit and were not
+            replaced.
+        replaced: process id, by rank, of the newest worker that ends because another replaces it.
+        holding: ranks that surely hold what the plan gives them, in an epoch not yet decided.
+        failure: failure that ends the job as soon as its live layers are saved; None: none.
+        failed_s: time of the failure, or of the newest order to leave the epoch.
         failed_reason: what went wrong, in words.
-        unreachable_s: since when a member cannot reach another though both live; 0 if all can.
-        unreached: the ranks that others cannot reach in this epoch, one entry a complaint.
-        broken_links: epochs that ended for that, since the same time as crashes.
+        unreachable_s: time since which a member cannot reach another though both live; 0: all can.
+        unreached: ranks that others cannot reach in this epoch, one entry for each complaint.
+        broken_links: number of epochs that ended for broken links since the last first-time commit.
     """
 
     term: int
@@ -389,49 +407,49 @@ class JobState:
 
     @property
     def published(self) -> int:
-        """Iterations in the newest published save, -1 for none."""
+        """The number of iterations in the newest published save; -1: there is none."""
         return self.versions[0][0] if self.versions else -1
 
     @property
     def speeds(self) -> Mapping[int, float]:
-        """As in Findings."""
+        """The speeds of slow nodes, as in `Findings`."""
         return self.learning.findings.speeds
 
     @property
     def idle(self) -> Mapping[int, tuple[int, float]]:
-        """As in Findings."""
+        """The slow nodes without work, as in `Findings`."""
         return self.learning.findings.idle
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the members, whether they have work or not."""
+        """The ranks of all members, with work or without."""
         return self.ranks_of(self.nodes)
 
     @property
     def trains(self) -> bool:
-        """Whether it trains by its plan, and nothing else is under way."""
+        """Whether the job trains by its plan, and nothing else is under way."""
         is_busy = self.change is not None or self.ends or self.stop_requested
         return self.phase is Phase.TRAINING and self.is_entered and not is_busy
 
     @property
     def is_forking(self) -> bool:
-        """Whether a worker of a member ended and the one that is forked anew has yet to report."""
+        """Whether a member's worker crashed and the one forked in its place has yet to report."""
         crashed = {crash.node for crash in self.crashes}.intersection(self.nodes)
         return any(rank not in self.workers for rank in self.ranks_of(crashed))
 
     @property
     def switch(self) -> Switch | None:
-        """The next epoch, where a change is about to begin it."""
+        """The switch to the next epoch, if a change is about to begin one."""
         return self.change.switch if self.change else None
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """This epoch, and the next one if some may have begun it already."""
+        """This epoch, and the next one if some ranks may have begun it already."""
         return (self.epoch, self.switch.epoch) if self.switch else (self.epoch,)
 
     @property
     def all_nodes(self) -> tuple[int, ...]:
-        """The members, and those of the next epoch, ascending."""
+        """The members of this epoch and of a pending next one, ascending."""
         return tuple(sorted({*self.nodes, *(self.switch.nodes if self.switch else ())}))
 
     def is_member(self, node: int) -> bool:
@@ -448,11 +466,11 @@ class JobState:
         return all(rank in self.workers for rank in self.ranks_of((node,)))
 
     def reports_of(self, iteration: int) -> Growing[int, IterationDone]:
-        """By rank, of an iteration that is not committed."""
+        """The reports of an uncommitted iteration, by rank."""
         return self.reports.get(iteration, Growing())
 
     def is_told_by_all(self, facts: Mapping[int, object]) -> bool:
-        """Whether every rank of the members has its entry; see `has_all`."""
+        """Whether every rank of the members has an entry; see `has_all`."""
         num_ranks = len(self.nodes) * self.devices_per_node
         return len(facts) >= num_ranks and all(rank in facts for rank in self.ranks)
 
@@ -462,7 +480,7 @@ class JobState:
         return tuple(node * per_node + device for node in nodes for device in range(per_node))
 
     def kind_of(self, node: int) -> NodeKind:
-        """As the node is seen to be."""
+        """The node's kind, by the speed that it is seen to have."""
         return NodeKind(self.speeds.get(node, 1.0))
 
     @property

@@ -1,24 +1,24 @@
 """The coordinator as a function: (state, event, now) -> (state, commands).
 
-An epoch goes through the phases of `Phase`:
+An epoch goes through the phases of `Phase`. In each phase the coordinator waits for this:
 
-    RECORDING   its members are written down
-    STOPPING    they leave the epoch before, and answer what they hold (not in the first epoch)
-    DECIDING    where all go on, and with which plan, is written down (recovery.py)
+    RECORDING   the record of the epoch's members is durable
+    STOPPING    members leave the epoch before, and answer what they hold (not in the first epoch)
+    DECIDING    the record of where all go on, and with which plan, is durable (recovery.py)
     JOINING     every rank of the plan has a worker
     STARTING    every rank holds its layers, and its links are up
     TRAINING    iterations are committed, each when every rank has reported the age after it
-    SAVING      the last iteration is committed; its save is awaited
+    SAVING      the last iteration is committed; its save is complete
 
-A loss in any phase begins the next epoch. So does a switch, at a commit and without all this: nodes
-come or leave in peace while the job trains (change.py). Events are facts: each is noted when it
-comes, in whatever order, and then the state advances as far as the facts allow. What a rank says
-twice, or says of an older epoch, changes nothing. A coordinator that is restarted from its records
-is told all facts again, and so gets where it was.
+A loss in any phase begins the next epoch. A switch also begins one, at a commit and without most of
+these phases: nodes join, or leave in peace, while the job trains (change.py). Events are facts:
+each is noted when it arrives, in any order, and then the state advances as far as the facts allow.
+A fact that a rank tells twice, or that is about an older epoch, changes nothing. A coordinator that
+is restarted from its records is told all facts again, and so reaches the same state.
 
-It decides; who calls it (nodes/head/leader.py) acts.
+This function decides; its caller (nodes/head/leader.py) acts.
 
-Source: DESIGN 4.5, 5 and 6 (Coordination).
+Source: docs/protocol.md.
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ Event = Fact | NodeLost | Request | Recorded | AnswersFound | Kept | MustEnd | T
 
 
 def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
-    """The state after an event, and what is to be done about it."""
+    """The state after an event, and the commands for the caller to carry out."""
     if state.phase is Phase.ENDED:
         return state, ()
     if isinstance(event, WorkerFailed) and event.blame == "memory":
@@ -126,7 +126,7 @@ def step(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
 
 
 def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
-    """The state with one more fact in it."""
+    """The state that knows one more fact, and the commands that follow from the fact alone."""
     match event:
         case NodeArrived():
             return arrived(rules, state, event, now_s)
@@ -188,7 +188,7 @@ def _noted(rules: Rules, state: JobState, event: Event, now_s: float) -> Step:
 
 
 def _reported(state: JobState, event: WorkerReady, now_s: float) -> Step:
-    """A worker is there; all may have waited for it."""
+    """Notes that a worker is ready; the launcher is told if it was the last one forked anew."""
     was_forking = state.is_forking
     state = replace(state, workers=state.workers.plus(event.rank, event))
     is_forked = was_forking and not state.is_forking
@@ -208,16 +208,16 @@ def _ticked(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _is_cut(rules: Rules, state: JobState, now_s: float) -> bool:
-    """Whether members could not reach each other for a whole lease.
+    """Whether a member could not reach another one for longer than a lease.
 
-    Whoever cannot be reached is usually lost, and then found within a lease.
+    A node that cannot be reached is usually lost, and then its lease runs out before that.
     """
     since_s = state.unreachable_s
     return since_s > 0.0 and now_s - since_s > rules.job.cluster.lease_s
 
 
 def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
-    """The state as far as the facts in it allow."""
+    """The state advanced as far as the facts in it allow."""
     commands: list[Command] = []
     while True:
         before = state.phase
@@ -228,7 +228,7 @@ def advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
-    """One phase further, if nothing is missing."""
+    """The state advanced by at most one phase."""
     match state.phase:
         case Phase.STOPPING if state.is_told_by_all(state.answers):
             return decided(rules, state, now_s)
@@ -249,16 +249,16 @@ def _advanced(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _is_refuted(state: JobState) -> bool:
-    """Whether every rank has left this epoch, for holders of a layer differ."""
+    """Whether every rank has left this epoch because holders of a layer have different hashes."""
     told = {r: fact for r, fact in state.corrupted.items() if fact.epoch == state.epoch}
     return has_all(told, state.plan.all_ranks)
 
 
 def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Tells the order of this epoch once all whom it needs are there."""
+    """Tells the order of this epoch once every worker that it needs has reported."""
     assert state.decision is not None
     order = state.decision.order
-    # Of a job that has failed some may never report: their code raises before they do.
+    # In a job that has failed, some workers may never report: their code raises before that.
     awaited = writers(state) if state.decision.failure is not None else state.ranks
     if not has_all(state.workers, awaited):
         return state, ()
@@ -267,7 +267,7 @@ def _joined(rules: Rules, state: JobState, now_s: float) -> Step:
         return _awaiting_save(state, now_s), (*settled, Tell(order))
     addresses = {rank: (w.host, w.port) for rank, w in state.workers.items()}
     order = _with_addresses(order, addresses)
-    # Ranks forget a stop where they begin anew.
+    # A rank forgets a requested stop when it begins an epoch.
     stop = (Tell(StopRequested()),) if state.stop_requested else ()
     starting = Notify(Starting(epoch=state.epoch, num_nodes=len(state.nodes), now_s=now_s))
     state = with_order(replace(state, phase=Phase.STARTING), now_s)
@@ -294,7 +294,7 @@ def _running(state: JobState, now_s: float) -> Notify:
 
 
 def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Commits what all have done; then changes what is to be changed."""
+    """Commits what every rank has reported, then continues a change or begins one."""
     commands: list[Command] = []
     for further in (_entered, _committed, _entered, _continued, begun):
         state, more = further(rules, state, now_s)
@@ -305,7 +305,7 @@ def _trained(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _entered(rules: Rules, state: JobState, now_s: float) -> Step:
-    """After a switch: every rank has begun the new epoch."""
+    """Notes that, after a switch, every rank has begun the new epoch."""
     if state.is_entered or not has_all(state.ready, state.plan.all_ranks):
         return state, ()
     notice = _running(state, now_s)
@@ -321,10 +321,10 @@ def _continued(_rules: Rules, state: JobState, _now_s: float) -> Step:
 
 
 def _is_open(state: JobState, event: IterationDone) -> bool:
-    """A report that counts: of this epoch, or of what was settled when it began."""
+    """Whether a report counts: it is from this epoch, or about an iteration before its outcome."""
     if event.iteration < state.next_iteration or event.epoch < state.origin.epoch:
         return False
-    if state.phase in (Phase.RECORDING, Phase.STOPPING):  # What is settled is not known yet.
+    if state.phase in (Phase.RECORDING, Phase.STOPPING):  # The outcome is not known yet.
         return True
     assert state.outcome is not None
     if event.iteration < state.outcome.iteration:
@@ -334,7 +334,7 @@ def _is_open(state: JobState, event: IterationDone) -> bool:
 
 
 def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Commits the iterations that every member of this epoch has applied before it begins."""
+    """Commits the iterations before the outcome's, which every member applies before it begins."""
     assert state.outcome is not None
     commands: list[Command] = []
     while state.next_iteration < state.outcome.iteration:
@@ -347,7 +347,7 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
         elif reports:
             first = reports[min(reports)]
             ends, values = first.ends, (first.loss, first.num_samples, first.sample_digest)
-        else:  # Whoever could tell of it was lost, or has told the coordinator before this one.
+        else:  # Every rank that knew its loss is gone, or told the coordinator before this one.
             text = f"iteration {iteration} is committed, but nobody can tell its loss any more"
             commands.append(Notify(Warned(text=text, untold=iteration)))
             state = _after_commit(state, ends=False)
@@ -358,7 +358,7 @@ def _settled(rules: Rules, state: JobState, now_s: float) -> Step:
 
 
 def _committed(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Commits what every rank has reported, in the order of iterations."""
+    """Commits each iteration that every rank has reported, in order."""
     commands: list[Command] = []
     while not state.ends:
         reports = state.reports_of(state.next_iteration)
@@ -409,7 +409,8 @@ def _after_commit(state: JobState, *, ends: bool) -> JobState:
     reports = {i: r for i, r in state.reports.items() if i > state.next_iteration}
     number = state.next_iteration + 1
     state = replace(state, reports=reports, next_iteration=number, ends=ends, raised={})
-    if number <= state.furthest:  # Done again: the iteration that made all go back may follow.
+    # An iteration that is done again forgives no crash: the one that crashed may follow it.
+    if number <= state.furthest:
         return state
     return replace(state, furthest=number, crashes=(), broken_links=0)
 
@@ -422,7 +423,7 @@ def _awaiting_save(state: JobState, now_s: float) -> JobState:
 
 
 def _saved(rules: Rules, state: JobState, now_s: float) -> Step:
-    """Ends the job if the last save is complete, or cannot be."""
+    """Ends the job if the last save is complete, or cannot be completed."""
     assert state.decision is not None
     number = state.next_iteration
     order, decision = state.decision.order, state.decision

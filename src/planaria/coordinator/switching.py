@@ -1,4 +1,7 @@
-"""A change that is being made: its switches, and the waves in which layers move before the last."""
+"""A change that is under way: its switches, and the waves in which layers move before the last one.
+
+Each wave of transfers, and at the end the new plan itself, begins an epoch of its own by a switch.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,12 +17,13 @@ from planaria.policies.unequal import STAY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """The next epoch of a change, which begins when all ranks agree at a commit to begin it.
+    """The next epoch of a change, which begins at a commit at which all ranks agree to begin it.
 
     Attributes:
-        nodes: its members.
-        is_told: its members are on record, and everybody is told.
-        ready: those ranks that have begun it already.
+        nodes: members of that epoch.
+        rounds: transfers at its start, round by round.
+        is_told: whether its members are on record and everybody was told of it.
+        ready: ranks that have begun it already, with their reports.
     """
 
     epoch: int
@@ -35,15 +39,18 @@ class Change:
     """A change of members or of their work that is made while training goes on.
 
     Attributes:
-        kinds: of the nodes that come, leave, or have other work: why.
-        transition: to the plan at its end.
-        waves: of transfers to silent ranks that are still to come, each an epoch's.
-        time_to_failure_s: mean time to the next failure, as the candidates are weighed by it.
-        silent: the layers that ranks have got silently so far.
-        switch: the next epoch, None while the first iteration of one is awaited.
-        trained: the ranks that took part in the epoch before the newest.
-        pause_s, received_bytes: so far.
-        reason: in words, where the kinds do not tell it.
+        kinds: reason of the change for each node that joins, leaves or gets other work.
+        transition: transition to the plan at the end of the change.
+        candidates: transitions that were weighed for it, with their prices.
+        waves: transfers to silent ranks that are still to come, one epoch for each wave.
+        began_s: time at which the change was chosen.
+        time_to_failure_s: mean time to the next failure with which the candidates were weighed.
+        silent: layers that each rank has received as a silent member so far.
+        switch: switch to the next epoch; None while the first iteration after a switch is awaited.
+        trained: ranks that took part in the epoch before the newest.
+        pause_s: seconds that the change has paused training so far.
+        received_bytes: bytes of layers that moved so far.
+        reason: reason in words; "" if `kinds` says enough.
     """
 
     kinds: Mapping[int, str]
@@ -63,12 +70,13 @@ class Change:
 def waves_of(
     transition: Transition, *, iteration_s: float, leaving: tuple[int, ...], prices: Prices
 ) -> tuple[tuple[Transfer, ...], ...]:
-    """All transfers in waves; a layer comes to a rank in one of them, whole.
+    """All transfers of a transition in waves, in each of which whole layers go to ranks.
 
-    No wave keeps a link for longer than an iteration, unless it is a single layer of a rank.
+    No wave keeps a link busy for longer than an iteration, unless it is one layer of one rank.
+    Layers with the fewest holders that stay come first.
 
     Args:
-        iteration_s: of the plan before, by which all train meanwhile.
+        iteration_s: duration of an iteration with the old plan, by which all train meanwhile.
     """
     plan = transition.before
     per_node = plan.pipelines[0].template.devices_per_node
@@ -107,15 +115,17 @@ def weighed_as(
     prices: Prices,
     switch_s: Callable[[Plan], float],
 ) -> tuple[Transition, ...]:
-    """What each change is weighed as: the plan as it is, and once the layers have moved the change.
+    """The transition that each change is weighed as: the plan as it is, followed by the change.
 
-    Each wave moves while an iteration is trained; for what it takes longer than that the iteration
-    waits, which is a pause like those of the switches.
+    The change follows once its layers have moved. Each wave moves while an iteration is trained; if
+    it takes longer, the iteration waits for it, which is a pause like those of the switches.
 
     Args:
-        changes: of one plan, by one policy; to stay with it may be among them.
-        iteration_s: by the plan as it is, if it is not among them.
-        switch_s: for how long nobody trains when an epoch with a plan begins at a commit.
+        changes: one policy's proposals for one plan; staying with the plan may be among them.
+        iteration_s: duration of an iteration with the plan as it is, used if staying is not among
+            the changes.
+        switch_s: function from a plan to the seconds in which nobody trains when an epoch with that
+            plan begins at a commit.
     """
     if not changes:
         return ()
@@ -142,9 +152,11 @@ def weighed_as(
 def followed_as(
     answers: tuple[Transition, ...], *, prices: Prices, switch_s: Callable[[Plan], float]
 ) -> tuple[Transition, ...]:
-    """What each answer to a loss is weighed as, if another plan is to follow: with the pauses until
-    it begins, as `weighed_as` has them. What the answer itself moves need not move again, but is
-    counted here, as nobody knows yet who will send what.
+    """The transition that each answer to a loss is weighed as.
+
+    If another plan is to follow, the pauses until it begins are added, as in `weighed_as`. Layers
+    that the answer moves need not move again for that plan; they are counted nevertheless, because
+    it is not known yet which rank will send what.
     """
     return tuple(
         _followed(one, one.then, leaving=(), prices=prices, switch_s=switch_s) if one.then else one
@@ -160,11 +172,11 @@ def _followed(
     prices: Prices,
     switch_s: Callable[[Plan], float],
 ) -> Transition:
-    """The first, with all pauses until the other one's plan begins, and that.
+    """The first transition with all pauses until the other plan begins, followed by the other.
 
-    A switch begins at the commit after the one that it is ordered at: the first one after the
-    iteration in flight, and each further one two iterations after the one before, for it waits for
-    the first step that a wave's layers take part in.
+    A switch begins one commit after the commit at which it is ordered. So the first switch begins
+    after the iteration in flight. Each further one begins two iterations after the one before,
+    because it also waits for the first step in which the layers of the last wave take part.
     """
     per_node = then.before.pipelines[0].template.devices_per_node
     waves = waves_of(then, iteration_s=first.iteration_s, leaving=leaving, prices=prices)

@@ -1,8 +1,8 @@
 """Which nodes a job trusts: those whose machine has not failed often of late.
 
-A node whose machine failed more than once is distrusted until it has not failed for an hour. It
-trains like any other, but holds no layer alone where that can be had (restorer/assignment.py), and
-joins when nodes that failed less have joined.
+A node whose machine failed more than once is distrusted until the machine has not failed for an
+hour. It trains like any other node, but is not the only holder of a layer if that can be avoided
+(restorer/assignment.py), and joins after the candidates that failed less.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,34 +12,38 @@ from typing import Final
 from planaria.coordinator.state import JobState
 from planaria.core.cluster import Node
 
-FORGIVEN_S: Final = 3600.0  # A machine that has not failed for so long may as well never have.
-DISTRUSTED_MIN: Final = 2  # Failures. The first may strike any machine.
+FORGIVEN_S: Final = 3600.0  # A machine's failures are forgotten when the last is older than this.
+DISTRUSTED_MIN: Final = 2  # Number of failures. A first failure may strike any machine.
 
 
 def num_failures(state: JobState, node: int, now_s: float) -> int:
-    """How often the machine of a node has failed, as far as that is not forgiven."""
+    """The number of failures of the node's machine; 0 if they are forgiven."""
     count, last_s = state.failures.get(state.machines.get(node, ""), (0, 0.0))
     return 0 if now_s - last_s > FORGIVEN_S else count
 
 
 def is_trusted(state: JobState, node: int, now_s: float) -> bool:
-    """Whether layers may be left to this node alone."""
+    """Whether the node may be the only holder of a layer."""
     return num_failures(state, node, now_s) < DISTRUSTED_MIN
 
 
 def seen_node(state: JobState, node: int, held: Mapping[int, frozenset[int]], now_s: float) -> Node:
-    """The node as policies see it, with what its ranks hold; nothing where that is not said."""
+    """The node as policies see it.
+
+    Args:
+        held: layers that each rank holds; a rank without an entry holds none.
+    """
     layers = tuple(held.get(rank, frozenset()) for rank in state.ranks_of((node,)))
     return Node(node, layers, state.kind_of(node), is_trusted(state, node, now_s))
 
 
 def trusted_first(state: JobState, nodes: Iterable[int], now_s: float) -> list[int]:
-    """The nodes whose machines failed least first; of equals in the order given."""
+    """The nodes, sorted by the failures of their machines, fewest first; ties keep their order."""
     return sorted(nodes, key=lambda node: num_failures(state, node, now_s))
 
 
 def with_failures(state: JobState, nodes: Iterable[int], now_s: float) -> JobState:
-    """The state in which these nodes have failed now."""
+    """The state in which the machines of these nodes have failed once more, now."""
     for node in nodes:
         machine = state.machines.get(node)
         if machine is not None:

@@ -1,14 +1,14 @@
-"""Nodes that wait: to become members, or to leave."""
+"""Nodes that wait to become members, and nodes that wait to leave."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node that is there and no member; it waits to be taken.
+    """A node that has arrived and waits to become a member.
 
     Attributes:
-        not_before_s: machines that failed often are taken back later.
+        not_before_s: earliest time at which it is taken; later for machines that failed often.
     """
 
     machine: str
@@ -17,11 +17,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A node is to leave in peace.
+    """The fact that a node is to leave in peace.
 
     Attributes:
-        kind: why: drain or preempt.
-        until_s: as long as this it can be kept for others that are about to join.
+        kind: the reason, "drain" or "preempt".
+        until_s: time until which the node can be kept while others are about to join.
     """
 
     kind: str

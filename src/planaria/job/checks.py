@@ -1,8 +1,8 @@
-"""Refuses jobs whose values are out of range, do not fit together, or name what is not there.
+"""Refuses jobs whose values are out of range, do not fit together, or name missing inputs.
 
-Not checked here: what only torch and transformers know (keys of model.config, of the optimizer and
-of the learning rate's schedule); the engine checks those before it trains, in the same words. Nor
-what only the planner knows, as how many nodes can have work; planning.py does.
+Two kinds of mistakes are not found here. Keys of model.config, of the optimizer and of the learning
+rate's schedule are known only to torch and transformers; the engine checks them before it trains,
+in the same words. How many nodes can have work is known only to the planner; planning.py checks it.
 """
 
 import re
@@ -41,8 +41,8 @@ _MINIMUM = {
     "cluster.device_memory_bytes": 0,
     "cluster.lease_s": 0.5,
 }
-NODES_MAX = 10_000  # Nobody has more; one zero too many is told at once.
-_TIMEOUT_S_MAX = 1e8  # Three years. Threads can be waited for for 9e9 s at most.
+NODES_MAX = 10_000  # Nobody has more, so a number with one zero too many is refused at once.
+_TIMEOUT_S_MAX = 1e8  # Three years. A thread cannot be waited for longer than 9e9 s.
 _MAXIMUM: dict[str, float] = {
     "checkpoint.timeout_s": _TIMEOUT_S_MAX,
     "cluster.nodes": NODES_MAX,
@@ -50,11 +50,11 @@ _MAXIMUM: dict[str, float] = {
     "cluster.standby": NODES_MAX,
     "cluster.devices_per_node": NODES_MAX,
 }
-# A plan has a route for each microbatch: beyond this, planning takes longer than training.
+# A plan has a route for each microbatch. With more than this, planning takes longer than training.
 NUM_MICROBATCHES_MAX = 1 << 16
 _POSITIVE = ("training.learning_rate", "model.time_scale", "checkpoint.timeout_s")
 
-# Which kinds of its table a key has a meaning for; keys that are not here fit every kind.
+# The kinds of a key's table for which the key has a meaning; other keys have one for every kind.
 _KINDS = {
     "model.config": ("hf",),
     "model.path": ("hf",),
@@ -69,10 +69,10 @@ _BYTE_TOKENS = 256
 
 
 def check_job(job: JobConfig) -> None:
-    """Refuses values out of range, keys that do not fit together and inputs that are not there.
+    """Refuses values out of range, keys that do not fit together, and missing inputs.
 
     Raises:
-        ConfigError: the first mistake found.
+        ConfigError: the job has a mistake; the first one found is named.
     """
     _check_ranges(job)
     _check_kinds(job)
@@ -111,7 +111,7 @@ def _check_ranges(job: JobConfig) -> None:
 
 
 def _check_domains(domains: Sequence[Sequence[int]]) -> None:
-    """Refuses nodes that are in two domains, or that nobody has."""
+    """Refuses a node that is in two failure domains, or whose number no node can have."""
     seen: set[int] = set()
     for node in (node for domain in domains for node in domain):
         if not 0 <= node < NODES_MAX:
@@ -122,13 +122,13 @@ def _check_domains(domains: Sequence[Sequence[int]]) -> None:
 
 
 def unknown_in_domains(job: JobConfig, *, num_joining: int) -> str:
-    """A warning of nodes in failure domains that there may never be; "" if there is none.
+    """The warning that failure domains name nodes that may never exist; "" if they do not.
 
     Args:
-        num_joining: nodes that come while it runs.
+        num_joining: number of nodes that are to join while the job runs.
 
     Raises:
-        ConfigError: there will never be such a node, as no machines are asked for.
+        ConfigError: such a node can never exist, because the job asks for no machines.
     """
     cluster, name = job.cluster, "checkpoint.failure_domains"
     num_nodes = max(cluster.nodes + num_joining, cluster.max_nodes) + cluster.standby
@@ -145,7 +145,7 @@ def unknown_in_domains(job: JobConfig, *, num_joining: int) -> str:
 
 
 def _check_kinds(job: JobConfig) -> None:
-    """Refuses a key that is set and has no meaning for the kind of its table."""
+    """Refuses a key that is set though it has no meaning for the kind of its table."""
     unset = JobConfig()
     for name, kinds in _KINDS.items():
         table = name.partition(".")[0]
@@ -186,12 +186,15 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _check_batch(job: JobConfig) -> None:
-    """Refuses a global batch that is no number of microbatches that could be planned for, and names
-    the nearest that would do. Whether there are enough of them only the planner can say."""
+    """Refuses a global batch that is not a plannable number of whole microbatches.
+
+    The error names the nearest sizes that would do. Whether there are enough microbatches for the
+    nodes is checked by the planner.
+    """
     batch, size = job.training.global_batch_size, job.training.microbatch_size
     if batch % size == 0 and 1 <= batch // size <= NUM_MICROBATCHES_MAX:
         return
-    fewest = job.resilience.failures_tolerated + 1  # A pipeline has one at least.
+    fewest = job.resilience.failures_tolerated + 1  # Each of f + 1 pipelines needs one.
     below = min(batch // size, NUM_MICROBATCHES_MAX)
     above = max(batch // size + 1, fewest)
     nearest = [n * size for n in (below, above) if fewest <= n <= NUM_MICROBATCHES_MAX]
@@ -211,7 +214,7 @@ def _check_cluster(cluster: ClusterConfig) -> None:
 
 
 def _missing(data: DataConfig) -> str:
-    """Why data.path is not what its kind needs."""
+    """The reason why data.path is not what its kind needs."""
     needed, other = ("directory", "file") if data.kind == "hf" else ("file", "directory")
     if Path(data.path).exists():
         return f'is a {other}; kind = "{data.kind}" needs a {needed}'
@@ -219,7 +222,7 @@ def _missing(data: DataConfig) -> str:
 
 
 def _check_paths(job: JobConfig) -> None:
-    """Refuses inputs that are not there and an output directory that is a file."""
+    """Refuses missing inputs, and an output directory that is a file."""
     if job.model.path and not Path(job.model.path, "config.json").is_file():
         raise ConfigError("model.path", job.model.path, "must be a directory with a config.json")
     if job.model.profile and not profile_path(Path(), job.model.profile).is_file():

@@ -1,17 +1,17 @@
 """Reads a job file into a `JobConfig`, and turns every mistake in it into a `ConfigError`.
 
-A job file is TOML with the tables and keys of `core/job.py`. It is read in four steps: parse;
-anchor the input paths; lay the overrides (TABLE.KEY=VALUE) over it; build the records, each value
-checked strictly against the type of its field. Then come the checks of config_checks.py.
+A job file is TOML with the tables and keys of `core/job.py`. It is read in four steps: parse it;
+make its input paths absolute; apply the overrides (TABLE.KEY=VALUE); build the records, where each
+value is checked strictly against the type of its field. Then follow the checks of checks.py.
 
-A path in the file is relative to the file's directory, a path in an override to the current
-directory; checkpoint.directory, where output goes, is always relative to the current directory.
-All of them leave here absolute, because workers need not share a current directory.
-The keys' page, docs/JOB.md, is what `python -m planaria.job.config` prints (`make docs`).
+A path in the file is relative to the file's directory, and a path in an override to the current
+directory. checkpoint.directory, where output goes, is always relative to the current directory. All
+paths in the result are absolute, because workers need not share a current directory.
+`python -m planaria.job.config` prints the page of all keys, docs/JOB.md (`make docs`).
 
-Differs: pydantic would also coerce ("4" to 4, 4.0 to 4) and check whole dataclasses; here it
-checks one field at a time and strictly, because its strict mode refuses to build dataclasses from
-tables, and because an unknown key should be told its nearest known neighbour.
+Differs: pydantic could also coerce values ("4" to 4, 4.0 to 4) and check whole dataclasses. Here it
+checks one field at a time, strictly. Its strict mode refuses to build dataclasses from tables, and
+the error for an unknown key should name the nearest known key.
 """
 
 import difflib
@@ -49,8 +49,9 @@ def load_job(path: Path, *, overrides: Sequence[str] = ()) -> JobConfig:
     """The checked job of a job file.
 
     Args:
-        path: the TOML file; its stem is the job's name unless the file gives one.
-        overrides: TABLE.KEY=VALUE, later ones win; VALUE is TOML, or else a plain string.
+        path: TOML file; its stem is the job's name unless the file gives one.
+        overrides: texts TABLE.KEY=VALUE, of which later ones win; VALUE is TOML, or else a plain
+            string.
 
     Raises:
         ConfigError: the file, a key or a value is wrong, or two keys do not fit together.
@@ -64,7 +65,7 @@ def overridden_job(job: JobConfig, *, directory: Path, overrides: Sequence[str])
     """The checked job of a script in `directory`, with overrides as `load_job` takes them.
 
     Raises:
-        ConfigError: as `load_job`.
+        ConfigError: the same as in `load_job`.
     """
     return _overridden_job(_anchored(asdict(job), directory=directory), overrides)
 
@@ -76,10 +77,10 @@ def _overridden_job(data: dict[str, Any], overrides: Sequence[str]) -> JobConfig
 
 
 def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobConfig:
-    """The checked job of tables that are already parsed; input paths are relative to directory.
+    """The checked job of tables that are already parsed; input paths are relative to `directory`.
 
     Raises:
-        ConfigError: as `load_job`.
+        ConfigError: the same as in `load_job`.
     """
     tables = _anchored(data, directory=directory)
     job = _record(JobConfig, tables, prefix="")
@@ -89,7 +90,7 @@ def job_from_dict(data: Mapping[str, Any], *, directory: Path = Path()) -> JobCo
 
 
 def keys_table() -> str:
-    """All keys of a job file as a markdown table: key, type, default, meaning."""
+    """The keys of a job file as a markdown table: key, type, default, meaning."""
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     rows.extend(_rows(JobConfig, prefix=""))
     return "\n".join(rows) + "\n"
@@ -131,7 +132,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _anchored(data: Mapping[str, Any], *, directory: Path) -> dict[str, Any]:
-    """A copy whose input paths are absolute; what is not a path is left for the type check."""
+    """A copy with absolute input paths; values of another type are left for the type check."""
     copy = {key: dict(v) if isinstance(v, Mapping) else v for key, v in data.items()}
     for table, key, path in _INPUT_PATHS:
         value = copy[table].get(key) if isinstance(copy.get(table), dict) else None
@@ -155,7 +156,7 @@ def _overridden(data: Mapping[str, Any], override: str) -> dict[str, Any]:
 def _with_value(
     data: Mapping[str, Any], keys: Sequence[str], *, value: Any, name: str
 ) -> dict[str, Any]:
-    """A copy of data in which the value under the nested keys is value."""
+    """A copy of `data` in which the nested keys lead to `value`."""
     first, *rest = keys
     if not rest:
         return {**data, first: value}
@@ -166,7 +167,7 @@ def _with_value(
 
 
 def _record(kind: type[Record], values: Mapping[str, Any], *, prefix: str) -> Record:
-    """The dataclass `kind` made of a table, every value checked."""
+    """The record of dataclass `kind` that a table describes, with every value checked."""
     assert is_dataclass(kind)
     known = {record_field.name: record_field for record_field in fields(kind)}
     for key, value in values.items():
@@ -201,7 +202,7 @@ def _value(record_field: "Field[Any]", value: Any, *, hint: Any, name: str) -> A
 
 
 def _as_tuples(value: Any) -> Any:
-    """A list as a frozen record has it."""
+    """The value with tuples instead of lists, as frozen records need."""
     return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
@@ -217,13 +218,13 @@ def _remedy(error: ValidationError, value: Any, *, hint: Any) -> str:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest known name as the end of a remedy."""
+    """The end of a remedy that names the nearest known name; "" if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _nearest_or_all(name: str, known: Collection[str]) -> str:
-    """The same, or the list of all where none is near."""
+    """The end of a remedy that names the nearest known name, or all if none is near."""
     all_names = f"; known are {', '.join(known)}" if known else ""
     return _did_you_mean(name, known) or all_names
 
@@ -255,7 +256,7 @@ def _type_name(hint: Any) -> str:
 
 
 def _toml(record_field: "Field[Any]") -> str:
-    """The default as it would be written in the file."""
+    """The default as a job file would write it."""
     default = _default(record_field)
     if isinstance(default, Mapping):
         pairs = ", ".join(f"{key} = {json.dumps(value)}" for key, value in default.items())

@@ -1,4 +1,4 @@
-"""`Job`: a training job as an object; the command line is a thin layer over it.
+"""A training job as an object (`Job`); the command line is a thin layer over it.
 
     import planaria
 
@@ -6,7 +6,7 @@
         report = planaria.Job.from_file("job.toml").train()
         print(report.final.parameters_sha256)
 
-The job runs in processes of its own; this one holds no part of the model.
+The job runs in processes of its own; the calling process holds no part of the model.
 """
 
 import logging
@@ -74,17 +74,17 @@ _WORKER = "planaria.engine.process:main"
 
 
 class Display(Progress, Protocol):
-    """Who shows a run while it runs, from its first second on."""
+    """A display of a run, from its first second on."""
 
     def doing(self, text: str) -> None:
-        """Something begins that takes seconds, before there is a plan."""
+        """Shows that a step begins that takes seconds, before there is a plan."""
 
     def planned(self, planned: Planned) -> None:
-        """The job is understood and planned; its nodes start now."""
+        """Shows that the job is planned; its nodes start now."""
 
 
 class Silent:
-    """The display that shows nothing."""
+    """A display that shows nothing."""
 
     def doing(self, text: str) -> None:
         """Shows nothing."""
@@ -107,12 +107,15 @@ class Silent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """A run that is over: its report, and the timelines that --timeline writes.
+    """The result of a run that is over.
 
     Attributes:
-        compared: the traced iterations.
-        stopped: by the user, before the last iteration; saved and ready to resume.
-        error: what ended training early; the report tells what was done until then.
+        report: report of everything that was done.
+        planned: job with the plan that it began with.
+        compared: predicted and measured timelines of the traced iterations.
+        stopped: whether the user stopped the run before the last iteration; it is saved and ready
+            to resume.
+        error: error that ended training early; None: none did.
     """
 
     report: Report
@@ -122,7 +125,7 @@ class TrainingResult:
     error: PlanariaError | None
 
     def measured_timelines(self) -> tuple[Timeline, ...]:
-        """One timeline per traced iteration; each rank's clock starts with its iteration."""
+        """The measured timeline of each traced iteration; each rank's clock starts with it."""
         return tuple(one.measured for one in self.compared)
 
 
@@ -130,11 +133,11 @@ class Job:
     """A training job.
 
     Args:
-        config: the tables of a job file.
+        config: tables of a job file.
         search_path: directories in which modules that the job names are looked for first.
 
     Raises:
-        ConfigError: a value, or what several of them ask for together, is wrong.
+        ConfigError: a value is wrong, or several values do not fit together.
     """
 
     def __init__(self, config: JobConfig, *, search_path: Sequence[str] = ()) -> None:
@@ -145,9 +148,13 @@ class Job:
 
     @classmethod
     def from_file(cls, path: str | Path, *, overrides: Sequence[str] = ()) -> "Job":
-        """The job of a job file; overrides are "TABLE.KEY=VALUE".
+        """The job of a job file.
 
-        Modules that it names are looked for beside the file first.
+        Modules that the job names are looked for beside the file first.
+
+        Args:
+            path: TOML file.
+            overrides: texts "TABLE.KEY=VALUE".
 
         Raises:
             ConfigError: the file or an override is wrong.
@@ -157,7 +164,7 @@ class Job:
 
     @property
     def search_path(self) -> tuple[str, ...]:
-        """Directories in which modules that the job names are looked for first."""
+        """The directories in which modules that the job names are looked for first."""
         return self._search_path
 
     def profile(self, *, server: ForkServer | None = None) -> ModelProfile:
@@ -174,13 +181,13 @@ class Job:
         return profile
 
     def save(self, name: str) -> str:
-        """Keeps the newest version that the job has saved under a name; where that is.
+        """Keeps the newest saved version of the job under a name, and returns its directory.
 
-        Nothing ever removes it. It is a directory of its own: a job whose checkpoint.directory it
-        is goes on from it with `resume`. The job may be running meanwhile.
+        Planaria never removes it. With `resume`, a job whose checkpoint.directory is that directory
+        goes on from it. The job may be running meanwhile.
 
         Raises:
-            ConfigError: the name will not do or is taken, or nothing was saved yet.
+            ConfigError: the name is not allowed or taken, or nothing was saved yet.
             CheckpointError: the version is damaged, or the storage refuses.
         """
         return save_as(self.config.checkpoint.directory, name)
@@ -200,24 +207,25 @@ class Job:
         """Trains the job on emulated nodes of this machine, and saves it at the end.
 
         Args:
-            resume: go on from the newest checkpoint in checkpoint.directory.
-            trace: gather the spans of every action of every iteration.
-            plan: instead of the planner's first; it gives way to a better one as that would.
-            every: instead of the planner's for what may be left of the nodes.
+            resume: whether to go on from the newest checkpoint in checkpoint.directory.
+            trace: whether to gather the spans of every action of every iteration.
+            plan: plan to begin with, instead of the planner's; a better one may replace it later.
+            every: plans for all numbers of nodes that may be left, instead of the planner's.
             injections: faults that are to happen.
-            server: a fork server to share between jobs; one is started otherwise. If it is lost
-                while the job trains it is renewed.
-            state: the directory for the coordinator's journal, "" for beside the saves, or the
-                user's state directory if these are in an object store.
+            display: display of the run; None: nothing is shown.
+            server: fork server to share between jobs; None: one is started for this job. It is
+                renewed if it is lost while the job trains.
+            state: directory for the coordinator's journal; "": beside the saves, or in the user's
+                state directory if the saves are in an object store.
 
         Raises:
             ConfigError: the job is wrong, or does not fit the checkpoint or the cluster; or its
-                loss or gradient is not a number any more.
+                loss or gradient is no longer a number.
             TrainingError: the user's code raised.
             InsufficientError: too few nodes are left, or a layer has no live holder.
             CheckpointError: the last save failed.
-            KeyboardInterrupt: the user ended the job at once, nothing was saved; or interrupted
-                what follows training, all was saved. It says which.
+            KeyboardInterrupt: the user ended the job at once, and nothing was saved; or the user
+                interrupted the work after training, and all was saved. Its text says which.
         """
         result = self.run(
             resume=resume,
@@ -246,14 +254,15 @@ class Job:
         state: str = "",
         output: Callable[[str], None] | None = None,
     ) -> TrainingResult:
-        """As `train`, but what goes wrong once training runs is the result's `error`.
+        """Trains like `train`, but returns an error that ends training in the result.
 
         Args:
-            output: takes each line that the job's processes print, in a thread of its own;
-                without it they print to this process's own output.
+            output: function that is called, in a thread of its own, with each line that the job's
+                processes print; None: they print to this process's own output.
 
         Raises:
-            ConfigError, TrainingError, InsufficientError, KeyboardInterrupt: as `train`.
+            ConfigError, TrainingError, InsufficientError, KeyboardInterrupt: the same as in
+                `train`, except for errors that the result has.
         """
         start_s = time.monotonic()
         config, display = self.config, display or Silent()
@@ -263,7 +272,7 @@ class Job:
         with ExitStack() as held:
             journal, manifest = _begin(held, config, display, state=state, resume=resume)
             given = given_profile(config)
-            if given is not None:  # What it can tell, it tells before torch is imported.
+            if given is not None:  # A given profile shows mistakes before torch is imported.
                 plan_job(config, Prepared(profile=given), plan=plan)
             display.doing("importing torch")
             running = held.enter_context(self._server(server, output))
@@ -291,7 +300,7 @@ class Job:
     def _server(
         self, server: ForkServer | None, output: Callable[[str], None] | None
     ) -> Iterator[ForkServer]:
-        """The given server, or one for this call alone."""
+        """The given server, or a server for the length of this context."""
         if server is not None:
             yield server
             return
@@ -316,8 +325,11 @@ def _raise_open_files(config: JobConfig, injections: Sequence[Injection]) -> Non
 def _begin(
     held: ExitStack, config: JobConfig, display: Display, *, state: str, resume: bool
 ) -> tuple[str, Manifest | None]:
-    """The directory of the coordinator's journal, held from now on, and the checkpoint to go on
-    from; says which newer ones are skipped."""
+    """The directory of the coordinator's journal, and the checkpoint to go on from.
+
+    The directory is held until `held` is closed. The display is told which newer versions are
+    skipped.
+    """
     directory, timeout_s = config.checkpoint.directory, config.checkpoint.timeout_s
     where = f"{directory} or {state}" if state else directory
     places = held_patiently(_places(config, state, display), where=where, timeout_s=timeout_s)
@@ -327,7 +339,7 @@ def _begin(
         manifest = starting_point(config, tier, resume=resume)
         for text in skipped_texts(tier, manifest) if manifest else ():
             display.note(text)
-    except LateError as error:  # What does not answer before training is the user's to see to.
+    except LateError as error:  # Before training, a disk that hangs is the user's to repair.
         remedy = f"{error} (checkpoint.timeout_s): see to that disk or store; nothing was trained"
         raise ConfigError("checkpoint.directory", directory, remedy) from error
     return journal, manifest
@@ -335,8 +347,11 @@ def _begin(
 
 @contextmanager
 def _places(config: JobConfig, state: str, display: Display) -> Iterator[str]:
-    """The directory of the coordinator's journal. The saves are claimed until it is removed, so
-    that no other job has its own there by then."""
+    """The directory of the coordinator's journal, for the length of the context.
+
+    The directory of saves is claimed until the journal is removed, so that no other job has its
+    journal there before that.
+    """
     with (
         claimed(config.checkpoint.directory, config.name, note=display.note),
         journal_place(config, state, note=display.note) as journal,
@@ -345,11 +360,14 @@ def _places(config: JobConfig, state: str, display: Display) -> Iterator[str]:
 
 
 def _other_journal(held: ExitStack, config: JobConfig, journal: str, *, state: str) -> str:
-    """Another directory for the coordinator's journal, held as long as the first; "" if the user
-    named that, it is not beside the saves, or there is none."""
+    """Another directory for the coordinator's journal, which is held as long as the first.
+
+    "" if the user named the first, if the first is not beside the saves, or if there is no other.
+    """
     if state or Path(journal).parent != Path(config.checkpoint.directory):
         return ""
-    timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)  # The launcher's loop waits.
+    # The launcher's loop waits meanwhile, so the timeout is short.
+    timeout_s = min(LOOK_TIMEOUT_S, config.checkpoint.timeout_s)
     place = other_journal_place(config, state)
     other = held_patiently(place, where="the user's state directory", timeout_s=timeout_s)
     try:
@@ -421,8 +439,11 @@ def _launcher(
 
 @contextmanager
 def _told_if_interrupted(launcher: Launcher, tier: Tier) -> Iterator[None]:
-    """What is left to do once training has ended, a report of all that is saved, takes minutes of a
-    large model: only Ctrl-C interrupts it, and the message says that nothing is lost by it."""
+    """Makes an interrupt after training say that nothing is lost by it.
+
+    Only Ctrl-C interrupts the work after training, the report of all that is saved, which takes
+    minutes for a large model.
+    """
     with handlers_restored():
         try:
             yield
@@ -449,7 +470,7 @@ def _result(
 
 
 def failure_of(ended: Ended, tier: Tier) -> PlanariaError | None:
-    """What ended a job early, with what it has left; None where nothing did."""
+    """The error that ended a job early, with what the job has saved; None if nothing did."""
     match Ending(ended.ending):
         case Ending.FAILED:
             assert ended.failure is not None

@@ -1,8 +1,8 @@
-"""From a job to its plan: what a process looks up before any node starts, and what follows.
+"""Prepares and plans a job before any node starts.
 
-`starting_point` checks the checkpoint directory; `prepare` has a forked process look at model,
-data and profile; `plan_job` turns that into templates, a plan, and the time and memory that the
-estimator predicts for it.
+`starting_point` checks the checkpoint directory. `prepare` has a forked process look at model, data
+and profile. `plan_job` turns the result into templates, a plan, and the time and memory that the
+estimator predicts for the plan.
 """
 
 import os
@@ -41,7 +41,7 @@ from planaria.planner.templates import pipeline_templates, smallest_num_nodes
 from planaria.profiles.shipped import NOT_FOUND, profile_path
 from planaria.schedule.buckets import ReductionOrder
 
-# What a rank's process would import at its start, imported once per job instead.
+# Modules that each rank's process needs; the fork server imports them once for all.
 PRELOAD = (
     "scipy.optimize",
     "scipy.sparse.csgraph",
@@ -58,12 +58,21 @@ _PRELOAD_HF = ("transformers.models.auto.modeling_auto", "planaria.models.hf_lay
 
 _PREPARE = "planaria.engine.prepare:main"
 
-ACTION_S_MIN = 0.005  # Of a paced job; a sleep ends up to 0.2 ms late on an idle machine.
+# Shortest exact action of a paced job: a sleep ends up to 0.2 ms late on an idle machine.
+ACTION_S_MIN = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A job, what is known of its model and data, and its first plan."""
+    """A job, the facts on its model and data, and its plans.
+
+    Attributes:
+        every: plans for all numbers of nodes that may be left, or may join.
+        plan: plan that the job begins with.
+        predicted: predicted timeline of an iteration of that plan.
+        predicted_peak_bytes: largest predicted peak memory of a device.
+        resumed: checkpoint to go on from; None: the job begins anew.
+    """
 
     config: JobConfig
     prepared: Prepared
@@ -82,18 +91,23 @@ def fork_server(
     search_path: Sequence[str] = (),
     output: Callable[[str], None] | None = None,
 ) -> ForkServer:
-    """A fork server with what the job's processes import; `output` as `ForkServer` has it."""
+    """A fork server that has imported the modules of the job's processes.
+
+    Args:
+        search_path: directories in which modules are looked for first.
+        output: the same as in `ForkServer`.
+    """
     preload: tuple[str, ...] = PRELOAD
     if config.model.kind == "hf":
         family = str(config.model.config.get("model_type", "")).replace("-", "_")
         preload += (*_PRELOAD_HF, f"transformers.models.{family}.modeling_{family}")
-    with suppress(FileNotFoundError):  # Somebody has removed it.
+    with suppress(FileNotFoundError):  # The current directory may have been removed.
         search_path = [*search_path, os.getcwd()]
     return ForkServer(preload, path=search_path, output=output)
 
 
 def fingerprint(config: JobConfig) -> dict[str, Any]:
-    """What must not change between the run that saved and the one that resumes."""
+    """The settings that must not change between the run that saved and the one that resumes."""
     training = config.training
     return {
         "name": config.name,
@@ -108,11 +122,12 @@ def fingerprint(config: JobConfig) -> dict[str, Any]:
 
 
 def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest | None:
-    """The checkpoint to go on from, None for a fresh start; a minute's work is not lost later.
+    """The checkpoint to go on from; None for a fresh start.
 
     Raises:
-        ConfigError: there is none, it is another job's, or a fresh start would mix with it; or a
-            newer version cannot be read now, whose saves of later on would be taken for newer.
+        ConfigError: there is no checkpoint to resume from, it belongs to another job, or a fresh
+            start would mix with it. Or a version cannot be read now, and might later be taken for
+            the newest.
         LateError: the disk or store does not answer.
     """
     directory = config.checkpoint.directory
@@ -142,7 +157,7 @@ def starting_point(config: JobConfig, tier: Tier, *, resume: bool) -> Manifest |
 
 
 def skipped_texts(tier: Tier, manifest: Manifest) -> tuple[str, ...]:
-    """Which versions are newer than the checkpoint to go on from, and why they cannot be used."""
+    """Notices of the versions that are newer than the checkpoint to go on from, but incomplete."""
     newest = (manifest.iteration, manifest.epoch)
     return tuple(
         f"{tier.storage.where(version.name)} is not complete, and not used ({version.reason}): "
@@ -167,22 +182,26 @@ def _check_same_job(config: JobConfig, manifest: Manifest) -> None:
 
 
 def cache_directory() -> str:
-    """Where tokens are kept between jobs: $XDG_CACHE_HOME/planaria; in the system's temporary
-    directory where that cannot be written, or there is no home. A job without text needs none."""
+    """The directory in which tokens are kept between jobs; a job without text needs none.
+
+    It is $XDG_CACHE_HOME/planaria. If that cannot be written, or the user has no home, it is in the
+    system's temporary directory.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = os.path.join(base, "planaria")
-    if os.path.isabs(path) and _can_write(path):  # A user whom no table knows has "~" for a home.
+    # For a user who is in no password database "~" is not expanded.
+    if os.path.isabs(path) and _can_write(path):
         return path
     try:
         instead = os.path.join(tempfile.gettempdir(), f"planaria-cache-{os.getuid()}")
-    except FileNotFoundError:  # There is none in which anything could be made.
+    except FileNotFoundError:  # There is no usable temporary directory.
         return path
     is_own = _can_write(instead) and os.stat(instead).st_uid == os.getuid()
     return instead if is_own else path
 
 
 def _can_write(path: str) -> bool:
-    """Whether it is a directory, made if need be, in which files can be made."""
+    """Whether files can be made in a directory, which is made if it does not exist."""
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
     except OSError:
@@ -191,7 +210,7 @@ def _can_write(path: str) -> bool:
 
 
 def prepare(config: JobConfig, server: ForkServer) -> Prepared:
-    """What model, data and profile of a job are, found out in a process of its own.
+    """The facts on model, data and profile of a job, found out in a process of its own.
 
     Raises:
         ConfigError: the job is wrong.
@@ -214,20 +233,20 @@ def prepare(config: JobConfig, server: ForkServer) -> Prepared:
 
 
 def mistake_error(mistake: tuple[str, str, str]) -> ConfigError:
-    """The user's mistake in a message; its value is JSON."""
+    """The error for a user's mistake, given as (field, value as JSON, remedy)."""
     field, value, remedy = mistake
     return ConfigError(field, msgspec.json.decode(value), remedy)
 
 
 def given_profile(config: JobConfig) -> ModelProfile | None:
-    """The profile that the job names, in the job's own seconds; None if it is to be measured.
+    """The profile that the job names, scaled to the job's seconds; None if it is to be measured.
 
-    Only its figures for one device remain: the engine runs a stage on one device. Paced layers
-    share no parameters.
+    Only its figures for one device remain, because the engine runs a stage on one device. Paced
+    layers share no parameters.
 
     Raises:
-        ConfigError: it cannot be read, a layer of it does not run on one device, or the layers of a
-            paced job take no time there, or the time of other microbatches.
+        ConfigError: the profile cannot be read, or lacks the time of a layer on one device. Or it
+            is for a paced job, and its layers take no time, or have another microbatch size.
     """
     if not config.model.profile:
         return None
@@ -253,10 +272,10 @@ def given_profile(config: JobConfig) -> ModelProfile | None:
 
 
 def read_profile(path: Path) -> ModelProfile:
-    """The profile in a file, or the shipped one of that name.
+    """The profile in a file, or the shipped profile of that name.
 
     Raises:
-        ConfigError: it is missing or is no profile.
+        ConfigError: the file is missing, cannot be read, or is no profile.
     """
     try:
         data = profile_path(Path(), str(path)).read_bytes()
@@ -286,11 +305,17 @@ def plan_job(
     every: EveryPlan | None = None,
     manifest: Manifest | None = None,
 ) -> Planned:
-    """The job's templates, its plans (the planner's unless some are given) and what they predict.
+    """The job with its templates, its plans and their predictions.
+
+    Args:
+        plan: plan to begin with; None: the planner's best one.
+        every: plans for all numbers of nodes that may be left; None: the planner's.
+        manifest: checkpoint to go on from; None: a fresh start.
 
     Raises:
         ConfigError: the nodes are too few or too small for the model, f or the batch.
-        InsufficientError: they are too few for f to resume, and the job is to stop then.
+        InsufficientError: the nodes are too few to resume with f, and the job file says to stop
+            then.
     """
     assert prepared.profile is not None
     epoch = manifest.epoch + 1 if manifest else 0
@@ -375,13 +400,19 @@ def infeasible_mistake(
 
 
 def shared_processors(config: JobConfig) -> int:
-    """The processors that the layers of all nodes share, for these are processes of this machine;
-    0 of a paced job, whose layers sleep."""
+    """The number of processors that all nodes, which are processes of this machine, share.
+
+    0 for a paced job, whose layers only sleep.
+    """
     return 0 if config.model.kind == "paced" else len(os.sched_getaffinity(0))
 
 
 def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Problem:
-    """The problem with the failures that so many nodes tolerate, if a resumed job may go on so."""
+    """The problem with as many failures as `num_nodes` nodes tolerate, for a job that resumes.
+
+    Raises:
+        InsufficientError: they tolerate fewer than f, and the job file says to stop then.
+    """
     n0 = smallest_num_nodes(problem)
     wanted = (problem.failures_tolerated + 1) * n0
     if not n0 <= num_nodes < wanted:
@@ -396,13 +427,14 @@ def _smaller_problem(config: JobConfig, problem: Problem, num_nodes: int) -> Pro
 
 
 def check_size(problem: Problem, num_nodes: int, *, limit: Limit = Limit.NODES) -> None:
-    """Refuses at once what no plan could use, however long one searched.
+    """Refuses numbers of nodes and microbatches for which there is no plan, before any search.
 
     Args:
-        limit: what says so many nodes.
+        limit: the quantity that gives the number of nodes, for the error.
 
     Raises:
-        InfeasibleError: there are no nodes, more than could have work, no microbatches or too many.
+        InfeasibleError: there are no nodes, more nodes than can have work, too few microbatches, or
+            too many.
     """
     if num_nodes < 1:
         raise InfeasibleError(limit, num_nodes, "must be at least 1")
@@ -411,7 +443,7 @@ def check_size(problem: Problem, num_nodes: int, *, limit: Limit = Limit.NODES) 
         why = f"{num_microbatches} microbatches are too many to plan for; make them larger"
         raise batch_error(problem, NUM_MICROBATCHES_MAX, why=why)
     most_nodes = _most_nodes(problem)
-    # Where a pipeline cannot be, the planner says why.
+    # If no pipeline is possible at all, the planner says why.
     num_pipelines = -(-num_nodes // most_nodes) if most_nodes else 1
     if num_microbatches >= num_pipelines:
         return
@@ -429,7 +461,7 @@ def check_size(problem: Problem, num_nodes: int, *, limit: Limit = Limit.NODES) 
 
 
 def _most_nodes(problem: Problem) -> int:
-    """No pipeline keeps more nodes at work; 0 if none keeps a node at work."""
+    """The largest number of nodes that one pipeline can keep at work; 0: it can keep none."""
     per_node = problem.devices_per_node
     counts = [
         max((count for count in layer.forward_s if count <= per_node), default=0)
@@ -437,12 +469,12 @@ def _most_nodes(problem: Problem) -> int:
     ]
     if not any(counts):
         return 0
-    # Of each node every device has a share of a layer, and no two nodes share one.
+    # Every device of a node needs a share of a layer, and no two nodes share a layer.
     return min(sum(counts) // per_node, len(counts) // -(-per_node // max(counts)))
 
 
 def short_actions_text(planned: Planned) -> str:
-    """What to say of a paced job whose shortest action is lost in this machine's own times; ""."""
+    """The warning that a paced job's shortest action is too short for an exact sleep; "" if not."""
     model, profile = planned.config.model, planned.prepared.profile
     assert profile is not None
     if model.kind != "paced":

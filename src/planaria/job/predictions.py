@@ -1,4 +1,4 @@
-"""What the estimator says of a plan: when everything happens, and what each device holds."""
+"""The estimator's prediction of a plan: the timeline of an iteration, and the memory of devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,10 +13,11 @@ from planaria.schedule.lower import lowered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """An iteration of a plan.
+    """The prediction of an iteration of a plan.
 
     Attributes:
-        peak_bytes: by the first rank of each stage, the most that its device holds.
+        timeline: predicted timeline of the iteration.
+        peak_bytes: peak memory of a device, by the first rank of each stage.
     """
 
     timeline: Timeline
@@ -26,10 +27,11 @@ class Prediction:
 def prediction(
     problem: Problem, plan: Plan, *, layer_factors: tuple[float, ...] = ()
 ) -> Prediction:
-    """What is predicted of a plan, for any routes; silent members are left out. O(actions).
+    """The prediction of a plan with any routes; silent members are left out. O(actions).
 
     Args:
-        layer_factors: by layer, how many times the profile's seconds; none: as it says.
+        layer_factors: seconds of each layer as a multiple of the profile's; empty: as in the
+            profile.
     """
     profile = corrected_profile(problem.profile, layer_factors)
     plan = replace(plan, silent={})
@@ -52,5 +54,5 @@ def prediction(
 
 
 def predicted_peak_bytes(problem: Problem, plan: Plan) -> int:
-    """The most that any device holds."""
+    """The largest peak memory of any device."""
     return max(prediction(problem, plan).peak_bytes.values())

@@ -1,4 +1,4 @@
-"""The report of a run: what was told while it ran, beside what is predicted of its plans."""
+"""Makes the report of a run from its records and from the predictions of its plans."""
 
 import hashlib
 import importlib.metadata
@@ -35,7 +35,7 @@ from planaria.planner.problem import Problem
 from planaria.schedule.action import parse_action
 from planaria.show.watcher import Watcher
 
-_SLOW_S: Final = 3.0  # From when on it is told that a save is read.
+_SLOW_S: Final = 3.0  # Time after which the user is told that the last save is still being read.
 
 
 def report_of(
@@ -44,7 +44,7 @@ def report_of(
     """The report of a run that has ended.
 
     Args:
-        tier: one that answers in time.
+        tier: tier of saves that answers in time or raises.
     """
     config = planned.config
     now_s = time.monotonic()
@@ -78,12 +78,12 @@ def report_of(
 
 
 def _tells_bytes(planned: Planned) -> bool:
-    """Whether the profile is that of the model: of a paced job it tells the bytes of another."""
+    """Whether the profile says the model's bytes; a paced job's has those of another model."""
     return planned.config.model.kind != "paced"
 
 
 def _actions(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[ActionRecord]:
-    """What each rank took in an epoch, beside what was predicted."""
+    """The measured seconds of each rank and kind of action in an epoch, beside predicted ones."""
     seconds = measured.seconds()
     if not seconds:
         return
@@ -105,7 +105,7 @@ def _actions(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[
 
 
 def _action_s(predicted: Prediction) -> dict[tuple[int, str], float]:
-    """Predicted seconds by rank and kind, of what a rank computes in an iteration."""
+    """The predicted seconds that a rank computes in an iteration, by (rank, kind of action)."""
     found: defaultdict[tuple[int, str], float] = defaultdict(float)
     for span in predicted.timeline.spans:
         if span.lane == "compute":
@@ -114,13 +114,13 @@ def _action_s(predicted: Prediction) -> dict[tuple[int, str], float]:
 
 
 def _memory(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[MemoryRecord]:
-    """The most that each rank held in an epoch, beside what was predicted."""
+    """The measured peak memory of each rank in an epoch, beside the predicted one."""
     found = measured.peak_bytes()
     if not found:
         return
     predicted_bytes = prediction(problem, measured.plan).peak_bytes
     for rank, (tensor_bytes, peak_bytes) in found.items():
-        if rank in predicted_bytes:  # Others have layers silently only.
+        if rank in predicted_bytes:  # Other ranks are only silent members.
             yield MemoryRecord(
                 epoch=epoch,
                 rank=rank,
@@ -131,7 +131,7 @@ def _memory(problem: Problem, epoch: int, measured: EpochMeasured) -> Iterator[M
 
 
 def compared_iterations(planned: Planned, recorder: Recorder) -> Iterator[Compared]:
-    """The traced iterations, each with its prediction. A rank's clock starts with its iteration."""
+    """The traced iterations with their predictions; each rank's clock starts with the iteration."""
     made: dict[tuple[int, tuple[float, ...]], Prediction] = {}
     told = zip(recorder.iterations, recorder.spans, recorder.tensor_bytes, strict=True)
     for record, by_rank, tensor_bytes in told:
@@ -174,7 +174,7 @@ def final_record(
     watcher: Watcher,
     ended: Ended,
 ) -> FinalRecord:
-    """Where the job stands; it has hashes only if its newest checkpoint is of that iteration."""
+    """The state in which the job ended; it has hashes only if its last iteration was saved."""
     first = planned.resumed.iteration if planned.resumed else 0
     iteration = records[-1].iteration + 1 if records else first
     manifest, parameters, optimizer = None, "", ""
@@ -201,7 +201,7 @@ def final_record(
 
 
 def _told_once(num_layers: int, watcher: Watcher) -> Callable[[int], None]:
-    """Has it told what the job does still, if reading what it saved takes long."""
+    """A function that tells the user once if the last save takes long to read."""
     tell_s = time.monotonic() + _SLOW_S
 
     def progress(num_read: int) -> None:
@@ -221,9 +221,9 @@ def _versions() -> dict[str, str]:
 
 
 # -- the digests that two runs are compared by: one over all parameters, one over optimizer state --
-# `parameters_sha256` runs over the parameters in layer order, within a layer in the order that the
-# model names them, tied ones once, little-endian. `optimizer_sha256` runs in the same order over
-# each parameter's state tensors by sorted name, the step as int64.
+# `parameters_sha256` covers the parameters in layer order, and within a layer in the model's order
+# of names; tied parameters count once; bytes are little-endian. `optimizer_sha256` covers, in the
+# same order, the state tensors of each parameter, sorted by name, with the step as int64.
 
 
 def digests(
@@ -233,11 +233,11 @@ def digests(
     parameters: Sequence[Sequence[str]],
     progress: Callable[[int], None] = lambda _num_read: None,
 ) -> tuple[str, str]:
-    """(parameters_sha256, optimizer_sha256) of a checkpoint.
+    """The pair (parameters_sha256, optimizer_sha256) of a checkpoint.
 
     Args:
-        parameters: for each layer the names of its parameters, without later uses of tied ones.
-        progress: is told after each layer how many have been read.
+        parameters: names of each layer's parameters, without later uses of tied ones.
+        progress: function that is told, after each layer, how many layers have been read.
 
     Raises:
         CheckpointError: a file of the checkpoint is missing or damaged.

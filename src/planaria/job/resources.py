@@ -1,4 +1,4 @@
-"""Whether this machine has disk and memory for a job, before any node starts."""
+"""Checks, before any node starts, that this machine has enough disk and memory for a job."""
 
 import shutil
 from functools import partial
@@ -12,21 +12,21 @@ from planaria.job.planning import Planned
 
 
 def check_room(planned: Planned) -> None:
-    """Refuses what this machine has no room for; all nodes of a job are on it.
+    """Refuses a job for which this machine, on which all its nodes run, has too little room.
 
     Raises:
         ConfigError: the free disk or memory is too small.
     """
-    if planned.config.model.kind == "paced":  # Its profile tells the bytes of another model.
+    if planned.config.model.kind == "paced":  # Its profile has the bytes of another model.
         return
     _check_disk(planned)
     check_memory(planned, free_bytes=available_bytes())
 
 
 def _check_disk(planned: Planned) -> None:
-    """Refuses a disk that cannot take one save, which is parameters and optimizer state."""
+    """Refuses a disk without room for one save, which is all parameters and optimizer state."""
     config = planned.config
-    if is_url(config.checkpoint.directory):  # Nobody knows how much a store takes.
+    if is_url(config.checkpoint.directory):  # The room in an object store is not known.
         return
     needed_bytes = sum(
         layer.parameter_bytes + layer.optimizer_bytes for layer in planned.problem.profile.layers
@@ -46,7 +46,7 @@ def _check_disk(planned: Planned) -> None:
 
 
 def _free(directory: str) -> int:
-    """The bytes that are free where a directory is, or will be."""
+    """The free bytes on the file system of a directory, which need not exist yet."""
     path = Path(directory)
     existing = next(one for one in (path, *path.parents) if one.exists())
     return shutil.disk_usage(existing).free
@@ -56,10 +56,10 @@ def check_memory(planned: Planned, *, free_bytes: int) -> None:
     """Refuses copies in memory for which there is no room.
 
     Args:
-        free_bytes: of memory that the job may have.
+        free_bytes: free memory that the job may use.
 
     Raises:
-        ConfigError: what they take, and what there is.
+        ConfigError: the copies need more; it says what they need and what is free.
     """
     config = planned.config
     needed_bytes = copies_bytes(planned)
@@ -73,8 +73,11 @@ def check_memory(planned: Planned, *, free_bytes: int) -> None:
 
 
 def copies_bytes(planned: Planned) -> int:
-    """The most that copies in memory take on all nodes together: two versions of what each rank
-    holds and of the further copies, and what is on its way to them."""
+    """The largest memory that copies take on all nodes together.
+
+    It is two versions of each rank's own layers and of all further copies, and the buffers in which
+    copies are sent.
+    """
     job, plan, profile = planned.config.checkpoint, planned.plan, planned.problem.profile
     if not job.copies:
         return 0

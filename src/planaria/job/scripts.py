@@ -1,4 +1,4 @@
-"""The job that a command is given: a job file, or a script that defines one."""
+"""Loads the job that a command is given: a job file, or a script that defines a job."""
 
 import runpy
 import sys
@@ -10,13 +10,13 @@ from planaria.errors import ConfigError, TrainingError
 from planaria.job.config import overridden_job
 from planaria.job.job import Job
 
-# What runpy calls a script's module: neither __main__, whose guard is for running it alone, nor
-# the name under which workers import it.
+# The name of a script's module in runpy. It is not __main__, whose guard is for running the script
+# alone, and not the name under which workers import it.
 SCRIPT_NAME = "__planaria__"
 
 
 def named_job(path: Path, overrides: list[str]) -> Job:
-    """The job in a file or a script, with overrides on top."""
+    """The job in a job file or script, with overrides applied."""
     if path.suffix != ".py":
         return Job.from_file(path, overrides=overrides)
     job = _script_job(path)
@@ -26,10 +26,10 @@ def named_job(path: Path, overrides: list[str]) -> Job:
 
 
 def _script_job(path: Path) -> Job:
-    """What a script defines as `job`.
+    """The job that a script defines as `job`.
 
     Raises:
-        ConfigError: there is no script, or no such name in it.
+        ConfigError: there is no script, or it defines no such job.
         TrainingError: the script raised.
     """
     if not path.is_file():
@@ -40,7 +40,7 @@ def _script_job(path: Path) -> Job:
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        # The first frames are ours and runpy's.
+        # The first frames, of planaria and runpy, are cut off.
         whole = traceback.TracebackException.from_exception(error)
         mine = [frame.filename == str(path) for frame in whole.stack]
         del whole.stack[: mine.index(True) if True in mine else 0]

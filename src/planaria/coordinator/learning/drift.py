@@ -1,24 +1,27 @@
-"""A profile that is corrected while the job trains, from the seconds that its ranks compute.
+"""Corrects the profile while the job trains, by the seconds that its ranks compute.
 
-What a rank takes has two factors: its node's, found by comparing those who hold the same layers
-(slowness.py), and its layers', which is what is left for all of them alike. The second is found
-here. A rank's ratio is what it computed, less the node's factor, over what is predicted for its
-layers now. Where the medians of WINDOW iterations are off by DRIFT_MIN the layers' factors are
-multiplied by them (estimator/drift.py), and from then on policies propose and price by the
-corrected profile: iterations, and so the microbatches of each pipeline. The cuts of templates,
-which were made at the start, stay. Results do not depend on any of this.
+The seconds of a rank deviate from the profile by two factors. The factor of its node is found by
+comparing holders of the same layers (slowness.py). The factor of its layers is what remains for all
+their holders alike, and is found here. A rank's ratio is the seconds that it computed, corrected by
+its node's factor, divided by the seconds now predicted for its layers. If the medians of WINDOW
+iterations are off by DRIFT_MIN, the factors of layers are multiplied by them (estimator/drift.py).
+From then on policies propose and price by the corrected profile. This changes predicted iterations,
+and so the microbatches of each pipeline. The stages of templates stay as they were cut at the
+start. The results of training do not depend on any of this.
 
-What an iteration takes beside forwards and backwards, in optimizer, sums and commit, is in no
-profile. It is what is left of its seconds when predicted ones, times the median ratio of its ranks,
-are taken off; the median of WINDOW iterations is added to what policies predict.
+Besides forwards and backwards an iteration has an optimizer step, reductions and a commit, which
+are in no profile. Their time is the measured seconds of the iteration, less the predicted ones
+times the median ratio of its ranks. Its median over WINDOW iterations is added to the predictions
+of policies.
 
-Where ranks share processors, predicted are the seconds that their actions take beside those of the
-others (estimator/sharing.py), so that what is left is the layers' own; and what policies propose is
-priced so, too. They look for plans of ranks that have a processor each: those do well on shared
-ones, where all plans that compute the same take nearly the same.
+If ranks share processors, the seconds of their actions are predicted with the actions of the others
+running beside them (estimator/sharing.py), so that the remaining factor is the layers' own.
+Proposals of policies are priced in the same manner. Policies still search for plans as if each rank
+had its own processor. Such plans do well on shared ones, where all plans that compute the same take
+nearly the same time.
 
-The noise of a rank's seconds is some percent, and what is predicted comes true within 3% where the
-profile is right (benchmarks/prediction.py), so less than DRIFT_MIN is not followed.
+The noise of a rank's seconds is some percent, and predictions come true within 3% if the profile is
+right (benchmarks/prediction.py), so deviations below DRIFT_MIN are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,13 +52,16 @@ from planaria.policies.unequal import of_kinds
 
 DRIFT_MIN: Final = 0.05
 DRIFT_WARNED: Final = 1.25
-BESIDE_MIN: Final = 0.02  # Of an iteration.
-_HOPS_MAX: Final = 1 << 9  # Of a plan that is run in virtual time where ranks share processors.
+BESIDE_MIN: Final = 0.02  # Share of an iteration.
+# Number of hops in the largest plan that is simulated for ranks that share processors.
+_HOPS_MAX: Final = 1 << 9
 
 
 def policy_of(rules: Rules, state: JobState) -> Policy:
-    """The policy, which prices by what is known of the layers and of what there is beside them, and
-    by the processors that ranks share."""
+    """The policy that prices by the findings on layers and on the rest of an iteration.
+
+    It also prices by the processors that ranks share.
+    """
     policy, beside_s = state.learning.policy or rules.policy, state.learning.findings.beside_s
     problem = _problem(rules, state.learning.findings.layer_factors)
     if problem is None or not problem.processors:
@@ -65,8 +71,12 @@ def policy_of(rules: Rules, state: JobState) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class _Repriced:
-    """A policy whose iterations take so many seconds longer than it knows, and are run by ranks
-    that share processors if there is a problem that says so."""
+    """A policy whose proposals are given other iteration times.
+
+    Attributes:
+        beside_s: seconds of an iteration that `policy` does not know of.
+        problem: problem whose ranks share processors; None: they share none.
+    """
 
     policy: Policy
     beside_s: float
@@ -89,8 +99,11 @@ class _Repriced:
         )
 
     def _shared_s(self, transition: Transition) -> float:
-        """By ranks that share processors; of a large plan as if nothing waited for anything, for
-        the coordinator has other things to do."""
+        """The seconds of an iteration if ranks share processors.
+
+        A large plan is not simulated, because that would take the coordinator too long. Its time is
+        multiplied by the ranks on each processor, as if no action waited for another.
+        """
         problem, plan = self.problem, transition.after
         assert problem is not None
         if sum(map(len, plan.routes)) > _HOPS_MAX:
@@ -99,7 +112,7 @@ class _Repriced:
 
 
 def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
-    """What a plan has to satisfy, with the times of the profile as it is corrected."""
+    """The planning problem with the corrected profile; None if the profile is not corrected."""
     if rules.every is None:
         return None
     problem = rules.every.problem
@@ -107,7 +120,7 @@ def _problem(rules: Rules, layer_factors: Sequence[float]) -> Problem | None:
 
 
 def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
-    """What a coordinator knows that finds this on record, and by which plan all train."""
+    """The learning of a coordinator that finds these findings, and this plan, on record."""
     problem = _problem(rules, findings.layer_factors)
     is_known = bool(findings.layer_factors or findings.beside_s)
     if problem is None or not (is_known or problem.processors):
@@ -121,23 +134,27 @@ def restored_learning(rules: Rules, findings: Findings, plan: Plan) -> Learning:
 
 
 def _expected(problem: Problem, plan: Plan, speeds: Mapping[int, float]) -> Expected:
-    """As `expected`. A slow node that no plan betters has its speed in no plan, and policies price
-    by it."""
+    """The expected iteration of the plan, with slow nodes at their speeds.
+
+    Policies price by these speeds too. The plan may lack them: it stays as it is if no other plan
+    is better for a slow node.
+    """
     return expected(problem, of_kinds(plan, {n: NodeKind(speed) for n, speed in speeds.items()}))
 
 
 def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
-    """The state with what the reports of the iteration that is about to be committed tell.
+    """The state with the corrections that follow from the reports of the iteration to be committed.
 
     Args:
-        before: the state before they told which nodes are slow.
+        before: state before the speeds of nodes were updated by these reports.
     """
     outcome, learning = state.outcome, state.learning
     assert outcome is not None
     if rules.every is None or not rules.layer_s:
         return state, ()
-    # As in slowness.py the first iteration tells nothing: its caches are cold. And a node's factor
-    # that is new was still in the ratios of its ranks, which would count it twice.
+    # As in slowness.py, the first iteration of an epoch does not count: its caches are cold. After
+    # a speed has changed, measuring starts over: older ratios contain the change, and would count
+    # it twice.
     if state.next_iteration <= outcome.iteration or state.speeds != before.speeds:
         return replace(state, learning=_anew(rules, state)), ()
     found = _ratios(rules, state)
@@ -160,7 +177,7 @@ def corrected(rules: Rules, state: JobState, *, before: JobState) -> Step:
 
 
 def _anew(rules: Rules, state: JobState) -> Learning:
-    """What is known where the plan, or the speeds of its nodes, are others than were measured."""
+    """The learning that starts to measure anew, for the current plan and speeds of nodes."""
     problem = _problem(rules, state.learning.findings.layer_factors)
     assert problem is not None
     plan_s, computing_s = _expected(problem, state.plan, state.speeds)
@@ -168,25 +185,25 @@ def _anew(rules: Rules, state: JobState) -> Learning:
 
 
 def iteration_s(state: JobState) -> float:
-    """What is predicted now for an iteration by the plan as it is."""
+    """The predicted seconds of an iteration with the current plan."""
     return _plan_s(state) + state.learning.findings.beside_s
 
 
 def _plan_s(state: JobState) -> float:
-    """What is predicted for an iteration without what there is beside the layers."""
+    """The predicted seconds of an iteration, without `beside_s`."""
     assert state.decision is not None
     return state.learning.plan_s or state.decision.predicted_s - state.learning.findings.beside_s
 
 
 def _rest_s(state: JobState, ratios: Mapping[int, float]) -> float:
-    """Of this iteration what no forward or backward explains."""
+    """The seconds of this iteration that no forward or backward explains."""
     reports = state.reports_of(state.next_iteration)
     seconds = median(reports[rank].seconds - reports[rank].stall_s for rank in ratios)
     return seconds - _plan_s(state) * median(ratios.values())
 
 
 def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
-    """Of the ranks that have work, in this iteration; empty if that was too short to tell."""
+    """The ratio of each rank with work in this iteration; empty if they computed too shortly."""
     factors = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
     layer_s = [s * factor for s, factor in zip(rules.layer_s, factors, strict=True)]
     work_s = {rank: s for rank, s in work_s_by_rank(state.plan, layer_s).items() if s > 0.0}
@@ -194,7 +211,7 @@ def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
     seconds = {rank: reports[rank].computing_s for rank in work_s if rank in reports}
     if not seconds or median_low(seconds.values()) < COMPUTING_S_MIN:
         return {}
-    shared_s = state.learning.computing_s  # In which a slow node is slow already.
+    shared_s = state.learning.computing_s  # These predictions include the speeds of slow nodes.
     if shared_s:
         return {r: computing_s / shared_s[r] for r, computing_s in seconds.items() if r in shared_s}
     per_node = state.devices_per_node
@@ -205,7 +222,7 @@ def _ratios(rules: Rules, state: JobState) -> dict[int, float]:
 
 
 def _seeming_slow(state: JobState) -> set[int]:
-    """The ranks of nodes that may be found slow soon, or are not any more."""
+    """The ranks of nodes that may soon be found slow, or fast again."""
     unclear = []
     for node, window in state.ratios.items():
         speed = state.speeds.get(node, 1.0)
@@ -218,11 +235,12 @@ def _seeming_slow(state: JobState) -> set[int]:
 def _with_findings(
     rules: Rules, state: JobState, ratios: Mapping[int, float], beside_s: float
 ) -> Step:
-    """The state in which each layer takes so many times what was predicted before.
+    """The state with corrected layers and a new `beside_s`; the launcher is told.
 
     Args:
-        ratios: by layer; none: as it was.
-        beside_s: of an iteration, beside the layers.
+        ratios: correction of each layer, as a multiple of what was predicted before; a layer
+            without an entry stays as it was.
+        beside_s: seconds of an iteration besides the forwards and backwards of layers.
     """
     before = state.learning.findings.layer_factors or (1.0,) * rules.num_layers
     factors = tuple(factor * ratios.get(layer, 1.0) for layer, factor in enumerate(before))
@@ -260,7 +278,7 @@ def _warning(factors: tuple[float, ...]) -> str:
 
 
 def corrected_plans(every: EveryPlan, layer_factors: Sequence[float]) -> EveryPlan:
-    """What a job can be re-formed to, with the times of the corrected profile."""
+    """The plans that the job can be re-formed to, with the times of the corrected profile."""
     profile = corrected_profile(every.problem.profile, layer_factors)
     return every_plan_of(replace(every.problem, profile=profile), every.templates, every.plans)
 

@@ -1,22 +1,22 @@
-"""How long a recovery is expected to take: from when a loss is noticed until all ranks go on.
+"""Predicts the duration of a recovery, from when a loss is noticed until all ranks go on.
 
-That is more than the price by which answers are weighed (overhead.py): once one is chosen, what
-came before it is over, whichever it is. To whoever waits for the job all of it is downtime. It has
-three parts:
+That is more than the price by which answers are weighed (overhead.py), because the time before an
+answer is chosen is the same for all answers. For the user all of it is downtime. It has three
+parts:
 
-1. Stop. Each rank ends the action that it is in and answers. A loss strikes at any moment, so that
-   lasts up to the longest action, beside those of the others where ranks share processors, and half
-   of it on average; nothing if all wait for each other.
-2. Decide. Answers are priced, and the best is put on record.
-3. Go on. What the answer is priced at.
+1. Stop. Each rank finishes its current action and answers. A loss strikes at any moment, so this
+   takes at most as long as the longest action, and half of that on average; it takes no time if all
+   ranks wait for each other. If ranks share processors, actions are slowed by those of the others.
+2. Decide. Answers are priced, and the best is recorded.
+3. Go on. This takes the price of the answer.
 
-Each part has a least, a likely and a most. The least may all come true together, where nobody is in
-an action; that all parts take their most does not, so beyond what is likely their excess counts as
-that of independent errors does, by squares. What this job has seen of recoveries widens the range:
-if the newest took between r and R times what was likely, so may the next.
+Each part has a minimum, a likely value and a maximum. All minima may occur together, when no rank
+is in an action. All maxima do not, so the excesses over the likely values are added like
+independent errors, by squares. The job's own recoveries widen the range: if the newest ones took
+between r and R times their likely value, so may the next.
 
-Only what is known when the loss is noticed is looked at. A worker that ended and is forked anew
-takes seconds more, as does a machine that is waited for: that is learned, not foreseen.
+Only facts that are known when the loss is noticed are used. A worker that is forked anew takes
+seconds more, and so does a machine that is waited for; this is learned, not predicted.
 """
 
 from dataclasses import replace
@@ -30,16 +30,17 @@ from planaria.coordinator.state import JobState, Rules
 from planaria.core.plan import ModelProfile
 from planaria.estimator.drift import corrected_profile
 
-# Measured on six emulated nodes of two cores, as benchmarks/laptop.py does; see docs/LOG.md.
-ANSWERING_S: Final = (0.002, 0.02, 0.08)  # Of the stop, beside the action that is ended.
+# These were measured on six emulated nodes of two cores, as benchmarks/laptop.py does; see
+# docs/LOG.md. Triples are (minimum, likely, maximum).
+ANSWERING_S: Final = (0.002, 0.02, 0.08)  # Stop, without the action that each rank finishes.
 DECIDE_S: Final = (0.003, 0.025, 0.1)
-GO_ON_LEAST: Final = 0.4  # Of its price.
-GO_ON_MOST: Final = 3.0
-GO_ON_MOST_S: Final = 0.05  # And so much more.
+GO_ON_LEAST: Final = 0.4  # Share of the price.
+GO_ON_MOST: Final = 3.0  # Multiple of the price, plus the seconds below.
+GO_ON_MOST_S: Final = 0.05
 
 
 class Range(NamedTuple):
-    """Seconds that something is expected to take."""
+    """The range of an expected duration."""
 
     least_s: float
     likely_s: float
@@ -47,10 +48,11 @@ class Range(NamedTuple):
 
 
 def expected_recovery(rules: Rules, state: JobState, price_s: float) -> Range:
-    """Of the recovery whose answer is priced so, from when its loss was noticed.
+    """The expected duration of a recovery, from the time at which its loss was noticed.
 
     Args:
-        state: its plan is the one that the loss ended.
+        state: state with the plan that the loss ended.
+        price_s: price of the answer that was chosen.
     """
     longest_s = _longest_action_s(rules, state)
     least_s, likely_s, most_s = ANSWERING_S
@@ -70,12 +72,15 @@ def expected_recovery(rules: Rules, state: JobState, price_s: float) -> Range:
 
 
 def with_likely(state: JobState, likely_s: float) -> JobState:
-    """The state that knows how long its recovery is expected to take."""
+    """The state that knows the likely duration of its recovery."""
     return replace(state, learning=replace(state.learning, recovery_s=likely_s))
 
 
 def with_recovery(state: JobState, now_s: float) -> JobState:
-    """The state once every rank goes on: what the recovery took, if this coordinator foresaw it."""
+    """The state that knows what a recovery took, now that every rank goes on.
+
+    Unchanged if this coordinator did not predict that recovery.
+    """
     learning = state.learning
     if state.loss is None or not learning.recovery_s:
         return state
@@ -86,7 +91,7 @@ def with_recovery(state: JobState, now_s: float) -> JobState:
 
 
 def _longest_action_s(rules: Rules, state: JobState) -> float:
-    """Of the ranks of the plan; 0 if nobody knows what layers take."""
+    """The longest action of any rank of the plan; 0 if the seconds of layers are not known."""
     if rules.every is None:
         return 0.0
     problem, factors = rules.every.problem, state.learning.findings.layer_factors
@@ -99,7 +104,7 @@ def _longest_action_s(rules: Rules, state: JobState) -> float:
 
 
 def _action_s(profile: ModelProfile, first_layer: int, end_layer: int) -> float:
-    """The longer one of forward and backward, by the fewest devices that there are figures for."""
+    """The longer of a stage's forward and backward, on the fewest devices that were profiled."""
     layers = profile.layers[first_layer:end_layer]
     counts = [min(layer.forward_s) for layer in layers]
     forward_s = sum(one.forward_s[n] for one, n in zip(layers, counts, strict=True))

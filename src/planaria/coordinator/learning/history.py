@@ -1,29 +1,31 @@
-"""How often the job fails, and how many nodes at once, learned from its own failures.
+"""How often the job fails, and how many nodes fail at once, learned from its own failures.
 
-The time to the next failure is taken as exponential. Its rate has a Gamma distribution, whose mean
-is one failure in an hour at first, but which weighs no more than a minute of the job's own time:
-jobs differ by a factor of ten thousand, so the first failure tells more than was known before. k
-failures in a time T make the mean
+The time to the next failure is assumed to be exponentially distributed. Its rate has a Gamma
+distribution, with a prior mean of one failure an hour. The prior weighs only as much as one minute
+of the job's own time: jobs differ by a factor of ten thousand, so the first failure tells more than
+the prior. After k failures in a time T the mean rate is
 
     (1/60 + k) / (1 minute + T)
 
-What is long ago counts less, for clusters change: a failure a seconds ago as exp(-a / 6 hours), and
-so does each second of the time. Losses within a lease of one another are one failure: they have one
-cause, such as a switch, and the next such failure is as far away as that cause. It takes each of
-its nodes once, also where first a worker is lost and then the whole node. What a failure takes is
-taken as geometric, with a mean as if there had been one failure before:
+Older observations count less, because clusters change: a failure that is a seconds old counts
+exp(-a / 6 hours), and so does each second of T. Losses within a lease of one another are one
+failure, because they have one cause, such as a network switch, and the next such failure is as far
+away as that cause. A failure counts each of its nodes once, even if first a worker is lost and then
+the whole node. The number of nodes in a failure is assumed to be geometrically distributed, with
+this mean, in which the prior counts as one failure:
 
     (1.5 + nodes) / (1 + k)
 
-That is between what traces show: of the 584 faults of InfiniteHBD's 400 servers in 345 days a tenth
-come at the same instant as another one, while spot instances are taken away 2.1 at a time (Bamboo's
-p3 trace).
+Its prior, 1.5, lies between what traces show. Of the 584 faults of InfiniteHBD's 400 servers in 345
+days a tenth come at the same instant as another one, while spot instances are taken away 2.1 at a
+time (Bamboo's p3 trace).
 
-Of this the record of members keeps four numbers and the nodes of the last failure, so a new
-coordinator knows what the one before it learned. Before the first failure there is no such record:
-what is committed tells, by what an iteration should take, for how long the job was spared.
+The record of members keeps four numbers of this and the nodes of the last failure, so that a new
+coordinator knows what the one before it learned. Before the first failure there is no such record.
+Then the committed iterations, times the predicted duration of one, say for how long the job has
+trained without a failure.
 
-Source: conjugate prior of the exponential distribution; DESIGN 6 (Policies).
+Source: conjugate prior of the exponential distribution.
 """
 
 from collections.abc import Collection
@@ -41,10 +43,10 @@ MEMORY_S: Final = 6 * 3600.0
 def begun_history(
     history: FailureHistory, now_s: float, *, trained_s: float = 0.0
 ) -> FailureHistory:
-    """The history of a job that trains now, for the first time unless it began before.
+    """The history of a job that trains now; unchanged if it has trained before.
 
     Args:
-        trained_s: for how long it has trained if nothing is on record.
+        trained_s: seconds that the job has trained already, if its history does not say.
     """
     return history if history.since_s else FailureHistory(since_s=now_s - trained_s)
 
@@ -52,10 +54,10 @@ def begun_history(
 def with_failure(
     history: FailureHistory, now_s: float, *, nodes: Collection[int], lease_s: float
 ) -> FailureHistory:
-    """The history with one more loss now, which is a failure if the last is a lease ago.
+    """The history with one more loss now; it is a new failure if the last loss is over a lease ago.
 
     Args:
-        nodes: that it took, or on which it took workers.
+        nodes: nodes that were lost, or on which workers were lost.
     """
     is_new = not history.weight or now_s - history.last_s > lease_s
     share = _remembered(now_s - history.last_s)
@@ -71,7 +73,7 @@ def with_failure(
 
 
 def learned_failures_per_s(history: FailureHistory, now_s: float) -> float:
-    """The rate that is to be expected from now on, above 0."""
+    """The failure rate expected from now on; above 0."""
     up_s = now_s - history.since_s if history.since_s else 0.0
     num_failures = history.weight * _remembered(now_s - history.last_s)
     weighted_s = MEMORY_S * (1.0 - _remembered(up_s))
@@ -79,7 +81,7 @@ def learned_failures_per_s(history: FailureHistory, now_s: float) -> float:
 
 
 def learned_nodes_per_failure(history: FailureHistory, now_s: float) -> float:
-    """How many nodes the next failure is expected to take, at least 1."""
+    """The expected number of nodes in the next failure; at least 1."""
     share = _remembered(now_s - history.last_s)
     nodes, failures = history.nodes * share, history.weight * share
     return max(1.0, (PRIOR_NODES + nodes) / (1.0 + failures))

@@ -1,7 +1,7 @@
-"""What a coordinator learns of its job: how far seconds are from predicted ones.
+"""What a coordinator learns of its job: how far measured seconds are from predicted ones.
 
-What is found is on record with the members of an epoch, so a new coordinator knows it; what is
-being measured it measures anew.
+Findings are recorded with the members of an epoch, so that a new coordinator knows them. It has to
+repeat measurements that were not finished.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from planaria.policies.policy import Policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """What is known, and what is being measured.
+    """What a coordinator has learned, and what it is measuring.
 
     Attributes:
-        findings: on record with the newest members, and with each commit since.
-        policy: proposes and prices by these findings; None as long as they change no price.
-        ratios: by rank, of its newest iterations in this epoch: seconds that it computed over those
-            that are predicted now; see drift.py.
-        rests: of its newest iterations in this epoch, what no forward or backward explains.
-        plan_s: predicted for an iteration of the epoch's plan, without what there is beside the
-            layers; 0: as the decision has it.
-        computing_s: by rank, the seconds of its forwards and backwards in that iteration; empty
-            where it has processors of its own.
-        told_s: when all were told the answer to the newest loss, before that when it was chosen; 0
-            if there was none or it is over. See overhead.py.
-        transfer_s: that its layers were to take by the profile's links.
-        recovery_s: that this recovery is expected to take, from when its loss was noticed; 0 if
-            there is none. See foresight.py.
+        findings: findings so far; recorded with the newest members and with each commit.
+        policy: policy that proposes and prices by these findings; None: they change no price yet.
+        ratios: measured over predicted seconds of computing in the newest iterations of this epoch,
+            by rank; see drift.py.
+        rests: seconds of the newest iterations of this epoch that no forward or backward explains.
+        plan_s: predicted seconds of an iteration with the epoch's plan, without `beside_s` of the
+            findings; 0: the prediction of the decision holds.
+        computing_s: predicted seconds of forwards and backwards in such an iteration, by rank;
+            empty if each rank has its own processor.
+        told_s: time at which all were told the answer to the newest loss, or before that, the time
+            at which it was chosen; 0: no recovery is being timed. See overhead.py.
+        transfer_s: seconds that the recovery's transfers should take by the profile's links.
+        recovery_s: predicted seconds of this recovery since its loss was noticed; 0: no prediction
+            is open. See foresight.py.
     """
 
     findings: Findings = field(default_factory=Findings)

@@ -1,12 +1,12 @@
-"""A rank that ran out of memory needs more than was estimated: the estimate of its stage is raised.
+"""Raises the memory estimate of a stage whose rank ran out of memory.
 
-What is learned is in bytes by layer, beside the profile's: as much as makes the stage larger than
-its device. Templates and plans are cut anew with it, and only what fits is proposed from then on
-(policies/roomy.py). Each time the estimate rises so far that this stage cannot be again, so it
-ends: with stages that fit, or without any plan for f + 1 pipelines. Then the estimate stays, and
-the error counts as any other that is not the job's.
+The raise is a number of bytes for each layer of the stage, added to the profile's bytes. It is just
+so large that the stage no longer fits its device. Templates and plans are made anew with it, and
+only plans that fit are proposed from then on (policies/roomy.py). Each raise rules the stage out
+for good, so this ends: with stages that fit, or without any plan for f + 1 pipelines. In the second
+case the estimate is not raised, and the error counts like any other that is not the job's.
 
-Where neither the job nor its profile says what a device holds there is nothing to compare with,
+If neither the job nor its profile says how much a device holds, there is nothing to compare with,
 and nothing is learned.
 """
 
@@ -27,8 +27,10 @@ from planaria.policies.roomy import Roomy, stage_peaks
 
 
 def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | None:
-    """The rules with the estimates that were raised, and plans cut by them; None where none were,
-    or no f + 1 pipelines fit on so many nodes."""
+    """The rules with the raised estimates, and with plans made by them.
+
+    None if no estimate was raised, or if f + 1 pipelines do not fit on `num_nodes` nodes.
+    """
     if rules.every is None or rules.policy_of is None or not findings.more_bytes:
         return None
     problem, policy_of = rules.every.problem, rules.policy_of
@@ -50,11 +52,12 @@ def fitted_rules(rules: Rules, findings: Findings, num_nodes: int) -> Rules | No
 
 
 def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState | None, str]:
-    """The state in which the stage of a rank that ran out of memory is planned smaller, None if it
-    cannot be; and what is known of it, in words.
+    """The state in which the stage of a rank that ran out of memory is planned smaller.
+
+    None if it cannot be. The second item is the stage's estimate in words; "" if it is not known.
 
     Args:
-        rules: those that the job began with.
+        rules: rules that the job began with.
     """
     found = _stage(rules, state.plan, rank)
     if found is None:
@@ -81,8 +84,11 @@ def with_more_room(rules: Rules, state: JobState, rank: int) -> tuple[JobState |
 
 
 def _stage(rules: Rules, plan: Plan, rank: int) -> tuple[range, int, int, int] | None:
-    """The layers of the rank's stage, what each of its devices was estimated to hold by the
-    profile, what a device can hold, and how many share the stage; None where that is not known."""
+    """The memory of a rank's stage, as (layers, held_bytes, limit_bytes, num_devices).
+
+    `held_bytes` is what the profile estimates for each device, and `limit_bytes` what a device can
+    hold. None if the limit is not known, or if the rank has no stage.
+    """
     if rules.every is None:
         return None
     problem: Problem = rules.every.problem

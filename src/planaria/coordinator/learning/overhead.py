@@ -1,30 +1,30 @@
-"""What a recovery takes, and a switch, as this job has measured it.
+"""The cost of a recovery, and of a switch, as this job has measured it.
 
-From when all are told an answer until every rank can go on a job takes
+From the time at which all are told an answer until every rank can go on, a recovery takes
 
     overhead_s + schedules_s + factor * transfer_s
 
-The last is what the bytes take on the busiest link as the profile has it (policies/policy.py). In
-truth modules are built for the layers, bytes are hashed, and links shared: by which factor that
-takes longer is learned from the newest recoveries in which layers moved,
+`transfer_s` is the time of the bytes on the busiest link, by the profile (policies/policy.py). It
+takes longer in truth, because modules are built for the layers, bytes are hashed, and links are
+shared. The factor is learned from the newest recoveries in which layers moved:
 
-    (0.02 s + what they took) / (0.02 s + transfer_s of each)
+    (0.02 s + sum of what they took) / (0.02 s + sum of their transfer_s)
 
-so that a few bytes, which take as long as a message, tell next to nothing.
+The 0.02 s are a prior, so that a few bytes, which take as long as a message, tell next to nothing.
 
-Each rank computes its schedule, from as many hops of microbatches as meet in its pipeline: 32 in
-one of many short ones, a thousand where routes join all. What a hop takes of a processor is
-measured in each epoch; where nodes are emulated, their ranks share few processors.
+`schedules_s` is the time in which each rank computes its schedule, from all hops of microbatches in
+its pipeline: 32 hops in one of many short pipelines, a thousand where routes join all pipelines.
+The processor time for each hop is measured in each epoch. Emulated nodes share few processors.
 
-The overhead is all the rest, whatever moves: the order's way, links made anew, ranks that get
-going. It depends on machines, nodes and model, so it is measured, in each recovery, as the time
-that there was less what schedules and layers took. The price of the next is the median of the
-newest. Before the first recovery it is a fixed prior for the order's way and one for what each rank
-and its agent compute. The first recovery takes longer by a quarter of its schedules: what is done
-with a plan for the first time is in no cache, and the larger the plan, the more there is of it.
+`overhead_s` is all the rest, whichever layers move: sending the order, making links, starting the
+ranks. It depends on machines, nodes and model, so it is measured in each recovery, as the total
+time less that of schedules and layers. The next recovery is priced at the median of the newest
+ones. Before the first recovery a fixed prior is used for sending the order, and another for the
+computing of each rank and its agent. The first recovery takes longer by a quarter of its schedules,
+because no cache knows the plan yet; the larger the plan, the longer.
 
 A change has no such overhead, but a pause at each of its switches, which is measured likewise.
-Before the first it is expected to take half as long again as the schedules.
+Before the first switch the pause is expected to be 1.5 times the time of the schedules.
 
 Differs: Odyssey prices transitions by bytes alone; its constant is not stated.
 """
@@ -43,14 +43,14 @@ from planaria.policies.policy import Prices, scheduling_s
 
 NUM_NEWEST: Final = 5
 PRIOR_TRANSFER_S: Final = 0.02
-# Measured on 8 and 32 nodes, see docs/LOG.md.
-RANK_S: Final = 0.0023  # That a rank and its agent compute beside its schedule.
+# These were measured on 8 and 32 nodes, see docs/LOG.md.
+RANK_S: Final = 0.0023  # Computing of a rank and its agent besides its schedule.
 FIRST_RECOVERY: Final = 1.25
 FIRST_SWITCH: Final = 1.5
 
 
 def prices_of(rules: Rules, state: JobState) -> Prices:
-    """What recovery costs, as far as the job has told."""
+    """The prices of a recovery, as far as the job has measured them; else those of the profile."""
     findings, factor = state.learning.findings, _transfer_factor(state)
     overhead_s = rules.prices.regroup_s + RANK_S * _sharing(rules, state)
     if findings.overheads_s:
@@ -64,39 +64,43 @@ def prices_of(rules: Rules, state: JobState) -> Prices:
 
 
 def regroup_s(rules: Rules, state: JobState, plan: Plan) -> float:
-    """What a recovery to a plan costs beside moving layers."""
+    """The seconds of a recovery to a plan besides moving layers."""
     prices = prices_of(rules, state)
     return prices.regroup_s + scheduling_s(plan, prices.hop_s)
 
 
 def _sharing(rules: Rules, state: JobState) -> float:
-    """How many ranks share a processor."""
+    """The number of ranks that share a processor; at least 1."""
     return max(1.0, len(state.ranks) / rules.processors) if rules.processors else 1.0
 
 
 def _at_first(state: JobState) -> float:
-    """How many times its schedules the next recovery takes for them and what grows with them."""
+    """The factor on the time of schedules in the next recovery; above 1 only for the first."""
     return 1.0 if state.learning.findings.overheads_s else FIRST_RECOVERY
 
 
 def _transfer_factor(state: JobState) -> float:
-    """How many times as long as the profile says transfers are expected to take."""
+    """The expected duration of transfers, as a multiple of what the profile says."""
     told = state.learning.findings.transfers_s
     priced_s, took_s = sum(priced_s for priced_s, _ in told), sum(took_s for _, took_s in told)
     return (PRIOR_TRANSFER_S + took_s) / (PRIOR_TRANSFER_S + priced_s)
 
 
 def switch_s(rules: Rules, state: JobState, plan: Plan) -> float:
-    """For how long ranks are expected not to train when an epoch with a plan begins at a commit."""
+    """The expected pause of training when an epoch with this plan begins at a commit."""
     findings = state.learning.findings
     schedules_s = scheduling_s(plan, findings.hop_s * _sharing(rules, state))
     if findings.pauses_s:
         return median(findings.pauses_s) + schedules_s
-    return FIRST_SWITCH * schedules_s or rules.prices.regroup_s  # Nobody has told what it takes.
+    # Before the first epoch has begun, no hop was measured, and schedules_s is 0.
+    return FIRST_SWITCH * schedules_s or rules.prices.regroup_s
 
 
 def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float) -> JobState:
-    """The state once an answer is chosen: what follows is timed, and predicted by its price."""
+    """The state after an answer was chosen: it is timed from now on.
+
+    It also keeps the transfer time in the answer's price, to compare with the measured one.
+    """
     transfer_s = chosen.downtime_s - regroup_s(rules, state, chosen.after)
     transfer_s = max(0.0, transfer_s) / _transfer_factor(state)
     learning = replace(state.learning, told_s=now_s, transfer_s=transfer_s, plan_s=0.0)
@@ -104,17 +108,18 @@ def with_choice(rules: Rules, state: JobState, chosen: Transition, now_s: float)
 
 
 def with_order(state: JobState, now_s: float) -> JobState:
-    """The state once all are told what was chosen."""
-    if not state.learning.told_s:  # It was another coordinator that chose it.
+    """The state after all were told the answer: it is timed from now on."""
+    if not state.learning.told_s:  # Another coordinator chose the answer.
         return state
     return replace(state, learning=replace(state.learning, told_s=now_s))
 
 
 def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
-    """The state once every rank can go on, after a loss or for the first time."""
+    """The state that knows what it took until every rank could go on, or could begin at first."""
     state, schedules_s = _with_schedules(rules, state)
     learning, findings = state.learning, state.learning.findings
-    if state.loss is not None and learning.told_s:  # Or this coordinator began in the middle of it.
+    # A coordinator that began in the middle of a recovery has no told_s.
+    if state.loss is not None and learning.told_s:
         overhead_s = now_s - learning.told_s - schedules_s * _at_first(state)
         took_s = _transferred_s(state.ready.values())
         if learning.transfer_s > 0.0 and took_s > 0.0:
@@ -127,7 +132,7 @@ def with_start(rules: Rules, state: JobState, now_s: float) -> JobState:
 
 
 def _with_schedules(rules: Rules, state: JobState) -> tuple[JobState, float]:
-    """The state with what a hop takes in the epoch that begins, and what its schedules took."""
+    """The state with the measured cost of a hop, and the seconds of this epoch's schedules."""
     took_s = median(event.scheduled_s for event in state.ready.values())
     hop_s = took_s / scheduling_s(state.plan, 1.0)
     findings = msgspec.structs.replace(state.learning.findings, hop_s=hop_s)
@@ -136,16 +141,16 @@ def _with_schedules(rules: Rules, state: JobState) -> tuple[JobState, float]:
 
 
 def _transferred_s(ready: Collection[EpochReady]) -> float:
-    """From when the last rank had its links until the last one had its layers; 0 if nobody tells.
+    """The seconds from the last rank's links to the last rank's layers; 0 without reports.
 
-    Who is linked early waits for others' links before their layers can come.
+    A rank that has its links early waits for the links of others before layers can arrive.
     """
     linked_s = max((event.regroup_s for event in ready), default=0.0)
     return max((event.regroup_s + event.transfer_s for event in ready), default=0.0) - linked_s
 
 
 def with_switch(rules: Rules, state: JobState, pause_s: float) -> JobState:
-    """The state once a switch has paused its ranks for so long."""
+    """The state that knows that a switch has paused training for `pause_s`."""
     state, schedules_s = _with_schedules(rules, state)
     findings = state.learning.findings
     newest_s = (*findings.pauses_s, max(0.0, pause_s - schedules_s))[-NUM_NEWEST:]

@@ -1,22 +1,24 @@
-"""Which nodes are slow: the seconds that they compute, normalised by their work.
+"""Which nodes are slow, found by the seconds that they compute, normalised by their work.
 
-The work of a rank is what the profile says of its layers, times its microbatches; its ratio is what
-it took over that. A node is so many times slower than usual as its ratio is above what is usual:
-the median of all ranks, or that of those that hold the same layers, if that is more. So a profile
-that is wrong, for all layers or for some, makes nobody slow; nor does it tell if all holders of a
-layer are slow, while most others are not.
+The work of a rank is the profile's seconds of its layers, times its microbatches. Its ratio is the
+seconds that it computed, divided by its work. A node's slowness is its ratio divided by the usual
+ratio, which is the median of all ranks, or the median of the holders of the same layers if that is
+larger. So a profile that is wrong, for all layers or for some, makes no node slow. In turn, nodes
+are not found slow if all holders of a layer are slow and most other ranks are not.
 
-It is believed when it lasts:
-- WINDOW iterations in a row are beyond SLOW_FACTOR, or back by BACK_FACTOR. A stall, of whatever
-  length, is one iteration. The first iteration of an epoch does not count: its caches are cold.
-- COMPUTING_S_MIN, for ranks that share cores wait for slices of some milliseconds.
-- What is believed is a step of 2 ** (1 / 16), the noise of a few percent: nodes that are nearly
-  alike are of one kind, and the same seconds measured again are no news.
+A slowness is believed only under these conditions:
+- It lasts: WINDOW iterations in a row are above the believed slowness by SLOW_FACTOR, or below it
+  by BACK_FACTOR. A stall, of whatever length, is in one iteration. The first iteration of an epoch
+  does not count, because its caches are cold.
+- The median rank computes for at least COMPUTING_S_MIN, because ranks that share cores wait for
+  time slices of some milliseconds.
+- It is rounded to steps of 2 ** (1 / 16), the noise of a few percent. So nodes that are nearly
+  alike are of one kind, and the same seconds measured again change nothing.
 
-A slow node that has no work tells nothing of its speed. It is taken for as fast as any after
-RETRY_S, doubled each time: if it is, it gets work and keeps it, else it is found slow once more.
+A slow node without work tells nothing of its speed. After RETRY_S, doubled each time, it is assumed
+to be fast. If it is, it gets work and keeps it; if not, it is found slow once more.
 
-Source: DESIGN 3 (node kinds); thresholds from the runs in docs/LOG.md.
+Source: the thresholds are from the runs in docs/LOG.md.
 """
 
 from bisect import bisect_left
@@ -36,13 +38,13 @@ WINDOW: Final = 5
 SLOW_FACTOR: Final = 1.3  # Six processes on two busy cores differ by up to 1.2 now and then.
 BACK_FACTOR: Final = 1.2
 COMPUTING_S_MIN: Final = 0.05
-RETRY_S: Final = 300.0  # Finding out takes half a dozen slow iterations.
+RETRY_S: Final = 300.0  # A retry costs half a dozen slow iterations.
 _DOUBLINGS_MAX: Final = 20
-_STEPS: Final = 16  # From one speed to its half.
+_STEPS: Final = 16  # Number of steps from one speed to half of it.
 
 
 def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
-    """The state with what the reports of the iteration that is about to be committed tell."""
+    """The state with the speeds that follow from the reports of the iteration to be committed."""
     outcome = state.outcome
     assert outcome is not None
     if not rules.layer_s:
@@ -63,7 +65,7 @@ def observed(rules: Rules, state: JobState, now_s: float) -> JobState:
 
 
 def _retried(state: JobState, now_s: float) -> JobState:
-    """The state without the speeds of nodes that have waited for work long enough."""
+    """The state that has forgotten the speeds of nodes without work that are due for a retry."""
     waiting = [node for node in state.speeds if node not in state.plan.nodes]
     idle, speeds = dict(state.idle), dict(state.speeds)
     for node in waiting:
@@ -76,7 +78,7 @@ def _retried(state: JobState, now_s: float) -> JobState:
 
 
 def of_members(state: JobState) -> JobState:
-    """The state in which nothing is known of nodes that are gone."""
+    """The state that has forgotten the findings on nodes that are no members."""
     speeds = {node: speed for node, speed in state.speeds.items() if node in state.nodes}
     idle = {node: tried for node, tried in state.idle.items() if node in state.nodes}
     return _with(state, speeds, idle)
@@ -85,7 +87,7 @@ def of_members(state: JobState) -> JobState:
 def _with(
     state: JobState, speeds: dict[int, float], idle: dict[int, tuple[int, float]]
 ) -> JobState:
-    """The state in which nodes are as fast, and have been without work as long."""
+    """The state with these speeds, and these times without work, of slow nodes."""
     findings = msgspec.structs.replace(state.learning.findings, speeds=speeds, idle=idle)
     return replace(state, learning=replace(state.learning, findings=findings))
 
@@ -97,12 +99,13 @@ def slowness_by_node(
     layer_s: Sequence[float],
     speeds: Mapping[int, float],
 ) -> dict[int, float]:
-    """How many times as long as usual each node took that computed; empty if that was too short.
+    """The slowness of each node that computed, 1 being usual; empty if they computed too shortly.
 
     Args:
-        computing_s: by rank, in one iteration.
-        layer_s: of each layer, for one microbatch, as the profile says.
-        speeds: of nodes that are known to be slow, to whom nobody is compared as they are.
+        computing_s: seconds that each rank computed in one iteration.
+        layer_s: seconds of each layer for one microbatch, by the profile.
+        speeds: speeds of nodes known to be slow. Their ratios are corrected by the speed before
+            other nodes are compared with them.
     """
     work_s = work_s_by_rank(plan, layer_s)
     ratios = {r: computing_s[r] / s for r, s in work_s.items() if s > 0.0 and r in computing_s}
@@ -127,7 +130,12 @@ def slowness_by_node(
 
 
 def believed_slowness(before: float, window: Sequence[float]) -> float:
-    """How many times as long as usual a node takes, 1 or more, if so it was before."""
+    """The slowness to believe of a node, at least 1.
+
+    Args:
+        before: slowness believed so far.
+        window: measured slowness in the newest iterations.
+    """
     has_changed = min(window) >= before * SLOW_FACTOR or max(window) * BACK_FACTOR <= before
     if len(window) < WINDOW or not has_changed:
         return before
@@ -137,7 +145,7 @@ def believed_slowness(before: float, window: Sequence[float]) -> float:
 
 
 def work_s_by_rank(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
-    """Of each rank, in one iteration."""
+    """The work of each rank in one iteration, in seconds by the profile."""
     work_s: defaultdict[int, float] = defaultdict(float)
     for route, count in Counter(plan.routes).items():
         for hop in route:
@@ -146,7 +154,10 @@ def work_s_by_rank(plan: Plan, layer_s: Sequence[float]) -> dict[int, float]:
 
 
 def _without_slowness(ratios: Mapping[int, float], speeds: Mapping[int, float]) -> dict[int, float]:
-    """The ratios as if all were as fast; who was slow may not be any more."""
+    """The ratios that ranks would have if no node were slow.
+
+    A node that was slow may be fast again, so no ratio is lowered below the usual one.
+    """
     fast = [ratio for rank, ratio in ratios.items() if speeds[rank] >= 1.0]
     usual = median_low(fast or [ratio * speeds[rank] for rank, ratio in ratios.items()])
     return {r: max(ratio * speeds[r], min(ratio, usual)) for r, ratio in ratios.items()}
@@ -159,12 +170,13 @@ def _usual_of_peers(
     *,
     usual: float,
 ) -> float:
-    """The ratio that other holders of a rank's layers have, each layer by its seconds.
+    """The median ratio of other holders of a rank's layers, averaged over layers by their seconds.
 
     Args:
-        ratio: of the rank itself.
-        seconds: of its layers.
-        of_holders: by layer the ratios of all holders, ascending.
+        ratio: ratio of the rank itself.
+        seconds: seconds of each of its layers.
+        of_holders: ratios of all holders of each layer, ascending.
+        usual: ratio that is used for a layer without other holders.
     """
     total_s = sum(seconds.values())
     if not total_s:
@@ -172,7 +184,7 @@ def _usual_of_peers(
     weighted_s = 0.0
     for layer, layer_s in seconds.items():
         ratios = of_holders[layer]
-        middle = (len(ratios) - 2) // 2  # The low median of those that are left without this one.
+        middle = (len(ratios) - 2) // 2  # The low median of the others, in their own numbering.
         middle += middle >= bisect_left(ratios, ratio)
         weighted_s += layer_s * (ratios[middle] if len(ratios) > 1 else usual)
     return weighted_s / total_s

@@ -16,9 +16,8 @@ process of the job sees the pipe close and ends. The job's processes hold all re
 last of them is gone, the launcher's end breaks, and the launcher waits for that.
 
 Ctrl-C stops the job at its next commit, after a save; a second Ctrl-C ends it at once. Any other
-signal that tells a process to leave (SIGTERM of a scheduler, SIGHUP of a closed terminal; the list
-is in waiting.py) acts like the first Ctrl-C and never like the second, because it may be sent more
-than once. Before training has begun, any of these signals ends the job at once.
+signal that tells a process to leave (waiting.py) acts like the first Ctrl-C, however often it is
+sent. Before training has begun, any of these signals ends the job at once.
 """
 
 import asyncio
@@ -70,6 +69,7 @@ from planaria.nodes.head.waiting import (
     interrupts,
     is_left_alone,
     kill_group,
+    wait_until,
 )
 from planaria.nodes.injector import Injector, coordinator_places, node_places
 from planaria.transport.frames import FrameDecoder, frame
@@ -235,7 +235,7 @@ class Launcher:
                 self._kill_all()
                 if not await is_left_alone(lifeline_write_fd, timeout_s=KILL_TIMEOUT_S):
                     logger.warning("a process of the job is still there after it was killed")
-                await self._wait_exits()
+                await wait_until(self._has_exits, timeout_s=KILL_TIMEOUT_S)
                 self._forker.close()
                 os.close(lifeline_write_fd)
                 self._unfired = self._injector.close() if self._injections else ()
@@ -246,10 +246,7 @@ class Launcher:
     # -- processes --------------------------------------------------------------------------------
 
     def _start_agent(self, node: int, *, is_granted: bool = False) -> None:
-        """Starts a node on a free machine, or on a new one if a machine was granted.
-
-        A machine is free if no live node runs on it.
-        """
+        """Starts a node on a machine without a live node, or on a new one that was granted."""
         there = {*self._there, *self._forker.nodes}
         taken = {self._machines[other] for other in (self._machines if is_granted else there)}
         self._machines[node] = next(n for n in map("machine-{}".format, count()) if n not in taken)
@@ -285,10 +282,7 @@ class Launcher:
         return AgentEnded(node=node, reason=f"its agent {told(status)}")
 
     def _start_no_more(self) -> None:
-        """Stops forking, and closes the lifeline's read end in this process.
-
-        Then only the job's processes have read ends.
-        """
+        """Stops forking; then only the job's processes have read ends of the lifeline."""
         self._operator.close()
         self._forker.stop()
         if self._lifeline_fd >= 0:
@@ -562,14 +556,9 @@ class Launcher:
             self._fenced.add(pid)
             kill_group(pid)
 
-    async def _wait_exits(self) -> None:
-        """Waits up to KILL_TIMEOUT_S until the exits of all agents and coordinators are known."""
-        deadline_s = time.monotonic() + KILL_TIMEOUT_S
-        expected = {*self._agents.values(), *self._leader_pids}
-        while not expected <= set(self._exits):
-            if time.monotonic() > deadline_s:
-                return
-            await asyncio.sleep(0.002)
+    def _has_exits(self) -> bool:
+        """Whether the exits of all agents and coordinators are known."""
+        return {*self._agents.values(), *self._leader_pids} <= set(self._exits)
 
     # -- the user, and faults ---------------------------------------------------------------------
 
@@ -580,10 +569,7 @@ class Launcher:
         self._tell(partial(self._observer.fired, injection, now_s=time.monotonic()))
 
     def _interrupt(self) -> None:
-        """Handles Ctrl-C: the first stops the job at the next commit, the second ends it at once.
-
-        Before training has begun, the first ends it at once too.
-        """
+        """Handles Ctrl-C."""
         if self._ended.done():
             return
         if not self._is_training:
@@ -597,7 +583,7 @@ class Launcher:
         self._end(self._interruption)
 
     def _leave(self) -> None:
-        """Handles a signal that tells the process to leave, like a first Ctrl-C."""
+        """Handles a signal that tells the process to leave."""
         if self._is_training and not self._ended.done():
             self._request_stop()
         else:

@@ -75,6 +75,13 @@ async def is_left_alone(lifeline_fd: int, *, timeout_s: float) -> bool:
     return True
 
 
+async def wait_until(is_so: Callable[[], bool], *, timeout_s: float) -> None:
+    """Waits until something is so, for a bounded time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so() and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.002)
+
+
 @contextlib.contextmanager
 def interrupts(
     loop: asyncio.AbstractEventLoop,
