@@ -16,8 +16,8 @@ process of the job sees the pipe close and ends. The job's processes hold all re
 last of them is gone, the launcher's end breaks, and the launcher waits for that.
 
 Ctrl-C stops the job at its next commit, after a save; a second Ctrl-C ends it at once. Any other
-signal that tells a process to leave (waiting.py) acts like the first Ctrl-C, however often it is
-sent. Before training has begun, any of these signals ends the job at once.
+signal that tells a process to leave (waiting.py) acts like the first, however often it is sent.
+Before training has begun, any of these signals ends the job at once.
 """
 
 import asyncio
@@ -278,8 +278,7 @@ class Launcher:
         self._say(self._agent_ended(node))
 
     def _agent_ended(self, node: int) -> AgentEnded:
-        status = self._exits[self._agents[node]]
-        return AgentEnded(node=node, reason=f"its agent {told(status)}")
+        return AgentEnded(node=node, reason=f"its agent {told(self._exits[self._agents[node]])}")
 
     def _start_no_more(self) -> None:
         """Stops forking; then only the job's processes have read ends of the lifeline."""
@@ -557,7 +556,6 @@ class Launcher:
             kill_group(pid)
 
     def _has_exits(self) -> bool:
-        """Whether the exits of all agents and coordinators are known."""
         return {*self._agents.values(), *self._leader_pids} <= set(self._exits)
 
     # -- the user, and faults ---------------------------------------------------------------------
