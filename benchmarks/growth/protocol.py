@@ -28,8 +28,9 @@ from typing import TypeVar
 import msgspec
 
 from growth.costs import Costs
+from planaria.coordinator.commands import Discard, Publish, SetAside
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.state import Discard, Publish, Rules, SetAside
+from planaria.coordinator.state import Rules
 from planaria.coordinator.step import Event
 from planaria.core.messages import (
     Abort,

@@ -28,18 +28,16 @@ from helpers.coordinated import (
     worker,
 )
 from helpers.jobs import NUM_LAYERS
-from planaria.coordinator.start import first_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     DecisionRecorded,
     End,
     Ending,
-    JobState,
     MembersRecorded,
-    Phase,
     RecordDecision,
-    Rules,
     Tell,
 )
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import JobState, Phase, Rules
 from planaria.coordinator.step import Event
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.copies import Label

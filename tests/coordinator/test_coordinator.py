@@ -23,23 +23,22 @@ from helpers.coordinated import (
     worker,
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.start import first_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     Discard,
     End,
     Ending,
-    JobState,
     MembersRecorded,
     Notify,
-    Phase,
     Publish,
     Published,
     RecordDecision,
     RecordMembers,
     Tell,
 )
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     IterationDone,

@@ -19,20 +19,19 @@ from helpers.coordinated import (
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
-from planaria.coordinator.outcomes import Verdict, verdict, votes
-from planaria.coordinator.start import first_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
     Ending,
     Evict,
-    JobState,
     MembersRecorded,
-    Phase,
     RecordDecision,
     RecordMembers,
 )
+from planaria.coordinator.outcomes import Verdict, verdict, votes
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import Abort, Corrupted, SaveLayers, StartEpoch, Stopped
 from planaria.core.records import Committed, Recovering

@@ -20,8 +20,8 @@ from helpers.coordinated import (
 )
 from helpers.jobs import shaped_plan
 from helpers.tasks import TIMEOUT_S, settle
+from planaria.coordinator.commands import MembersRecorded, Saving
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.state import MembersRecorded, Saving
 from planaria.coordinator.step import Event
 from planaria.core.messages import Abort, ToNode
 from planaria.core.records import Progress, ToLauncher

@@ -24,24 +24,22 @@ from helpers.coordinated import (
     worker,
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.saves import kept, newest_save, without_spoilt
-from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
     Ending,
-    JobState,
     MembersRecorded,
-    Phase,
     Pruned,
     Publish,
     Published,
     RecordDecision,
     RecordMembers,
-    Rules,
     SetAside,
 )
+from planaria.coordinator.saves import kept, newest_save, without_spoilt
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import JobState, Phase, Rules
 from planaria.coordinator.step import Event
 from planaria.core.cluster import ClusterEvent, ClusterState, NodesLost
 from planaria.core.messages import Abort, CopySpoilt, StartEpoch, Stopped

@@ -31,17 +31,16 @@ from helpers.coordinated import (
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     DecisionRecorded,
     End,
     Ending,
     MembersRecorded,
-    Phase,
     Published,
     RecordDecision,
-    Rules,
     Tick,
 )
+from planaria.coordinator.state import Phase, Rules
 from planaria.coordinator.step import Event, step
 from planaria.core.growing import Growing
 from planaria.core.messages import PeerUnreachable, SaveLayers, StartEpoch, Stopped

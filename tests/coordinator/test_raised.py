@@ -30,19 +30,16 @@ from helpers.raising import (
     saves,
     trained,
 )
-from planaria.coordinator.crashes import _why_needed
-from planaria.coordinator.start import first_step
-from planaria.coordinator.state import (
-    Crash,
+from planaria.coordinator.commands import (
     DecisionRecorded,
     Ending,
     Evict,
-    JobState,
     MembersRecorded,
-    Phase,
     RecordMembers,
-    Rules,
 )
+from planaria.coordinator.crashes import _why_needed
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import Crash, JobState, Phase, Rules
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import Abort, Raised, StopRequested, WorkerExited, WorkerFailed
 from planaria.core.plan import Pipeline, plain_plan

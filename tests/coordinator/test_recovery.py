@@ -24,22 +24,21 @@ from helpers.coordinated import (
 )
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.start import first_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     End,
     Ending,
     Evict,
-    JobState,
     MembersRecorded,
     Notify,
-    Phase,
     RecordDecision,
     RecordMembers,
     Tell,
     Tick,
 )
+from planaria.coordinator.start import first_step
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.cluster import NodesLost, SavePoint
 from planaria.core.findings import FailureHistory

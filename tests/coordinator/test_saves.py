@@ -23,22 +23,21 @@ from helpers.coordinated import (
     stopped,
     training_halves,
 )
-from planaria.coordinator.saves import SLOW_S
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     Discard,
     End,
     Ending,
-    JobState,
     MembersRecorded,
     MustEnd,
-    Phase,
     Publish,
     Published,
     RecordDecision,
     SavesListed,
     Tick,
 )
+from planaria.coordinator.saves import SLOW_S
+from planaria.coordinator.state import JobState, Phase
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import BY_PUBLISHER, Corrupted, Raised, SaveFailed
 from planaria.core.records import AwaitingSaves, Origin, Unsaved, Warned

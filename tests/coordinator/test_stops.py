@@ -5,7 +5,8 @@ from dataclasses import replace
 from helpers.coordinated import END, FIRST, Survivors, of_type, saved, small_rules, unsaved
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan
-from planaria.coordinator.state import End, Ending, MustEnd, Phase, Rules
+from planaria.coordinator.commands import End, Ending, MustEnd
+from planaria.coordinator.state import Phase, Rules
 from planaria.core.messages import NoticeTaken, SaveLayers, StopRequested
 from planaria.core.records import Committed, Decision, Progress
 

@@ -9,7 +9,8 @@ from helpers.coordinated import FIRST, NOW_S, NUM_MICROBATCHES, gone, small_rule
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
 from helpers.strategies import layer_profile, model_profile
-from planaria.coordinator.state import Phase, Rules, Tick
+from planaria.coordinator.commands import Tick
+from planaria.coordinator.state import Phase, Rules
 from planaria.coordinator.trust import FORGIVEN_S, is_trusted, num_failures
 from planaria.core.messages import NodeArrived
 from planaria.core.plan import Link, Plan

@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
-    JobState,
     MembersRecorded,
-    Phase,
     RecordDecision,
     RecordMembers,
-    Rules,
     Tell,
 )
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import JobState, Phase, Rules
 from planaria.coordinator.step import Event, step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout

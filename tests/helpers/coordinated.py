@@ -5,16 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from helpers.jobs import NUM_LAYERS, shaped_plan, template
+from planaria.coordinator.commands import Command, DecisionRecorded, Notify, Tell
 from planaria.coordinator.start import first_step
-from planaria.coordinator.state import (
-    Command,
-    DecisionRecorded,
-    JobState,
-    Notify,
-    Phase,
-    Rules,
-    Tell,
-)
+from planaria.coordinator.state import JobState, Phase, Rules
 from planaria.coordinator.step import Event, step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.commit import CommitVector, Votes, encode_vector, vector_layout

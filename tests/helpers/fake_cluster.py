@@ -21,20 +21,19 @@ from helpers.coordinated import (
     unsaved,
     worker,
 )
-from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     Evict,
-    JobState,
     MembersRecorded,
     Publish,
     Published,
     RecordDecision,
     RecordMembers,
-    Rules,
     Tell,
 )
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import JobState, Rules
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     AT_COMMIT,

@@ -3,7 +3,8 @@
 from helpers.coordinated import FIRST, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import shaped_plan
-from planaria.coordinator.state import End, Rules
+from planaria.coordinator.commands import End
+from planaria.coordinator.state import Rules
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 

@@ -26,8 +26,9 @@ from helpers.coordinated import (
     training_halves,
 )
 from helpers.jobs import NUM_LAYERS, shaped_plan
+from planaria.coordinator.commands import MembersRecorded, Saving
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.state import MembersRecorded, Phase, Rules, Saving
+from planaria.coordinator.state import Phase, Rules
 from planaria.coordinator.step import Event
 from planaria.core.commit import Votes, commit_vector, decode_vector, encode_vector, vector_layout
 from planaria.core.messages import StartEpoch, ToNode

@@ -17,8 +17,9 @@ from planaria.coordinator import (
     step,
     trust,
 )
+from planaria.coordinator.commands import DecisionRecorded
 from planaria.coordinator.leadership import Leadership
-from planaria.coordinator.state import DecisionRecorded, JobState, Rules, Step
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.core.growing import Growing
 from planaria.core.messages import (
     Abort,

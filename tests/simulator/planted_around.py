@@ -9,8 +9,9 @@ import pytest
 
 from planaria.coordinator import crashes, recovery
 from planaria.coordinator import step as coordinator
+from planaria.coordinator.commands import Ending, MustEnd
 from planaria.coordinator.crashes import _ended_unsaved
-from planaria.coordinator.state import Ending, JobState, MustEnd, Rules, Step
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.core.messages import WorkerFailed
 from planaria.core.records import Rescue
 from planaria.observe.ledger import Category

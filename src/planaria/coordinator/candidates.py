@@ -9,7 +9,8 @@ machine that has not failed for an hour is forgiven (trust.py).
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.state import Evict, JobState, Notify, Rules, Step
+from planaria.coordinator.commands import Evict, Notify
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.coordinator.trust import num_failures
 from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.growing import Growing

@@ -30,21 +30,14 @@ from math import frexp
 from typing import Final
 
 from planaria.coordinator.choice import candidates_of, gains, time_to_failure_s
+from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
 from planaria.coordinator.learning.drift import iteration_s, policy_of
 from planaria.coordinator.learning.overhead import prices_of, switch_s, with_switch
 from planaria.coordinator.learning.slowness import of_members
 from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.shortage import degraded_text, shortage_text, tolerated, undrained
 from planaria.coordinator.standby import able_candidates, num_taken
-from planaria.coordinator.state import (
-    JobState,
-    Notify,
-    RecordDecision,
-    RecordMembers,
-    Rules,
-    Step,
-    Tell,
-)
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.coordinator.switching import Change, Switch, waves_of, weighed_as
 from planaria.coordinator.trust import seen_node
 from planaria.core.cluster import ClusterState, NodesChanged

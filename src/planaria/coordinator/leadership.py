@@ -14,26 +14,24 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
-from planaria.coordinator.start import first_step, restored_step
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     DecisionRecorded,
     Discard,
     End,
     Ending,
     Evict,
-    JobState,
     MembersRecorded,
     Notify,
-    Phase,
     Publish,
     RecordDecision,
     RecordMembers,
-    Rules,
     Saving,
     SetAside,
     Tell,
 )
+from planaria.coordinator.start import first_step, restored_step
+from planaria.coordinator.state import JobState, Phase, Rules
 from planaria.coordinator.step import Event, step
 from planaria.core.messages import (
     Abort,

@@ -24,6 +24,15 @@ from typing import Final
 import msgspec
 
 from planaria.coordinator.choice import candidates_of, time_to_failure_s
+from planaria.coordinator.commands import (
+    Command,
+    End,
+    Ending,
+    Evict,
+    Notify,
+    RecordDecision,
+    RecordMembers,
+)
 from planaria.coordinator.learning.drift import policy_of
 from planaria.coordinator.learning.foresight import expected_recovery, with_likely
 from planaria.coordinator.learning.history import with_failure
@@ -45,20 +54,7 @@ from planaria.coordinator.placing import copies_of, idle_of
 from planaria.coordinator.saves import awaiting_saves, has_late_answer
 from planaria.coordinator.shortage import degraded_text, left_text, shortage_text, undrained
 from planaria.coordinator.standby import is_granted_soon, taken_at_loss, waiting
-from planaria.coordinator.state import (
-    Command,
-    End,
-    Ending,
-    Evict,
-    JobState,
-    Loss,
-    Notify,
-    Phase,
-    RecordDecision,
-    RecordMembers,
-    Rules,
-    Step,
-)
+from planaria.coordinator.state import JobState, Loss, Phase, Rules, Step
 from planaria.coordinator.trust import seen_node, with_failures
 from planaria.core.cluster import ClusterState, NodesLost
 from planaria.core.commit import decode_vector

@@ -8,19 +8,16 @@ than `checkpoint.timeout_s` without an answer.
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Command,
     Discard,
-    JobState,
-    Loss,
     Notify,
     Pruned,
     Publish,
     Published,
-    Rules,
     SavesListed,
-    Step,
 )
+from planaria.coordinator.state import JobState, Loss, Rules, Step
 from planaria.core.copies import version_name
 from planaria.core.messages import BY_PUBLISHER, LayersSaved, SaveFailed
 from planaria.core.records import AwaitingSaves, Unsaved, Warned

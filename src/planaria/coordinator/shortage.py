@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from planaria.coordinator.state import JobState, Notify, Rules, Step
+from planaria.coordinator.commands import Notify
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.core.plan import Plan
 from planaria.core.records import Warned
 

@@ -11,7 +11,8 @@ Source: Gemini (SOSP '23), section 6.2 (standby machines).
 from dataclasses import replace
 from typing import Final
 
-from planaria.coordinator.state import JobState, Notify, Rules, Step
+from planaria.coordinator.commands import Notify
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.coordinator.trust import trusted_first
 from planaria.core.records import AwaitingMachine, Changed, Recovering, ToLauncher, Warned
 

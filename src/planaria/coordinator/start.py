@@ -2,23 +2,14 @@
 
 from dataclasses import replace
 
+from planaria.coordinator.commands import Notify, RecordDecision, RecordMembers, Tell
 from planaria.coordinator.learning.drift import restored_learning
 from planaria.coordinator.learning.history import begun_history
 from planaria.coordinator.learning.memory import fitted_rules
 from planaria.coordinator.learning.slowness import of_members
 from planaria.coordinator.placing import SCHEDULED, copies_of, idle_of
 from planaria.coordinator.recovery import lost
-from planaria.coordinator.state import (
-    JobState,
-    Loss,
-    Notify,
-    Phase,
-    RecordDecision,
-    RecordMembers,
-    Rules,
-    Step,
-    Tell,
-)
+from planaria.coordinator.state import JobState, Loss, Phase, Rules, Step
 from planaria.coordinator.step import advanced
 from planaria.core.findings import FailureHistory, Findings
 from planaria.core.messages import Abort, StartEpoch

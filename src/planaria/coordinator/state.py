@@ -1,14 +1,14 @@
-"""The coordinator's state, the commands that it gives to its caller, and some of its events."""
+"""What the coordinator knows: the rules of a run, and the state of its job."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from planaria.coordinator.commands import Command
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.switching import Change, Switch
 from planaria.coordinator.waiting import Candidate, Leave
 from planaria.core.commit import VectorLayout
-from planaria.core.copies import version_name
 from planaria.core.findings import FailureHistory
 from planaria.core.growing import Growing, is_among
 from planaria.core.job import JobConfig
@@ -19,12 +19,11 @@ from planaria.core.messages import (
     LayerFile,
     Raised,
     Stopped,
-    ToNode,
     WorkerFailed,
     WorkerReady,
 )
 from planaria.core.plan import NodeKind, Plan
-from planaria.core.records import Decision, Members, Origin, Outcome, ToLauncher
+from planaria.core.records import Decision, Origin, Outcome
 from planaria.planner.plans import EveryPlan
 from planaria.policies.policy import Policy, Prices
 
@@ -40,16 +39,6 @@ class Phase(Enum):
     TRAINING = "iterations"
     SAVING = "the last save"
     ENDED = "nothing"
-
-
-class Ending(Enum):
-    """How a job ended."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    LOST = "lost"
-    UNSAVED = "unsaved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,150 +78,6 @@ class Rules:
     policy_of: Callable[[EveryPlan], Policy] | None = None
     version_iterations: int = 1
     processors: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message to the agents of these nodes; if none are given, to those of all members."""
-
-    message: ToNode
-    nodes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Close the connections of these nodes and end their leases."""
-
-    nodes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordMembers:
-    """Write the record, then send the event `MembersRecorded`."""
-
-    members: Members
-
-
-@dataclass(frozen=True, slots=True)
-class RecordDecision:
-    """Write both records, the outcome first, then send the event `DecisionRecorded`."""
-
-    outcome: Outcome
-    decision: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class Notify:
-    """Send a message to the launcher."""
-
-    message: ToLauncher
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Create the manifest of a save, all of whose layers are on disk.
-
-    Then send the event `Published`, or `SaveFailed`.
-
-    Attributes:
-        unused: versions that could not be read; they do not count among the newest to be kept.
-    """
-
-    iteration: int
-    epoch: int
-    files: tuple[LayerFile, ...]
-    unused: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Remove what there is of a failed save, and tell the launcher if there is a reason."""
-
-    iteration: int
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    """Take a version of the disk tier out of use because it is not what was saved."""
-
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Tell the launcher that the job is over, then have every member leave.
-
-    Attributes:
-        reason: why it is over, in words.
-    """
-
-    ending: Ending
-    reason: str = ""
-    failure: WorkerFailed | None = None
-
-
-Saving = Publish | Discard | SetAside
-Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Saving | End
-
-
-@dataclass(frozen=True, slots=True)
-class MembersRecorded:
-    """The record of the epoch's members is durable."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnswersFound:
-    """The search for plans better than that of this epoch has ended; see policies/ahead.py."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRecorded:
-    """The records of the epoch's outcome and decision are durable."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The manifest of a save exists."""
-
-    iteration: int
-    epoch: int
-
-    @property
-    def source(self) -> str:
-        """The save's version of the disk tier."""
-        return version_name(self.iteration, self.epoch)
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """A version of the disk tier was removed, because enough newer ones are kept."""
-
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavesListed:
-    """A `Published` was sent for every save that existed when this coordinator began."""
-
-
-@dataclass(frozen=True, slots=True)
-class MustEnd:
-    """The job cannot go on, whatever its nodes do; its live layers are to be saved first."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,21 @@ import msgspec
 from planaria.coordinator.arrivals import awaited
 from planaria.coordinator.candidates import arrived, candidate_lost, leaves
 from planaria.coordinator.change import begun, continued, entered, entering, switched, told
+from planaria.coordinator.commands import (
+    AnswersFound,
+    Command,
+    DecisionRecorded,
+    End,
+    Ending,
+    MembersRecorded,
+    MustEnd,
+    Notify,
+    Pruned,
+    Published,
+    SavesListed,
+    Tell,
+    Tick,
+)
 from planaria.coordinator.crashes import (
     copy_spoilt,
     ended,
@@ -57,25 +72,7 @@ from planaria.coordinator.saves import (
     publish_next,
     save_failed,
 )
-from planaria.coordinator.state import (
-    AnswersFound,
-    Command,
-    DecisionRecorded,
-    End,
-    Ending,
-    JobState,
-    MembersRecorded,
-    MustEnd,
-    Notify,
-    Phase,
-    Pruned,
-    Published,
-    Rules,
-    SavesListed,
-    Step,
-    Tell,
-    Tick,
-)
+from planaria.coordinator.state import JobState, Phase, Rules, Step
 from planaria.core.commit import decode_vector
 from planaria.core.growing import has_all
 from planaria.core.messages import (

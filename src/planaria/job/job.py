@@ -23,7 +23,7 @@ from planaria.checkpoint.disk.outgoing import save_as
 from planaria.checkpoint.disk.patience import LOOK_TIMEOUT_S, held_patiently, looked_at, patient
 from planaria.checkpoint.disk.storage import absolute, absolute_path
 from planaria.checkpoint.disk.tiers import Manifest, Tier, standing, tier_of
-from planaria.coordinator.state import Ending
+from planaria.coordinator.commands import Ending
 from planaria.core.copies import version_name
 from planaria.core.inject import Injection
 from planaria.core.job import JobConfig

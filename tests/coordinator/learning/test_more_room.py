@@ -6,7 +6,8 @@ from helpers.coordinated import FIRST, of_type, small_rules
 from helpers.fake_cluster import FakeCluster
 from helpers.jobs import template
 from helpers.strategies import layer_profile, model_profile
-from planaria.coordinator.state import End, Ending, Evict, Phase
+from planaria.coordinator.commands import End, Ending, Evict
+from planaria.coordinator.state import Phase
 from planaria.core.messages import Raised, SaveLayers
 from planaria.core.plan import Plan
 from planaria.core.records import Recovering

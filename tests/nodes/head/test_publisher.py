@@ -14,8 +14,8 @@ import pytest
 from helpers.command import wait_for
 from helpers.refused_reads import refused_reads
 from planaria.checkpoint.disk.tiers import Manifest, Tier, Version, tier_of
+from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import Kept
-from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError

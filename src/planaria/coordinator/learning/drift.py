@@ -31,6 +31,7 @@ from typing import Final
 
 import msgspec
 
+from planaria.coordinator.commands import Notify
 from planaria.coordinator.learning.learned import Learning
 from planaria.coordinator.learning.slowness import (
     BACK_FACTOR,
@@ -38,7 +39,7 @@ from planaria.coordinator.learning.slowness import (
     WINDOW,
     work_s_by_rank,
 )
-from planaria.coordinator.state import JobState, Notify, Rules, Step
+from planaria.coordinator.state import JobState, Rules, Step
 from planaria.core.cluster import ClusterEvent, ClusterState
 from planaria.core.findings import Findings
 from planaria.core.plan import NodeKind, Plan, Transition

@@ -32,18 +32,18 @@ import msgspec
 
 from planaria.checkpoint.disk.gate import Gate, gated
 from planaria.checkpoint.disk.tiers import tier_of
-from planaria.coordinator.leadership import Leadership, may_expire, was_lost
-from planaria.coordinator.learning.overhead import prices_of
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     AnswersFound,
     Discard,
     MustEnd,
-    Phase,
     Publish,
     Saving,
     SetAside,
     Tick,
 )
+from planaria.coordinator.leadership import Leadership, may_expire, was_lost
+from planaria.coordinator.learning.overhead import prices_of
+from planaria.coordinator.state import Phase
 from planaria.coordinator.step import Event
 from planaria.core.messages import NodeLost, Shutdown, ToNode
 from planaria.core.records import (

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, Final
 
 from planaria.checkpoint.disk.tiers import UNPUBLISHED, Manifest, Tier
+from planaria.coordinator.commands import Discard, Pruned, Publish, Published, SavesListed
 from planaria.coordinator.saves import SLOW_S, Kept
-from planaria.coordinator.state import Discard, Pruned, Publish, Published, SavesListed
 from planaria.core.messages import BY_PUBLISHER, SaveFailed
 from planaria.core.records import Saved, ToLauncher, Unsaved, Warned
 from planaria.errors import CheckpointError

@@ -8,18 +8,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from planaria.coordinator.leadership import Leadership, may_expire
-from planaria.coordinator.state import (
+from planaria.coordinator.commands import (
     Discard,
     MustEnd,
     Publish,
     Published,
-    Rules,
     SavesListed,
     Saving,
     SetAside,
     Tick,
 )
+from planaria.coordinator.leadership import Leadership, may_expire
+from planaria.coordinator.state import Rules
 from planaria.coordinator.step import Event
 from planaria.core.messages import BY_PUBLISHER, NodeLost, SaveFailed, Shutdown, ToNode
 from planaria.core.records import (
