@@ -108,7 +108,7 @@ Saving = Publish | Discard | SetAside
 Command = Tell | Evict | RecordMembers | RecordDecision | Notify | Saving | End
 
 
-# -- what it is told when they are done, and of time ------------------------------------------------
+# -- what it is told when they are done, and of time -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
