@@ -103,8 +103,10 @@ def test_a_node_that_hung_while_it_saved_writes_nothing_more(
         for path in Path(config.checkpoint.directory).glob("*-0/*")
         if path.is_file()
     ]
-    assert written_s
-    assert max(written_s) < display.lost_s + LEASE_S  # It goes on a lease later than that.
+    # What there was of the save that it broke off has been removed; nothing may come after that.
+    assert (
+        max(written_s, default=0.0) < display.lost_s + LEASE_S
+    )  # It goes on a lease later than that.
     assert result.report.final.nodes == (1, 2, 3, 4, 5)
 
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.faults
 
 NUM_NODES, NUM_LOSSES = 24, 20
 SETTLED = 4  # Losses after which every buffer has been as large as it gets.
+TURN = 12  # Iterations; on a busy machine a node that joins needs several.
 NUM_LOOKS = 6
 
 
@@ -96,12 +97,12 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
     """Two nodes stay, the others come and go; what the two hold on to, and how long a loss takes,
     is the same at the end as in the beginning."""
     num_turns = 50
-    job = tiny_job("sequential", tmp_path, iterations=6 * num_turns + 8, global_batch_size=8)
+    job = tiny_job("sequential", tmp_path, iterations=TURN * num_turns + 8, global_batch_size=8)
     cluster = replace(job.cluster, nodes=4, max_nodes=4, rejoin_delay_s=0.0)
     specs = [
         spec
         for n in range(num_turns)
-        for spec in (f"kill:{2 + n}@{6 * n + 4}", f"join:1@{6 * n + 5}")
+        for spec in (f"kill:{2 + n}@{TURN * n + 4}", f"join:1@{TURN * n + 5}")
     ]
     watching = _Watching(server.pid)
 
@@ -117,7 +118,7 @@ def test_a_hundred_joins_and_losses_leave_all_as_it_was(server: ForkServer, tmp_
     calm = Job(replace(job, checkpoint=replace(job.checkpoint, directory=str(tmp_path / "calm"))))
     assert digests(result) == digests(calm.run(server=server))
     for worker in (one for one in report.workers if one.node in (0, 1)):
-        looks = watching.used[worker.pid][6 * SETTLED :]
+        looks = watching.used[worker.pid][TURN * SETTLED :]
         # Many, for short iterations are looked at late, when the save at the end has begun; and on
         # a busy machine all at once: none may show the job without its third link.
         begun = looks[: 10 * NUM_LOOKS]

@@ -58,11 +58,12 @@ def shared() -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(shared: Store, tmp_path: Path) -> Store:
-    """With a place of its own."""
+def store(shared: Store, tmp_path: Path) -> Iterator[Store]:
+    """With a place of its own; one that is slow is so for its own test only."""
     mine = replace(shared, url=f"{shared.url}/{tmp_path.name}")
     mine.server, shared.late_s = shared.server, lambda method, path: mine.late_s(method, path)
-    return mine
+    yield mine
+    shared.late_s = _nothing
 
 
 def saving(place: str, directory: Path) -> JobConfig:
@@ -175,7 +176,7 @@ class _Refused(_Notes):
     [
         (0.25, 0),
         pytest.param(0.5, 2, marks=pytest.mark.long),
-        pytest.param(3.0, 2, marks=pytest.mark.long),
+        pytest.param(3.0, 2, marks=(pytest.mark.long, pytest.mark.timeout(300))),
     ],
 )
 def test_a_store_that_is_slow_costs_newer_saves_and_nothing_else(
