@@ -183,7 +183,7 @@ class Recorder:
             loss=message.loss,
             samples=message.num_samples,
             sample_digest=message.sample_digest,
-            # The ranks that measured it may be lost; then the coordinator's time has to do.
+            # The ranks that measured it may all be lost; then take the coordinator's time.
             seconds=max((r.seconds for r in reports), default=message.now_s - self._committed_s),
             epoch=epoch,
             predicted_s=predicted_s,
@@ -197,7 +197,7 @@ class Recorder:
         self.copied.committed(message.iteration, reports, message.now_s)
         iteration_s = record.seconds
         if self._noticed():
-            # Without reports nobody knows how long it took: the coordinator's time has the loss.
+            # Without reports `seconds` contains the loss, so the prediction is used instead.
             iteration_s = record.seconds if reports else predicted_s
             self._lost = self._lost.settled(iteration_s)
         else:
@@ -310,7 +310,7 @@ class Recorder:
         self._enter(Category.CHECKPOINT_STALL, message.now_s)
 
     def _await_leader(self, lost_s: float) -> None:
-        """Marks the coordinator's loss as awaited, if the other loss came before its return."""
+        """Marks the loss of the coordinator as awaited if a node was lost before it ran again."""
         index, _, led_s = self._led
         if lost_s < led_s:
             order, event = self._events[index]
