@@ -119,7 +119,7 @@ class WorkerState:
         switches_at: the iteration at which all ranks agreed to begin the next epoch; -1: none.
         recovers_from: the iteration in which it was told to leave its epoch, until it trains in
             another one; -1: it is not recovering.
-        owes_save: a save is due that it could not begin.
+        owes_save: the save with which its epoch should have begun is still due.
     """
 
     rules: WorkerRules
@@ -425,7 +425,7 @@ def votes(state: WorkerState, line: Line, *, copied: int, uncopied: int, is_writ
     """The votes of this rank in the commit vector of the iteration that it computes.
 
     Args:
-        copied, uncopied: votes about its copies in memory: they are complete, they are not.
+        copied, uncopied: votes about its copies in memory, see `Votes`.
         is_writing: a save is being written, so another one cannot begin now.
     """
     switches = line.next_epoch > _served(state).epoch
