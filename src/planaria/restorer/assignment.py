@@ -149,9 +149,9 @@ def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
     """Nodes that keep their place, by index of the place: they hold exactly what it needs.
 
     At least one optimal assignment has all of them there. Proof: let a be such a node at place p,
-    and take an assignment with a at q and b at p. Exchange them: b lacks at q at most what b lacked
-    at p (which is what a holds) plus what a lacked at q. So no more bytes move. And a and b are at
-    most two steps away together, where each was at least one step away before.
+    and take an assignment with a at q and b at p. Exchange them. A layer that b lacks at q is
+    either held by a, so p needs it and b lacked it there, or a lacked it at q. So no more bytes
+    move. And a and b are at most two steps away together; before, each was at least one step away.
     """
     by_number = {node.node: node for node in nodes}
     return {
@@ -225,7 +225,7 @@ def _covers(
     nodes: Sequence[Node],
     bare: frozenset[int],
 ) -> list[tuple[int, ...]]:
-    """Alternative sets of places for trusted nodes, each of which leaves them the most bare layers.
+    """Alternative sets of places for trusted nodes, each of which covers the most bare layers.
 
     It is empty if the assignment `bound` already leaves the fewest bare layers to distrusted nodes.
 
