@@ -80,7 +80,10 @@ class RankBytes:
 def bytes_by_rank(
     profile: ModelProfile, plan: Plan, *, gradient_copies: int
 ) -> dict[int, RankBytes]:
-    """Bytes of each device of a stage, by the stage's first rank; only stages with live nodes."""
+    """Bytes of each device of a stage, by the stage's first rank; only stages whose node is in use.
+
+    A plan may leave nodes of a pipeline out (`Plan.gone`).
+    """
     found = {}
     at_work = plan.layers_by_rank
     for pipeline in plan.pipelines:
