@@ -41,8 +41,9 @@ class StageEnds:
 
     Attributes:
         ends_s: end of each stage, shape [n, S]; row k - 1 is for k microbatches.
-        period: with more than n microbatches, a row equals that of this many microbatches less,
-            plus period_s; 0: none found, so at most n microbatches may be asked for.
+        period: number of microbatches after which rows repeat beyond row n: each is the row of
+            this many microbatches less, plus period_s. 0: none found, so at most n microbatches
+            may be asked for.
         period_s: seconds that one period adds.
     """
 

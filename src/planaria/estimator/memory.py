@@ -80,10 +80,7 @@ class RankBytes:
 def bytes_by_rank(
     profile: ModelProfile, plan: Plan, *, gradient_copies: int
 ) -> dict[int, RankBytes]:
-    """Bytes of each device of a stage, by the stage's first rank; only stages whose node is in use.
-
-    A plan may leave nodes of a pipeline out (`Plan.gone`).
-    """
+    """Bytes of each device of a stage, by the stage's first rank; without nodes in `plan.gone`."""
     found = {}
     at_work = plan.layers_by_rank
     for pipeline in plan.pipelines:

@@ -6,9 +6,10 @@ follow each other; a receive waits until its message has arrived. A message occu
 sender goes on at once. On the reduce lane reductions run in the order of buckets. The iteration
 ends with the commit vector (reductions.py).
 
-If ranks share processors, actions last longer while other ranks are busy (sharing.py). After the
-actions come the optimizer steps, whose times a measured profile contains. If processors are shared,
-RANK_S is added: the work of a rank per iteration that belongs to no action.
+If ranks share processors, actions last longer while other ranks are busy (sharing.py). If the
+number of processors is given, optimizer steps follow at the end; their times come from a measured
+profile. If there are fewer processors than ranks, RANK_S is added to them: the work of a rank per
+iteration that belongs to no action.
 
 Source: Oobleck (SOSP '23), section 4.1.2, for the parts of an iteration.
 Differs: Oobleck sums three closed terms, which is exact only for equal stages without

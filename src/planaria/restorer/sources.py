@@ -83,7 +83,7 @@ def balanced_transfers(
 def _enough(
     groups: Sequence[tuple[int, ...]], wants: Sequence[Sequence[_Need]]
 ) -> list[tuple[int, ...]]:
-    """As many holders of each set of layers as are useful senders, chosen in turn.
+    """The senders to consider for each set of layers, chosen in turn among its holders.
 
     If there are twice as many senders as receivers, a sender sends half of what a receiver
     receives. More senders would make nothing faster, and each costs a connection.

@@ -121,7 +121,7 @@ class Store(Protocol):
         """Writes a value if every guard holds; returns its revision.
 
         Args:
-            value: at most VALUE_BYTES_MAX bytes.
+            value: the value, of at most VALUE_BYTES_MAX bytes.
             lease: lease to which the key is bound from now on, and to no other; NO_LEASE: none.
             supersedes: other keys, which are deleted in the same step; their old values may stay
                 in the history of the store for a while.
