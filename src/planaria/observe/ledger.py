@@ -18,8 +18,8 @@ class Category(StrEnum):
     Attributes:
         USEFUL: iterations that stay committed, bubbles included; and the computed part of the
             iteration in which a job ended early.
-        REDUNDANT: the part of the seconds of such iterations that equals the share of eager
-            forwards in all computation.
+        REDUNDANT: the seconds of such iterations times the share of eager forwards in all
+            computation.
         REDO: iterations that were undone when the job went back, and the part of an iteration that
             was lost with a node: both are computed again.
         DETECT: the time from a loss until every member has left the old epoch.
@@ -32,8 +32,8 @@ class Category(StrEnum):
         CHECKPOINT_STALL: the time in which training waits for saves or copies, the last save
             included.
         STARTUP: the time before training begins.
-        IDLE: the time in which all wait for a node, because too few are left; and the part of the
-            seconds of committed iterations that equals the share of members without a layer.
+        IDLE: the time in which all wait for a node, because too few are left; and the seconds of
+            committed iterations times the share of members without a layer.
     """
 
     USEFUL = "useful"

@@ -95,7 +95,7 @@ class _Lost:
     def seconds(self, iteration_s: float) -> tuple[float, float]:
         """Wasted seconds of the iteration: (while the ledger counts training, after that).
 
-        They last from its begin to the loss. If a node is lost before the others begin the
+        They last from its start to the loss. If a node is lost before the others begin the
         iteration, they compute it until the loss is noticed or, if they begin even later, until
         they leave the epoch, but no longer than an iteration takes.
         """
@@ -335,7 +335,7 @@ class Recorder:
     def degraded(self, reason: str, *, iteration: int) -> bool:
         """Records that the job survives fewer failures from now on.
 
-        Returns False if that is known: the next coordinator may report it again.
+        Returns False if it was recorded before: the next coordinator may report it again.
         """
         event = EventRecord(kind="degraded", nodes=(), iteration=iteration, reason=reason)
         is_new = all(told != event for _, told in self._events)
