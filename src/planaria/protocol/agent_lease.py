@@ -2,9 +2,10 @@
 
 Each heartbeat that the coordinator answers renews the lease from the moment at which the heartbeat
 was sent. While the lease has run out, nothing is written to disk. If another lease passes without
-an answer, the node ends itself, because others have taken its place. Two kinds of time do not count
-against a worker: time in which the agent itself was stopped, and CPU steal during an action. Steal
-stops the worker that computes on the stolen processor, but not the agent.
+an answer, the node ends itself, because others have taken its place. Time in which the agent itself
+was stopped counts neither against the coordinator nor against workers. CPU steal during an action
+does not count against its worker: steal stops whoever computes on that processor, but not the
+agent.
 
 Source: docs/protocol.md, "Epochs fence" (Leases) and "Software failures".
 """
@@ -12,7 +13,7 @@ Source: docs/protocol.md, "Epochs fence" (Leases) and "Software failures".
 from dataclasses import dataclass, replace
 from math import inf
 
-TICKS_PER_LEASE = 6  # How often an agent, and the coordinator, look at their clocks.
+TICKS_PER_LEASE = 6  # Looks at the clock per lease, by an agent and by the coordinator.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

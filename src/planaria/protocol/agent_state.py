@@ -95,8 +95,8 @@ def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
         case Corrupted() | NodeArrived() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
-    # If a new coordinator heard that the ended worker had been ready, it would ignore the end of
-    # the next worker as known.
+    # Forget that an ended worker was ready: a new coordinator that heard it would take the end of
+    # the next worker for this one's.
     over = ("WorkerReady", message.rank, 0) if isinstance(message, WorkerExited) else key
     facts = {other: fact for other, fact in state.facts.items() if other not in (key, over)}
     return replace(state, facts={**facts, key: message})

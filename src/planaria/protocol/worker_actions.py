@@ -44,7 +44,8 @@ class Settle:
 
     Attributes:
         order: the order that requires it.
-        drops: all layers are dropped first, because they are older than the last going back.
+        drops: all layers are dropped first: they are from before the job last went back, or from
+            before an epoch in which this rank did not train.
         outcome: a committed iteration and its vector: layers whose gradients of this iteration are
             complete take their optimizer step. None: there is no such iteration.
         age: age to keep: layers of another age are dropped after that, and so are all gradients.
