@@ -1,11 +1,11 @@
-"""How far measured seconds are from predicted ones, and the profile that they correct.
+"""The drift of measured times from predicted ones, and the profile corrected for it.
 
-A rank tells what its forwards and its backwards took, each kind in one sum. So seconds are known by
-stage, and those of a stage's layers are taken to be off by the same factor. What layers of one
-stage share in that way is told apart once other plans cut the model elsewhere: each factor
-multiplies what is known so far, and the stages of all plans pull at it in turn.
+A rank reports one sum for its forwards and one for its backwards. So times are known per stage, and
+all layers of a stage are assumed to be off by the same factor. Layers of one stage become
+distinguishable once other plans cut the model elsewhere: each new factor multiplies the factor so
+far, so the stages of all plans correct it in turn.
 
-Source: Kaczmarz's method, for products in the place of sums.
+Source: Kaczmarz's method, with products in place of sums.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from planaria.estimator.time import Timeline
 
 
 class PeakBytes(NamedTuple):
-    """The most bytes of tensors that a rank was to hold in an iteration, and held."""
+    """Predicted and measured peak bytes of tensors on a rank in an iteration."""
 
     rank: int
     predicted: int
@@ -27,7 +27,7 @@ class PeakBytes(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """An iteration as it was predicted when it began, and as it was; bytes by rank, ascending."""
+    """An iteration as predicted when it began, and as measured; `peaks` are sorted by rank."""
 
     iteration: int
     predicted: Timeline
@@ -36,7 +36,7 @@ class Compared(NamedTuple):
 
 
 def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> ModelProfile:
-    """The profile with the seconds of each layer multiplied; as it is without factors."""
+    """The profile with the times of each layer multiplied by its factor; no factors: unchanged."""
     if not layer_factors:
         return profile
     layers = tuple(map(_times, profile.layers, layer_factors))
@@ -45,7 +45,7 @@ def corrected_profile(profile: ModelProfile, layer_factors: Sequence[float]) -> 
 
 
 def with_more_bytes(profile: ModelProfile, more_bytes: Sequence[int]) -> ModelProfile:
-    """The profile of layers that take more memory than it says, all the time."""
+    """The profile with more bytes per layer, held all the time (as if for the optimizer)."""
     layers = tuple(
         replace(layer, optimizer_bytes=layer.optimizer_bytes + more)
         for layer, more in zip(profile.layers, more_bytes, strict=True)
@@ -68,11 +68,11 @@ def _times(layer: LayerProfile, factor: float) -> LayerProfile:
 def layer_ratios(
     plan: Plan, ratios: Mapping[int, float], *, excluded: Collection[int] = ()
 ) -> dict[int, float]:
-    """By layer, how many times as long as predicted it takes: the median of its holders' ratios.
+    """Ratio of measured to predicted time by layer: the median of its holders' ratios.
 
     Args:
-        ratios: by rank, of its measured seconds to its predicted ones.
-        excluded: ranks that tell nothing of a layer that others hold, for their node is slow.
+        ratios: ratio of measured to predicted time, by rank.
+        excluded: ranks that are ignored for layers that others hold, because their node is slow.
     """
     found: defaultdict[int, list[float]] = defaultdict(list)
     others: defaultdict[int, list[float]] = defaultdict(list)

@@ -1,17 +1,17 @@
-"""When each stage of a pipeline has done its last backward, for every number of microbatches.
+"""The end of the last backward on each stage of a pipeline, for every number of microbatches.
 
-With n microbatches stage i, which keeps w = S - i in flight, does what it would do with more of
-them until its backward of microbatch n - w (or, if n < w, its forward of n - 1): there it has no
-forwards left. So one run of 1F1B serves every n, and what follows, backwards alone, is the same
+Stage i keeps w = S - i microbatches in flight. With n microbatches it does the same as with more of
+them, until its backward of microbatch n - w (or, if n < w, its forward of n - 1); then it has no
+forwards left. So one run of 1F1B serves every n. After that only backwards remain, in the same
 triangle for all n: in wave k stage i runs the backward of microbatch n - w + k.
 
-The run itself need not be long. Its state (when each stage and link is free) decides all that
-follows, and what is added to all of it stays added. So once the state is that of p microbatches
-ago but for a constant, it repeats for ever, and n microbatches take that constant more than n - p.
-Pipelines settle after a few times S microbatches; p is the number of microbatches that go around
-in the slowest cycle of stages.
+The run can be short. Its state (when each stage and link is free) determines all later states, and
+a constant added to the whole state is added to all later ones. So once the state equals that of p
+microbatches ago plus a constant, it repeats for ever, and n microbatches take longer than n - p by
+this constant. Pipelines become periodic after a few times S microbatches; p is the number of
+microbatches that go around in the slowest cycle of stages.
 
-Source: Baccelli et al., "Synchronization and Linearity" (1992), section 3.7, for why it settles.
+Source: Baccelli et al., "Synchronization and Linearity" (1992), section 3.7, proves periodicity.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,28 @@ from numpy.typing import NDArray
 
 from planaria.estimator.makespan import Run, Seconds, StageSeconds, StageTable, stage_table
 
-# By how much a state may differ from the repeated one, as a share of the constant: an error of so
-# much of the makespan at most, far below what any profile knows.
+# How much a state may differ from the repeated one, as a share of the constant. The relative error
+# of the makespan is at most that, far below the precision of any profile.
 _TOLERANCE: Final = 1e-9
-_FIRST_CHECK: Final = 3  # Times the number of stages, in microbatches; then so many times that.
-_CHECK_GROWTH: Final = 1.3
-# Most pipelines repeat at the first check, some after a hundred times as many microbatches. Who
-# does not in a run is run anew, in one this much longer and without the others.
+_FIRST_CHECK: Final = 3  # First check for a period, in microbatches per stage.
+_CHECK_GROWTH: Final = 1.3  # Each later check comes after so many times as many microbatches.
+# Most pipelines repeat at the first check, some after a hundred times as many microbatches. A
+# pipeline that does not repeat runs again without the others, for this many times as long.
 _RUN_GROWTH: Final = 4
 _ENDLESS: Final = 1 << 60
-_CHUNK_BYTES: Final = 1 << 26  # Of the states of one run, as far as the number of columns can help.
+_CHUNK_BYTES: Final = 1 << 26  # Limit for the states of one run, if it has more than one pipeline.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageEnds:
-    """When each stage of a pipeline ends; S stages.
+    """End times of the S stages of a pipeline.
 
     Attributes:
-        ends_s: of shape [n, S]; row n - 1 is that of n microbatches.
-        period: further rows repeat those of so many microbatches less; 0 if there are none.
-        period_s: that much later.
+        ends_s: end of each stage, shape [n, S]; row k - 1 is for k microbatches.
+        period: number of microbatches after which rows repeat beyond row n: each is the row of
+            this many microbatches less, plus period_s. 0: none found, so at most n microbatches
+            may be asked for.
+        period_s: seconds that one period adds.
     """
 
     ends_s: Seconds
@@ -50,27 +52,28 @@ class StageEnds:
     period_s: float
 
     def of(self, num_microbatches: int) -> Seconds:
-        """When each stage ends, shape [S]."""
+        """End of each stage, shape [S]."""
         row, periods = self._row(np.array([num_microbatches]))
         ends_s: Seconds = self.ends_s[row[0]] + periods[0] * self.period_s
         return ends_s
 
     def latest_s(self, after_s: Sequence[float], num_microbatches: int) -> Seconds:
-        """When all is over if each stage goes on for so long after its end.
+        """The latest end of a stage if each stage works on after its last backward.
 
         Args:
-            after_s: by stage.
+            after_s: seconds that each stage works on.
 
         Returns:
-            shape [num_microbatches]; entry n - 1 is that of n microbatches; they never fall.
+            Array of shape [num_microbatches]; entry n - 1 is for n microbatches; entries never
+            decrease.
         """
         rows, periods = self._row(np.arange(1, num_microbatches + 1))
         latest_s = (self.ends_s + np.array(after_s)).max(axis=1)[rows] + periods * self.period_s
-        never_fall_s: Seconds = np.maximum.accumulate(latest_s)  # But for rounding.
+        never_fall_s: Seconds = np.maximum.accumulate(latest_s)  # Rounding aside.
         return never_fall_s
 
     def _row(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The row that each number of microbatches repeats, and by how many periods."""
+        """The row that each number of microbatches repeats, and how many periods to add."""
         beyond = np.maximum(numbers - len(self.ends_s), 0)
         assert self.period or not beyond.any()
         periods = -(-beyond // max(1, self.period))
@@ -78,11 +81,11 @@ class StageEnds:
 
 
 def stage_ends(pipelines: Sequence[StageSeconds], num_microbatches: int) -> list[StageEnds]:
-    """The ends of each pipeline's stages with up to so many microbatches."""
+    """The stage ends of each pipeline, for up to num_microbatches microbatches."""
     found: dict[int, StageEnds] = {}
     factor = _FIRST_CHECK
     while len(found) < len(pipelines):
-        # Those of one run are filled up to the deepest: neighbours in depth share one.
+        # A run pads its pipelines to the deepest one, so pipelines of similar depth share a run.
         left = [index for index in range(len(pipelines)) if index not in found]
         by_depth = sorted(left, key=lambda i: len(pipelines[i].forward_s))
         while by_depth:
@@ -102,8 +105,7 @@ def stage_ends(pipelines: Sequence[StageSeconds], num_microbatches: int) -> list
 
 
 def _ends(table: StageTable, num_microbatches: int, *, num_run: int) -> list[StageEnds | None]:
-    """The ends of the pipelines of a table, filled up in front; None for those that do not repeat
-    within so many microbatches."""
+    """The stage ends of the pipelines of a table, padded in front; None: num_run was too short."""
     states, periods, periods_s = _states(table, num_microbatches, num_run)
     columns = np.flatnonzero((periods > 0) | (num_run >= num_microbatches))
     states = states[..., columns]
@@ -119,7 +121,7 @@ def _ends(table: StageTable, num_microbatches: int, *, num_run: int) -> list[Sta
     last_backward = 2 * num_stages - 1 - stage + 2 * (number - in_flight)
     last_forward = stage + 2 * (number - 1)
     tick_there = np.where(has_backward, last_backward, last_forward)
-    # [S, N_b, C]: when the stage, and the link above it, have come there.
+    # [S, N_b, C]: end of that action on the stage, and of the transfer on the link above it.
     end_s, up_s = states[tick_there, 0, stage], states[tick_there, 1, stage]
     for wave in range(1, num_stages):
         upper, lower = slice(0, num_stages - wave), slice(1, num_stages - wave + 1)
@@ -136,11 +138,11 @@ def _ends(table: StageTable, num_microbatches: int, *, num_run: int) -> list[Sta
 def _states(
     table: StageTable, num_microbatches: int, num_run: int
 ) -> tuple[Seconds, NDArray[np.int64], Seconds]:
-    """A run until all repeat, but of no more than num_run of the microbatches.
+    """The states of a run that lasts until all pipelines repeat, or num_run microbatches.
 
     Returns:
-        the state after each tick, of shape [ticks, 3, S + 1, C], see `Run`; and of each pipeline
-        the period in microbatches, 0 if it did not come to repeat, and in seconds.
+        The state after each tick, shape [ticks, 3, S + 1, C], see `Run`; the period of each
+        pipeline in microbatches, 0 if it does not repeat; and this period in seconds.
     """
     run = Run(table)
     num_stages, num_pipelines = table.forward_s.shape
@@ -162,14 +164,13 @@ def _states(
 
 
 def _repeats(states: list[Seconds]) -> tuple[NDArray[np.int64], Seconds]:
-    """Of each pipeline the fewest microbatches that repeat the last state, 0 for none, and how much
-    later they end."""
+    """The period of each pipeline at the last state, in microbatches (0: none) and in seconds."""
     num_stages, num_pipelines = states[-1].shape[1] - 1, states[-1].shape[2]
     periods = np.zeros(num_pipelines, dtype=np.int64)
     periods_s = np.zeros(num_pipelines)
     for period in range(1, num_stages + 1):
         all_s = states[-1] - states[-1 - 2 * period]
-        # The rest never changes: there is no stage S, nor a link above the first stage.
+        # Leave out what never changes: there is no stage S, and no link above the first stage.
         later_s = np.concatenate((all_s[0, :-1], all_s[1, :-1], all_s[2, 1:]))
         most_s = later_s.max(axis=0)
         is_new = (most_s - later_s.min(axis=0) <= _TOLERANCE * most_s) & (periods == 0)
@@ -181,6 +182,6 @@ def _repeats(states: list[Seconds]) -> tuple[NDArray[np.int64], Seconds]:
 
 
 def _act(end_s: Seconds, ready_s: Seconds, lasts_s: Seconds, runs: NDArray[np.bool_]) -> None:
-    """Move end_s on to the end of what starts when it is free and the input is ready."""
+    """Advances end_s to the end of an action that starts once its stage and its input are ready."""
     np.maximum(end_s, ready_s, out=end_s, where=runs)
     np.add(end_s, lasts_s, out=end_s, where=runs)

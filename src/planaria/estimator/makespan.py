@@ -1,21 +1,21 @@
-"""The time of one pipeline's iteration under 1F1B, exactly, without building a schedule.
+"""The exact time of one pipeline's iteration under 1F1B, without building a schedule.
 
 1F1B on stage i of S runs the forward of microbatch m at tick i + 2m and its backward at tick
-2S - 1 - i + 2m, for every m there is. That one rule gives warmup, steady and cooldown, also with
-fewer microbatches than stages. An action starts when its stage has ended the action before and its
-input has arrived: the output of the stage above for a forward, the gradient of the stage below for
-a backward. Both are of earlier ticks, so one pass over the ticks finds every end, for all stages
-and for many pipelines at once.
+2S - 1 - i + 2m. This one rule gives the warmup, steady and cooldown phases, also with fewer
+microbatches than stages. An action starts when its stage has ended the action before and its input
+has arrived: the output of the stage above for a forward, the gradient of the stage below for a
+backward. Both come from earlier ticks, so one pass over the ticks finds the end of every action,
+for all stages and for many pipelines at once.
 
-Dropping the last microbatch leaves all other actions in the same order, so the makespan never
-falls with the number of microbatches; ends.py has it for every number.
+Without the last microbatch all other actions keep their order, so the makespan never decreases
+with the number of microbatches; ends.py computes it for every number.
 
 Source: Oobleck (SOSP '23), section 4.1.2, figure 5.
-Differs: the paper adds T1 + T2 + T3, which is exact for equal stages without transfers, and falls
-below the truth where transfers count or where the stages after the slowest one are light. This is
-the time of the schedule itself. A transfer overlaps with computing; it occupies its link, so that
-the next one waits, and arrives one latency later, as in estimator/time.py. The reduction of
-gradients and the optimizer are left out.
+Differs: the paper adds T1 + T2 + T3, which is exact for equal stages without transfers. The sum is
+too low if transfers take time, or if the stages after the slowest one are light. This module
+computes the time of the schedule itself. A transfer overlaps with computing. It occupies its link,
+so the next transfer waits, and it arrives one latency later, as in estimator/time.py. The reduction
+of gradients and the optimizer are left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,14 +31,14 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What one microbatch costs along a pipeline of S stages.
+    """Times of one microbatch along a pipeline of S stages.
 
     Attributes:
-        forward_s: by stage.
-        backward_s: by stage, input and weight.
-        transfer_s: that an output occupies the link from stage i to i + 1, and its gradient the
-            link back: S - 1 entries, as latency_s.
-        latency_s: from the end of a transfer to its arrival.
+        forward_s: time of the forward on each stage.
+        backward_s: time of the whole backward on each stage.
+        transfer_s: time for which an output occupies the link from stage i to i + 1, and its
+            gradient the link back; S - 1 entries.
+        latency_s: time from the end of a transfer to its arrival; S - 1 entries.
     """
 
     forward_s: tuple[float, ...]
@@ -52,7 +52,7 @@ class StageSeconds:
 
 
 def stage_seconds(profile: ModelProfile, template: PipelineTemplate) -> StageSeconds:
-    """The seconds of the template's stages, and of the links between them."""
+    """The times of one microbatch on the template's stages, and on the links between them."""
     stages, links = template.stages, _links(profile, template)
     speeds = [kind.speed for kind in template.stage_kinds()]
     held = [profile.layers[stage.first_layer : stage.end_layer] for stage in stages]
@@ -74,20 +74,20 @@ def stage_seconds(profile: ModelProfile, template: PipelineTemplate) -> StageSec
 
 
 def makespan_s(seconds: StageSeconds, num_microbatches: int) -> float:
-    """The time from the first forward to the last backward of one iteration. O(S * N_b)."""
+    """Time from the first forward to the last backward of one iteration; takes O(S * N_b) time."""
     return float(makespans_of_each(stage_table([seconds]), num_microbatches)[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionEnds:
-    """When the forwards and backwards of one pipeline's iteration end: shape [S, N_b]."""
+    """Ends of the forwards and backwards of one pipeline's iteration, each of shape [S, N_b]."""
 
     forward_s: Seconds
     backward_s: Seconds
 
 
 def action_ends(seconds: StageSeconds, num_microbatches: int) -> ActionEnds:
-    """The end of every action of the iteration that `makespan_s` is the time of. O(S * N_b)."""
+    """The end of every action of an iteration, see `makespan_s`; takes O(S * N_b) time."""
     run = Run(stage_table([seconds]))
     num_ticks = 2 * (num_microbatches + run.num_stages - 1)
     ends_s = np.empty((num_ticks, run.num_stages))
@@ -103,16 +103,16 @@ def action_ends(seconds: StageSeconds, num_microbatches: int) -> ActionEnds:
 
 @dataclass(frozen=True, slots=True)
 class StageTable:
-    """`StageSeconds` of C pipelines, a column each; row -1 is the last stage of all.
+    """`StageSeconds` of C pipelines, one per column; row -1 is the last stage of each pipeline.
 
-    Shorter pipelines are filled up in front with stages that take no time: such a stage passes a
-    microbatch on at once, and may hold one more of them than the stage below it, so it never
+    Shorter pipelines are padded in front with stages that take no time. Such a stage passes a
+    microbatch on at once, and may hold one more microbatch than the stage below it, so it never
     delays anything.
 
     Attributes:
-        forward_s, backward_s: of shape [S, C], S stages of the longest pipeline.
-        transfer_s, latency_s: of shape [S + 1, C]; row i is the link above stage i, and the first
-            and last row are 0.
+        forward_s, backward_s: times by stage, shape [S, C] with S stages of the longest pipeline.
+        transfer_s, latency_s: times by link, shape [S + 1, C]; row i is the link above stage i, and
+            the first and last row are 0.
     """
 
     forward_s: Seconds
@@ -140,21 +140,13 @@ def stage_table(pipelines: Sequence[StageSeconds]) -> StageTable:
 
 
 def makespans_of_each(table: StageTable, num_microbatches: int) -> Seconds:
-    """The makespan of each of several pipelines.
-
-    Returns:
-        shape [C].
-    """
+    """The makespan of each pipeline of a table; shape [C]."""
     first: Seconds = ends_of_each(table, num_microbatches)[0]
     return first
 
 
 def ends_of_each(table: StageTable, num_microbatches: int) -> Seconds:
-    """When the stages of each of several pipelines have done their last backward.
-
-    Returns:
-        shape [S, C].
-    """
+    """The end of the last backward on each stage of each pipeline of a table; shape [S, C]."""
     assert num_microbatches >= 1
     run = Run(table)
     for tick in range(2 * (num_microbatches + run.num_stages - 1)):
@@ -165,12 +157,14 @@ def ends_of_each(table: StageTable, num_microbatches: int) -> Seconds:
 
 
 class Run:
-    """1F1B tick by tick, for all pipelines of a table at once.
+    """A run of 1F1B tick by tick, for all pipelines of a table at once.
 
     Attributes:
-        end_s: of what each stage has done so far, shape [S, C].
-        down_s, up_s: of the transfers so far, shape [S + 1, C]: link i lies above stage i.
-        state_s: stages with a row more, links up and links down as one array, [3, S + 1, C].
+        end_s: end of the newest action of each stage, shape [S, C].
+        down_s, up_s: end of the newest transfer down and up on each link, shape [S + 1, C]; link i
+            lies above stage i.
+        state_s: one array of shape [3, S + 1, C] that contains end_s (with one row more), up_s and
+            down_s.
     """
 
     def __init__(self, table: StageTable) -> None:
@@ -179,12 +173,12 @@ class Run:
         self.state_s = np.zeros((3, self.num_stages + 1, num_pipelines))
         stages_s, self.up_s, self.down_s = self.state_s
         self.end_s = stages_s[:-1]
-        # The same two sets of stages act in turns most of the time.
+        # Most of the time the same two sets of stages act in turns, so their views are cached.
         self._down: dict[tuple[int, int], tuple[Seconds, ...]] = {}
         self._up: dict[tuple[int, int], tuple[Seconds, ...]] = {}
 
     def forward(self, tick: int, num_microbatches: int) -> None:
-        """Every second stage runs a forward, and sends its output down."""
+        """Runs the forwards of a tick, on every second stage, and sends the outputs down."""
         first = max(tick % 2, tick - 2 * (num_microbatches - 1))
         end = min(self.num_stages, tick + 1)
         if (first, end) not in self._down:
@@ -194,7 +188,7 @@ class Run:
         _step(*self._down[first, end])
 
     def backward(self, tick: int, num_microbatches: int) -> None:
-        """The other stages run a backward, and send the gradient up."""
+        """Runs the backwards of a tick, on the other stages, and sends the gradients up."""
         num_stages = self.num_stages
         first = max(1 - tick % 2, 2 * num_stages - 1 - tick)
         end = min(num_stages, 2 * (num_microbatches + num_stages - 1) - tick)
@@ -207,7 +201,7 @@ class Run:
     def _acting(
         self, stages: slice, lasts_s: Seconds, links_s: Seconds, into: slice, onward: slice
     ) -> tuple[Seconds, ...]:
-        """What `_step` reads and writes of these stages and of the links into and out of them."""
+        """The arguments of `_step` for these stages and the links into and out of them."""
         return (
             self.end_s[stages],
             links_s[into],
@@ -228,11 +222,13 @@ def _step(
     transfer_s: Seconds,
     arrival_s: Seconds,
 ) -> None:
-    """One action of each of these stages, and the transfer that follows it, in place.
+    """Runs one action on each of these stages, and the transfer after it; updates arrays in place.
 
     Args:
-        sent_s: when the input has left its link; it arrives one latency later, at arrival_s.
-        link_s: when the link of the output is free.
+        end_s: end of the stage's action before; becomes the end of this action.
+        sent_s: time at which the input has left its link; it arrives one latency later.
+        link_s: time at which the link of the output is free; becomes the end of the transfer.
+        arrival_s: scratch array for the arrival of the input.
     """
     np.add(sent_s, latency_s, out=arrival_s)
     np.maximum(end_s, arrival_s, out=end_s)
@@ -242,7 +238,7 @@ def _step(
 
 
 def _links(profile: ModelProfile, template: PipelineTemplate) -> tuple[Link, ...]:
-    """The link below each stage but the last."""
+    """The link below each stage except the last."""
     links = []
     next_device = 0
     for stage in template.stages[:-1]:

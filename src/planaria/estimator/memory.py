@@ -1,16 +1,17 @@
-"""What a device must hold at the peak of an iteration.
+"""The peak memory of a device in an iteration.
 
-Odyssey, equation 14: a stage holds its parameters, their gradients and optimizer states all the
-time, and the activations of each microbatch that is between its forward and its backward. Under
-1F1B stage i of S has at most min(N_b, S - i) such microbatches.
+Odyssey, equation 14: a stage always holds its parameters, their gradients and optimizer states, and
+it holds the activations of each microbatch between its forward and its backward. Under 1F1B stage i
+of S has at most min(N_b, S - i) such microbatches.
 
 Source: Odyssey, section IV-C, equation 14.
-Differs: bytes are summed over the stage's own layers, where the paper takes an average layer;
-in-flight microbatches stop at N_b, which the paper leaves out; `gradient_copies` counts what is
-kept per parameter byte (1, or 3 where float64 sums stand beside the float32 gradients). A stage of
-several devices shards parameters, gradients and optimizer states evenly over them; activations
-are counted whole on each, which is the most that any way of sharing the work needs. A parameter
-that two layers of a stage share counts twice: each use has a gradient of its own.
+Differs: bytes are summed over the stage's own layers, while the paper takes an average layer. The
+number of in-flight microbatches is limited by N_b, which the paper leaves out. `gradient_copies` is
+the number of gradient bytes per parameter byte (1, or 3 if float64 sums are kept beside the float32
+gradients). A stage of several devices shards parameters, gradients and optimizer states evenly over
+them. Activations are counted in full on each device, which is an upper bound for every way to
+divide the work. A parameter that two layers of a stage share counts twice, because each use has a
+gradient of its own.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from planaria.schedule.action import (
 
 Table = NDArray[np.int64]
 
-# By kind, how many times the activations of its hop are kept behind it, and the gradients.
+# Change, by kind of action, in (kept activations, kept gradients) of its hop.
 _KEEP = {
     FORWARD: (1, 0),
     BACKWARD: (-1, 0),
@@ -46,10 +47,10 @@ def peak_bytes(
     num_microbatches: int,
     gradient_copies: int,
 ) -> tuple[int, ...]:
-    """The most that each device of a stage holds, by stage.
+    """Peak bytes of each device of a stage, by stage.
 
     Args:
-        num_microbatches: N_b, those that the pipeline gets in an iteration.
+        num_microbatches: N_b, number of microbatches of the pipeline in an iteration.
     """
     num_stages = len(template.stages)
     peaks = []
@@ -64,11 +65,12 @@ def peak_bytes(
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """What each device of a stage holds.
+    """Bytes on each device of a stage.
 
     Attributes:
-        state_bytes: all the time: parameters, gradients, optimizer states.
-        microbatch_bytes: of one microbatch between the forward and the backward of all its layers.
+        state_bytes: size of parameters, gradients and optimizer states, which are always held.
+        microbatch_bytes: bytes that one microbatch needs between forward and backward of all
+            layers of the stage.
     """
 
     state_bytes: int
@@ -78,7 +80,7 @@ class RankBytes:
 def bytes_by_rank(
     profile: ModelProfile, plan: Plan, *, gradient_copies: int
 ) -> dict[int, RankBytes]:
-    """By the first rank of each stage whose node is there."""
+    """Bytes of each device of a stage, by the stage's first rank; without nodes in `plan.gone`."""
     found = {}
     at_work = plan.layers_by_rank
     for pipeline in plan.pipelines:
@@ -97,10 +99,10 @@ def bytes_by_rank(
 
 
 def kept_bytes(profile: ModelProfile, schedule: Schedule, rank: int) -> int:
-    """The most that activations of a rank take at any time under a schedule, whatever its routes.
+    """Peak bytes that a rank keeps between forwards and backwards under a schedule, for any routes.
 
-    A split backward keeps them, and the gradients between its layers, from its first part to its
-    second. O(actions).
+    A split backward keeps the activations, and the gradients between its layers, from its first
+    part to its second. Takes O(actions) time.
     """
     activations, outputs = [0], [0]
     for layer in profile.layers:
@@ -128,10 +130,10 @@ def _state_bytes(layers: Sequence[LayerProfile], num_devices: int, gradient_copi
 def stage_bytes(
     profile: ModelProfile, *, num_devices: int, num_in_flight: int, gradient_copies: int
 ) -> Table:
-    """What a device holds at the peak, for every stage that the model could have.
+    """Peak bytes of a device, for every possible stage of the model.
 
     Returns:
-        shape [L + 1, L + 1]; entry [u, v] is that of layers [u, v), and 0 where u >= v.
+        Table of shape [L + 1, L + 1]; entry [u, v] is for layers [u, v), and 0 if u >= v.
     """
     sharded = [
         layer.parameter_bytes * (1 + gradient_copies) + layer.optimizer_bytes
@@ -144,7 +146,7 @@ def stage_bytes(
 
 
 def _range_sums(values: list[int]) -> Table:
-    """[u, v] -> sum(values[u:v]), 0 where u >= v."""
+    """Table whose entry [u, v] is sum(values[u:v]), 0 if u >= v."""
     before = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
     sums: Table = np.maximum(before[None, :] - before[:, None], 0)
     return sums

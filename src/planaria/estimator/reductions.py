@@ -1,15 +1,15 @@
-"""The seconds of summing gradients, and of the commit vector that ends an iteration.
+"""The time of gradient reductions, and of the commit vector that ends an iteration.
 
 A reduction among k stages is a reduce-scatter and an all-gather: it lasts 2 * latency +
 2 (k - 1) / k * bytes / bandwidth. A stage of several devices shards its gradients, and each device
-sums its share with those of the other stages; the stage with the fewest devices sets the pace.
+sums its share with those of the other stages; the stage with the fewest devices is the slowest.
 Reductions run in the order of their buckets: one starts when all its ranks have handed it over and
-are through with the buckets before. The commit vector goes up and down a binary tree:
+have finished the buckets before it. The commit vector goes up and down a binary tree, which takes
 2 * ceil(log2(ranks)) latencies.
 
 Source: Oobleck (SOSP '23), section 6.1; Odyssey, section IV-B, for rounds.
-Not modelled: links that share a wire, and messages that slow reductions down. What a stage's own
-devices tell each other is part of its layers' seconds.
+Not modelled: links that share a wire, and messages that slow reductions down. Communication among
+a stage's own devices is part of the times of its layers.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,11 +21,11 @@ from planaria.schedule.action import Bucket
 
 
 class Reductions:
-    """What reductions of a model cost among the pipelines of a plan.
+    """The times of a model's reductions among the pipelines of a plan.
 
     Args:
-        bytes_factor: bytes that move per byte of parameters. 1.5 where float32 gradients are summed
-            in float64: 8 bytes per parameter are scattered, 4 gathered.
+        bytes_factor: bytes that move per byte of parameters. It is 1.5 if float32 gradients are
+            summed in float64: 8 bytes per parameter are scattered, 4 gathered.
     """
 
     def __init__(self, profile: ModelProfile, plan: Plan, *, bytes_factor: float) -> None:
@@ -45,7 +45,7 @@ class Reductions:
         }
 
     def seconds(self, bucket: Bucket) -> float:
-        """Of a bucket's reduction, from the moment when all its ranks are there."""
+        """Seconds of a bucket's reduction, once all its ranks are ready."""
         if bucket.tied >= 0:
             num_bytes = self._profile.tied[bucket.tied].parameter_bytes
         else:
@@ -58,7 +58,7 @@ class Reductions:
         )
 
     def commit_s(self) -> float:
-        """Of the commit vector among all ranks."""
+        """Seconds of the commit vector among all ranks."""
         link = _link(self._profile, self._num_devices.keys(), self._devices_per_node)
         return 2 * ceil(log2(len(self._num_devices))) * link.latency_s
 
@@ -66,11 +66,11 @@ class Reductions:
 def reduction_starts_s(
     buckets: Sequence[Bucket], handed_over_s: Sequence[float], reduce_s: Sequence[float]
 ) -> list[float]:
-    """When every bucket's reduction starts: its ranks are there and through with those before.
+    """Start of each bucket's reduction: its ranks are ready and have finished earlier buckets.
 
     Args:
-        handed_over_s: by bucket, when the last of its ranks has the gradients.
-        reduce_s: by bucket, how long its reduction lasts.
+        handed_over_s: time at which the last rank of each bucket has its gradients.
+        reduce_s: time that the reduction of each bucket lasts.
     """
     lanes_s: dict[int, float] = {}
     starts_s = []
@@ -84,10 +84,10 @@ def reduction_starts_s(
 def equal_reduce_s(
     profile: ModelProfile, template: PipelineTemplate, *, num_pipelines: int, bytes_factor: float
 ) -> tuple[float, ...]:
-    """By stage, the seconds of its reductions where all pipelines are of this template.
+    """Seconds of the reductions of each stage, if all pipelines have this template.
 
-    Other templates cannot make them faster, but for those of tied parameters, which have fewer
-    stages to sum where one stage of a pipeline holds all their layers.
+    If some pipelines have other templates, reductions are not faster, with one exception: tied
+    parameters have fewer stages to sum if one stage of a pipeline holds all their layers.
     """
     own_bytes = _own_bytes(profile)
     per_node = template.devices_per_node
@@ -120,7 +120,7 @@ def equal_reduce_s(
 
 
 def _seconds(link: Link, *, num_stages: int, num_bytes: float) -> float:
-    """A reduction among stages, none if there is one only."""
+    """Seconds of a reduction among stages, 0 if there is only one."""
     if num_stages == 1:
         return 0.0
     share = (num_stages - 1) / num_stages
@@ -128,7 +128,7 @@ def _seconds(link: Link, *, num_stages: int, num_bytes: float) -> float:
 
 
 def _own_bytes(profile: ModelProfile) -> list[int]:
-    """Parameters by layer without those that it shares with another layer."""
+    """Parameter bytes by layer, without the parameters that it shares with another layer."""
     own_bytes = [layer.parameter_bytes for layer in profile.layers]
     for tied in profile.tied:
         for layer in set(tied.layers):

@@ -1,19 +1,20 @@
-"""A schedule in virtual time where ranks share processors, as emulated nodes of one machine do.
+"""A schedule run in virtual time by ranks that share processors, as emulated nodes of one host do.
 
-What runs at a time shares them equally: n busy threads on P processors advance at min(1, P / n) of
-their speed each, which is what a fair kernel does over some milliseconds. So a forward takes as
-long as its neighbours let it, and an iteration never less than all work over P. A rank that waits
-for a message takes nothing. With as many processors as ranks this is the run of time.py.
+All busy threads share the processors equally: n busy threads on P processors each advance at
+min(1, P / n) of their full speed, as under a fair kernel over some milliseconds. So a forward takes
+longer while other ranks are busy, and an iteration never takes less than all work divided by P. A
+rank that waits for a message uses no processor. With as many processors as ranks the result is that
+of time.py.
 
-A node that is slow is so for another reason than its share: what it computes gets that like any
-other, and is over only 1 / speed times as long after it began.
+The slowness of a slow node is separate from sharing: its actions get the same share of processors
+as any other, but end only 1 / speed times as long after their start.
 
-A reduction is work for all its ranks: each sends and receives what the link's seconds are for, and
-sums it, on RANK_THREADS threads. Messages between stages take time on their links, but no
-processor: they are below one percent of the work between them.
+A reduction is work for all its ranks: each sends, receives and sums on RANK_THREADS threads for the
+time that the link needs. Messages between stages take time on their links but no processor time,
+because that is below one percent of the work between messages.
 
-All busy threads advance by the same amount, so one running sum of it, `_Processors.served_s`, says
-when each is done, and the next one is the top of a heap.
+All busy threads advance by the same amount. So one running sum, `_Processors.served_s`, tells when
+each job is done, and the next job to end is the top of a heap.
 Complexity: O(actions * log(ranks)).
 
 Source: processor sharing, Kleinrock, "Queueing Systems" (1976), volume 2, section 4.4.
@@ -38,12 +39,18 @@ from planaria.schedule.action import (
 )
 from planaria.schedule.lower import execution_order
 
-# Busy threads of a rank while a bucket is reduced: one sends or sums, one receives. Measured.
+# Busy threads of a rank during a reduction: one sends or sums, one receives. Measured.
 RANK_THREADS: Final = 2
 
 
 class Way(NamedTuple):
-    """A directed link between two hops and what a message of theirs costs on it."""
+    """A link direction between two hops, and the time of their message on it.
+
+    Attributes:
+        link: number of the link direction; -1: none.
+        transfer_s: time for which the message occupies the link.
+        latency_s: time from the end of the transfer to the arrival.
+    """
 
     link: int
     transfer_s: float
@@ -52,13 +59,15 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What the actions of a schedule cost, by kind; an entry for every hop of every microbatch, as
-    `slots_of` counts them, and of reductions one for every bucket.
+    """Times of the actions of a schedule, by kind.
+
+    Each kind has one entry per hop of each microbatch, in the order of `slots_of`; reductions have
+    one entry per bucket.
 
     Attributes:
-        lasts_s: seconds of an action that has a processor for itself, and those of a message.
-        ways: of messages.
-        speeds: by rank, of its node; what it computes is in `lasts_s` at this speed.
+        lasts_s: time of each action with a processor for itself, and of each transfer.
+        ways: link direction and times of each message.
+        speeds: speed of each rank's node; the times in `lasts_s` already contain it.
     """
 
     lasts_s: Mapping[Kind, Sequence[float]]
@@ -67,7 +76,7 @@ class Costs:
 
 
 class Times(NamedTuple):
-    """When each action starts, and how long it lasts; by kind, as in `Costs`."""
+    """Start and duration of each action, by kind as in `Costs`, and the end of the last one."""
 
     starts_s: Mapping[Kind, Sequence[float]]
     lasts_s: Mapping[Kind, Sequence[float]]
@@ -75,18 +84,18 @@ class Times(NamedTuple):
 
 
 def shared_times(schedule: Schedule, costs: Costs, *, processors: int) -> Times:
-    """The schedule, run by ranks that share so many processors.
+    """The times of a schedule that is run by ranks which share the processors.
 
     Raises:
         DeadlockError: the schedule cannot finish.
     """
-    for _ in execution_order(schedule):  # It raises where the schedule cannot finish.
+    for _ in execution_order(schedule):  # It raises if the schedule cannot finish.
         pass
     return _SharedRun(schedule, costs, processors).times()
 
 
 def last_end_s(works_s: Iterable[float], *, processors: int) -> float:
-    """When the last of these works is done, which begin together and share the processors."""
+    """The end of the last of these jobs, which begin together at 0 and share the processors."""
     ends_s, before_s = 0.0, 0.0
     ascending = sorted(works_s)
     for index, work_s in enumerate(ascending):
@@ -96,7 +105,7 @@ def last_end_s(works_s: Iterable[float], *, processors: int) -> float:
 
 
 def _rate(processors: int, num_busy: int) -> float:
-    """At which part of its speed each of so many busy threads advances."""
+    """The fraction of full speed at which each of num_busy busy threads advances."""
     return min(1.0, processors / num_busy) if num_busy else 1.0
 
 
@@ -114,7 +123,8 @@ class _Processors:
     """Processors that all busy threads share equally.
 
     Attributes:
-        served_s: what a thread that was busy all the time has got by now.
+        number: number of processors.
+        served_s: processor time so far of a thread that was always busy.
     """
 
     number: int
@@ -125,25 +135,25 @@ class _Processors:
     _jobs: list[tuple[float, int, _Job]] = field(default_factory=list)
 
     def begin(self, job: _Job, work_s: float) -> None:
-        """A job becomes busy; each of its threads has so much to do."""
-        self._order += 1  # Of jobs that end together the one that began first is first.
+        """Begins a job; work_s is the processor time that each of its threads needs."""
+        self._order += 1  # If jobs end together, the one that began first comes first.
         heappush(self._jobs, (self.served_s + work_s, self._order, job))
         self._num_busy += job.num_threads
 
     def next_end_s(self) -> float:
-        """When the next job ends if no other begins; infinite if there is none."""
+        """End of the next job to end, if no other job begins; infinite if there is none."""
         if not self._jobs:
             return inf
         left_s = max(0.0, self._jobs[0][0] - self.served_s)
         return self.now_s + left_s / _rate(self.number, self._num_busy)
 
     def advance(self, now_s: float) -> None:
-        """Time passes in which no job ends."""
+        """Moves the time forward to now_s; no job may end before that."""
         self.served_s += (now_s - self.now_s) * _rate(self.number, self._num_busy)
         self.now_s = now_s
 
     def end_next(self) -> _Job:
-        """The next job ends now."""
+        """Moves the time forward to the end of the next job, and removes and returns the job."""
         self.now_s = self.next_end_s()
         self.served_s, _, job = heappop(self._jobs)
         self._num_busy -= job.num_threads
@@ -151,7 +161,7 @@ class _Processors:
 
 
 class _SharedRun:
-    """The state of the run: where each rank is, and what has been sent."""
+    """The state of a run: the next action of each rank, and the messages sent."""
 
     def __init__(self, schedule: Schedule, costs: Costs, processors: int) -> None:
         self._schedule = schedule
@@ -160,12 +170,12 @@ class _SharedRun:
         self._processors = _Processors(processors)
         self._starts_s = {kind: [0.0] * len(lasts) for kind, lasts in costs.lasts_s.items()}
         self._lasts_s = {kind: list(lasts) for kind, lasts in costs.lasts_s.items()}
-        self._next = dict.fromkeys(schedule.actions, 0)  # Action of each rank.
+        self._next = dict.fromkeys(schedule.actions, 0)  # Next action, by rank.
         self._links_s: defaultdict[int, float] = defaultdict(float)
-        self._arrivals_s: dict[tuple[Kind, int], float] = {}  # By the receive, and its slot.
+        self._arrivals_s: dict[tuple[Kind, int], float] = {}  # By (receive, slot).
         self._waiting: dict[tuple[Kind, int], int] = {}
-        self._wakes: list[tuple[float, int]] = []  # When a rank goes on that waits for a moment.
-        # Ranks that have not handed a bucket over; and by rank the buckets to come, in order.
+        self._wakes: list[tuple[float, int]] = []  # (when it goes on, rank)
+        # Number of ranks that have not handed over each bucket; and by rank its next buckets.
         actions = (one for of_rank in schedule.actions.values() for one in of_rank)
         self._missing = Counter(one.bucket for one in actions if one.kind is REDUCE)
         self._lanes: defaultdict[int, deque[int]] = defaultdict(deque)
@@ -174,7 +184,7 @@ class _SharedRun:
                 self._lanes[rank].append(index)
 
     def times(self) -> Times:
-        """Runs it to its end."""
+        """Runs the schedule to its end."""
         for rank in self._schedule.actions:
             self._go_on(rank)
         while True:
@@ -209,11 +219,11 @@ class _SharedRun:
             self._reduce(bucket)
 
     def _share_busy(self, rank: int) -> float:
-        """Of the time of its actions a slow node leaves the processors to others."""
+        """The part of an action's time in which it uses a processor; below 1 on a slow node."""
         return min(1.0, self._costs.speeds[rank])
 
     def _go_on(self, rank: int) -> None:
-        """The rank takes its actions, until one of them takes time."""
+        """Takes the next actions of a rank, until one of them takes time or has to wait."""
         actions, now_s = self._schedule.actions[rank], self._processors.now_s
         while self._next[rank] < len(actions):
             kind, microbatch, hop, bucket = actions[self._next[rank]]
@@ -238,7 +248,7 @@ class _SharedRun:
                 return
 
     def _has_come(self, rank: int, kind: Kind, slot: int) -> bool:
-        """Whether a message is there; if not, the rank is woken when it is."""
+        """Whether a message has arrived; if not, the rank is woken when it arrives."""
         arrival_s = self._arrivals_s.get((kind, slot))
         if arrival_s is None:
             self._waiting[kind, slot] = rank
@@ -258,7 +268,7 @@ class _SharedRun:
             heappush(self._wakes, (end_s + way.latency_s, self._waiting.pop(receive)))
 
     def _reduce(self, bucket: int) -> None:
-        """The reduction begins if all its ranks are there, and through with those before."""
+        """Begins a reduction if all its ranks are ready and have finished the buckets before."""
         ranks = self._schedule.buckets[bucket].ranks
         is_first = all(self._lanes[rank][0] == bucket for rank in ranks)
         if self._missing[bucket] or not is_first:

@@ -1,16 +1,20 @@
-"""When everything in a schedule happens: a schedule run in virtual time.
+"""The predicted timeline of a schedule, found by running the schedule in virtual time.
 
-Three lanes a rank. On the compute lane forwards and backwards follow each other; a receive waits
-until its message has arrived. A message occupies its link (source, target) for bytes / bandwidth,
-first come first served, and arrives one latency later; the sender goes on at once. On the reduce
-lane reductions run in bucket order, and the iteration ends with the commit vector (reductions.py).
-Where ranks share processors all of that takes as long as the others let it (sharing.py), and the
-steps of the optimizer, which a profile that was measured has, take their share at the end, as what
-a rank does once an iteration that is nobody's action (RANK_S).
+Each rank has three lanes: compute, send and reduce. On the compute lane forwards and backwards
+follow each other; a receive waits until its message has arrived. A message occupies its link
+(source, target) for bytes / bandwidth, first come, first served, and arrives one latency later; the
+sender goes on at once. On the reduce lane reductions run in the order of buckets. The iteration
+ends with the commit vector (reductions.py).
 
-Source: Oobleck (SOSP '23), section 4.1.2 for what an iteration consists of.
-Differs: Oobleck sums three closed terms, which is exact for equal stages without communication
-only; Odyssey's equation 13 adds up stages that in truth overlap. This runs the schedule itself.
+If ranks share processors, actions last longer while other ranks are busy (sharing.py). If the
+number of processors is given, optimizer steps follow at the end; their times come from a measured
+profile. If there are fewer processors than ranks, RANK_S is added to them: the work of a rank per
+iteration that belongs to no action.
+
+Source: Oobleck (SOSP '23), section 4.1.2, for the parts of an iteration.
+Differs: Oobleck sums three closed terms, which is exact only for equal stages without
+communication. Odyssey's equation 13 adds up stages that in reality overlap. This module runs the
+schedule itself.
 Not modelled: links that share a wire.
 """
 
@@ -40,10 +44,10 @@ from planaria.schedule.action import (
 )
 from planaria.schedule.lower import execution_order
 
-# Processor seconds of a rank and iteration beside its actions and steps: threads to wake, the
-# commit vector, what it reports, 15 to 25 ms; and its part of the search ahead, some 10 ms.
-# Measured on two to six ranks of two processors, with little work and with much. What waits for
-# others hides it where each rank has a processor.
+# Processor seconds of a rank per iteration, besides its actions and steps: waking threads, the
+# commit vector and reports take 15 to 25 ms; its part of the search ahead takes some 10 ms.
+# Measured with two to six ranks on two processors, with little work and with much. If each rank has
+# a processor of its own, this work fits into the time in which the rank waits for others.
 RANK_S: Final = 0.025
 
 LANES: Mapping[Kind, str] = {
@@ -61,11 +65,11 @@ LANES: Mapping[Kind, str] = {
 class Span(NamedTuple):
     """One action on one lane of a rank, predicted or measured.
 
-    A send lasts as long as it occupies its link. A receive is no span: it only waits.
+    A send lasts as long as it occupies its link. A receive has no span, because it only waits.
 
     Attributes:
         lane: "compute", "send" or "reduce".
-        start_s: since the iteration began; so is end_s.
+        start_s, end_s: seconds since the iteration began.
     """
 
     rank: int
@@ -80,20 +84,20 @@ class Timeline:
     """One iteration, predicted or measured.
 
     Attributes:
-        spans: rank by rank; those of one lane of a rank in order of time.
-        iteration_s: from the first action to the end of the commit vector.
+        spans: all spans, rank by rank; those of one lane of a rank are in order of time.
+        iteration_s: time of the iteration, from its first action to its end.
     """
 
     spans: Sequence[Span]
     iteration_s: float
 
     def busy_s(self, rank: int, lane: str = "compute") -> float:
-        """Seconds in which a lane of a rank works."""
+        """Seconds in which a lane of a rank is busy."""
         return sum(s.end_s - s.start_s for s in self.spans if s.rank == rank and s.lane == lane)
 
     @property
     def bubble_share(self) -> float:
-        """The part of the iteration in which the ranks that compute do not, 0 to 1."""
+        """The share of the iteration in which computing ranks are not busy computing, 0 to 1."""
         busy_s = {span.rank: 0.0 for span in self.spans if span.lane == "compute"}
         for span in self.spans:
             if span.lane == "compute":
@@ -110,14 +114,14 @@ def predicted_timeline(
     reduce_bytes_factor: float = 1.0,
     processors: int = 0,
 ) -> Timeline:
-    """The timeline of a lowered schedule of the plan. O(actions).
+    """The predicted timeline of a lowered schedule; takes O(actions) time.
 
-    1,000 stages with 128 microbatches, 770,000 actions, take about a second.
+    770,000 actions (1,000 stages with 128 microbatches) take about a second.
 
     Args:
-        plan: says how many devices a rank's stage has and which ranks share a node.
+        plan: the plan of the schedule: devices of each rank's stage, and ranks of each node.
         reduce_bytes_factor: bytes that a reduction moves per byte of parameters, see `Reductions`.
-        processors: that all ranks share; 0: each device is one.
+        processors: number of processors that all ranks share; 0: each device has its own.
 
     Raises:
         DeadlockError: the schedule cannot finish.
@@ -164,7 +168,7 @@ def _costs(
 
 
 def _run(schedule: Schedule, costs: Costs, visits: Sequence["_Visit"], num_links: int) -> Times:
-    """Runs the schedule in virtual time, up to the commit vector."""
+    """The times of a schedule without shared processors, up to the commit vector."""
     slots, lasts_s = slots_of(schedule.routes), costs.lasts_s
     reduce_s = lasts_s[REDUCE]
     starts_s = {kind: [0.0] * len(lasts) for kind, lasts in lasts_s.items()}
@@ -218,10 +222,10 @@ def _spans(schedule: Schedule, run: Times) -> Iterator[Span]:
 
 
 class _LazySpans(Sequence[Span]):
-    """Spans that are made when the first one is asked for.
+    """Spans that are built on first use.
 
-    A search prices many schedules and looks at no span; to make half a million of them takes
-    as long as to time the schedule.
+    A search prices many schedules and reads no spans; building half a million spans takes as long
+    as timing the schedule.
     """
 
     def __init__(self, make: Callable[[], Iterator[Span]]) -> None:
@@ -253,10 +257,12 @@ class _LazySpans(Sequence[Span]):
 
 
 class _Visit(NamedTuple):
-    """What one hop of a microbatch costs: computing, sending the output on, the gradient back.
+    """Times of one hop of a microbatch, on its rank and on its links.
 
     Attributes:
-        input_s: of the backward, what the gradient of the input takes.
+        input_s: the part of backward_s for the gradient of the input.
+        onward: link direction and times of the output; `_NO_WAY` at the last hop.
+        back: link direction and times of the gradient; `_NO_WAY` at the first hop.
     """
 
     forward_s: float
@@ -270,12 +276,12 @@ _NO_WAY = Way(-1, 0.0, 0.0)
 
 
 class _Cluster:
-    """Seconds of hops and messages, each worked out once."""
+    """The times of hops and messages of a plan, each computed once."""
 
     def __init__(self, profile: ModelProfile, plan: Plan) -> None:
         self._profile = profile
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
-        # By rank, of its stage: the devices, and their speed.
+        # (number of devices, speed) of the stage, by rank.
         self._stages = {
             rank: (stage.num_devices, kind.speed)
             for pipeline in plan.pipelines
@@ -290,16 +296,16 @@ class _Cluster:
 
     @property
     def speeds(self) -> dict[int, float]:
-        """By rank that has a stage, of its node."""
+        """Speed of the node of each rank that has a stage."""
         return {rank: speed for rank, (_, speed) in self._stages.items()}
 
     @property
     def num_links(self) -> int:
-        """How many links the routes asked about so far use."""
+        """Number of link directions that the routes asked about so far use."""
         return len(self._links)
 
     def visits(self, route: Route) -> tuple[_Visit, ...]:
-        """The costs of a route's hops."""
+        """The times of the hops of a route."""
         if route not in self._visits:
             onward = [self._way(hop, after, hop) for hop, after in pairwise(route)]
             back = [self._way(hop, before, before) for before, hop in pairwise(route)]
@@ -308,15 +314,17 @@ class _Cluster:
         return self._visits[route]
 
     def shadows_s(self, route: Route) -> tuple[float, ...]:
-        """By hop, what its forward takes on the rank of the hop before; 0 for the first."""
+        """Time of each hop's forward on the rank of the hop before it; 0 for the first hop."""
         if route not in self._shadows_s:
             moved = (replace(hop, rank=before.rank) for before, hop in pairwise(route))
             self._shadows_s[route] = (0.0, *(self._compute_s(hop)[0] for hop in moved))
         return self._shadows_s[route]
 
     def updates_s(self, plan: Plan) -> list[float]:
-        """By rank that computes, what an iteration takes beside its actions: the step of the
-        optimizer, and what makes the gradients ready for it and for the next iteration."""
+        """Seconds per iteration of optimizer steps, and of preparing gradients, per computing rank.
+
+        Gradients are prepared for the step, and for the next iteration.
+        """
         found = []
         for rank, held in plan.layers_by_rank.items():
             count, _ = self._stages[rank]
@@ -325,7 +333,7 @@ class _Cluster:
         return found
 
     def _compute_s(self, hop: Hop) -> tuple[float, float, float]:
-        """Seconds of the forward and the backward of a hop, and of the latter's first part."""
+        """Seconds of a hop: (forward, backward, the backward's part for the input's gradient)."""
         count, speed = self._stages[hop.rank]
         layers = self._profile.layers[hop.first_layer : hop.end_layer]
         forward_s = sum(layer.forward_s[count] for layer in layers) / speed
@@ -333,7 +341,7 @@ class _Cluster:
         return forward_s, backward_s, sum(layer.backward_input_s[count] for layer in layers) / speed
 
     def _way(self, source: Hop, target: Hop, upstream: Hop) -> Way:
-        """The way from source to target for the output of upstream, or for its gradient."""
+        """The link direction and times from source to target for upstream's output or gradient."""
         ranks = (source.rank, target.rank)
         link = self._link(ranks)
         num_bytes = self._profile.layers[upstream.end_layer - 1].output_bytes

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell of their own work, by epoch: seconds of each kind, and memory."""
+"""Measurements that ranks report of their own work: action times and memory, and copies."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,15 +9,16 @@ from typing import Final
 from planaria.core.messages import IterationDone
 from planaria.core.plan import Plan
 
-_NEWEST: Final = 64  # Iterations of an epoch whose median is taken, so that jobs may be long.
+_NEWEST: Final = 64  # A median is over the newest 64 iterations, so that memory stays bounded.
 
 
 @dataclass(slots=True)
 class EpochMeasured:
-    """Of one epoch.
+    """Measurements of one epoch.
 
     Attributes:
-        corrections: of its profile: by which factors, and from which iteration on.
+        corrections: corrections of the profile, oldest first: the first iteration to which each
+            applies, and its factors by layer.
     """
 
     plan: Plan
@@ -26,7 +27,7 @@ class EpochMeasured:
     _peak_bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, report: IterationDone) -> None:
-        """Takes in an iteration of a rank."""
+        """Adds what a rank measured in one iteration."""
         for kind, seconds in report.action_s.items():
             newest = self._seconds.setdefault((report.rank, kind), deque(maxlen=_NEWEST))
             newest.append(seconds)
@@ -37,20 +38,20 @@ class EpochMeasured:
         )
 
     def layer_factors(self, iteration: int) -> tuple[float, ...]:
-        """Those that an iteration is predicted by; empty: the profile as it is."""
+        """Factors by layer that correct the profile for an iteration; empty: no correction."""
         return next(factors for first, factors in reversed(self.corrections) if first <= iteration)
 
     def seconds(self) -> dict[tuple[int, str], float]:
-        """By rank and kind of action, those of an iteration: the median of the newest."""
+        """Seconds per iteration by (rank, kind of action): medians of the newest iterations."""
         return {key: median(seconds) for key, seconds in sorted(self._seconds.items())}
 
     def peak_bytes(self) -> dict[int, tuple[int, int]]:
-        """By rank, the most bytes of tensors that it held, and the most memory that it used."""
+        """Peak bytes by rank: (bytes of tensors, bytes of memory)."""
         return dict(sorted(self._peak_bytes.items()))
 
 
 class Measured:
-    """Of a job, by epoch."""
+    """Measurements of a job, by epoch."""
 
     def __init__(self) -> None:
         self.epochs: dict[int, EpochMeasured] = {}
@@ -58,18 +59,18 @@ class Measured:
         self._first = -1  # The iteration with which the newest epoch begins.
 
     def begun(self, epoch: int, plan: Plan) -> None:
-        """An epoch begins with its first iteration, whose caches are cold: it does not count."""
+        """Begins an epoch. Its first iteration runs with cold caches and is not counted."""
         self.epochs[epoch] = EpochMeasured(plan, [(0, self._layer_factors)])
         self._first = -1
 
     def corrected(self, epoch: int, iteration: int, layer_factors: tuple[float, ...]) -> None:
-        """From an iteration of the epoch on the profile is corrected by these."""
+        """Records the factors that correct the profile from an iteration of the epoch on."""
         self._layer_factors = layer_factors
         if epoch in self.epochs:
             self.epochs[epoch].corrections.append((iteration, layer_factors))
 
     def committed(self, iteration: int, reports: Iterable[IterationDone]) -> None:
-        """Takes in a committed iteration."""
+        """Adds what the ranks measured in a committed iteration."""
         for report in reports:
             measured = self.epochs.get(report.epoch)
             if measured is None:
@@ -80,21 +81,21 @@ class Measured:
                 measured.add(report)
 
 
-# -- what copies in memory took, and what a failure would waste with them --------------------------
+# -- the cost of copies in memory, and the time that a failure wastes ------------------------------
 
 
 class Copied:
-    """The versions of a run that were complete, and the idle time of the network that they used."""
+    """Measurements of copies in memory: complete versions, and the idle network time they used."""
 
     def __init__(self) -> None:
-        self._committed_s: dict[int, float] = {}  # By age, when all had it.
-        self._complete: list[tuple[int, float]] = []  # Age, and when all copies of it were there.
+        self._committed_s: dict[int, float] = {}  # Commit time, by age.
+        self._complete: list[tuple[int, float]] = []  # (age, when all its copies were stored)
         self._took_s: list[float] = []
         self._used_s: list[float] = []
         self._left_s: list[float] = []
 
     def committed(self, iteration: int, reports: Iterable[IterationDone], now_s: float) -> None:
-        """Takes in a committed iteration."""
+        """Adds what the ranks report about copies with a committed iteration."""
         self._committed_s[iteration + 1] = now_s
         reports = list(reports)
         for done in (report.copied for report in reports):
@@ -102,19 +103,20 @@ class Copied:
                 self._used_s.append(done.idle_used_s)
                 self._left_s.append(max(0.0, done.idle_s - done.idle_used_s))
         age = max((report.copied.age for report in reports), default=-1)
-        # The version that a job or an epoch begins with is of no iteration that was seen.
+        # The version with which a job or an epoch begins belongs to no iteration seen here.
         if age in self._committed_s and (not self._complete or age > self._complete[-1][0]):
             self._complete.append((age, now_s))
             self._took_s.append(now_s - self._committed_s[age])
 
     def table(self, retrieval_s: float) -> dict[str, float]:
-        """Keys of the report's table of checkpoints; none where no version was complete.
+        """Entries of the report's table of checkpoints.
 
-        The time that a failure wastes is Gemini's equation 1: until a version is complete, half
-        of the time from one to the next, and to read it.
+        The time that a failure wastes is Gemini's equation 1: the time until a version is
+        complete, plus half of the period between versions, plus the time to read a version. It
+        is left out, as are its parts, if fewer than two versions were complete.
 
         Args:
-            retrieval_s: what going back to copies took, 0.0 if nobody had to.
+            retrieval_s: time that going back to copies took, 0.0 if it never happened.
         """
         table = {
             "idle_used_s": fmean(self._used_s) if self._used_s else 0.0,

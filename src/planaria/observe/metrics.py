@@ -1,4 +1,4 @@
-"""What a run leaves behind: one frozen record per fact, together the report (DESIGN 7)."""
+"""The report of a run: one frozen record per fact."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ class IterationRecord:
     """A committed iteration.
 
     Attributes:
-        samples: how many.
-        sample_digest: xxh3_128 of the sorted sample numbers as the first stages consumed them.
-        seconds: longest of the ranks', from the end of the iteration before.
-        predicted_s: by the estimator, of the plan in use, with the profile as it was corrected by
-            then.
-        peak_bytes: largest of the ranks', measured above the worker's memory without layers.
+        samples: number of samples.
+        sample_digest: xxh3_128 of the sorted sample numbers that the first stages consumed.
+        seconds: time since the end of the iteration before, as the slowest rank measured it.
+        predicted_s: the estimator's iteration time for the plan in use, from the profile with its
+            corrections so far.
+        peak_bytes: highest peak memory of a rank, without what a worker without layers uses.
     """
 
     iteration: int
@@ -31,7 +31,7 @@ class IterationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """A worker's process, by pid and start time, and what it did."""
+    """What one worker process did; its pid and start time identify it."""
 
     node: int
     rank: int
@@ -44,27 +44,29 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRecord:
-    """What happened besides iterations, and what it cost.
+    """An event other than an iteration, and its cost.
 
     Attributes:
-        kind: of the SPEC when injected, but unslowed for slow=1; else lost, crash, stall, leader,
-            degraded, joined, drained, slow, fast, reformed, or what failed.
-        nodes: concerned.
+        kind: kind of the injected fault ("unslowed" for slow=1); for other events lost, crash,
+            stall, leader, degraded, joined, drained, slow, fast, reformed, or what failed.
+        nodes: nodes concerned.
         fired: False for an injected fault whose place never came.
-        candidates: the answers that were proposed, with their prices; `answer` was taken.
-        time_to_failure_s: mean time to the next failure, by which they were weighed.
-        error: the type of what raised in a worker, or the signal or status that ended it; `message`
-            is the exception's, `layers` are those that it was computing.
-        detect_s: from the loss until every member had left the old epoch and answered, and a
-            machine had come if all waited for one; of a lost coordinator, until it ran again.
-        decide_s: until the plan was on record and told.
-        regroup_s, transfer_s: until links were up, and until every layer was where it belongs.
-        received_bytes: of state, counted on the sockets; `transfer_bytes` is what was planned.
-        downtime_s: the sum of these: from the loss until every rank could go on.
-        recovery_s: of it, from when the coordinator noticed the loss. Expected was
-            predicted_recovery_s, from predicted_recovery_s_min to predicted_recovery_s_max.
-        predicted_downtime_s: once the answer is told, so without detect_s and decide_s; of these
-            predicted_transfer_s for moving layers.
+        candidates: the proposed answers with their prices; `answer` names the chosen one.
+        time_to_failure_s: mean time to the next failure that the choice assumed.
+        error: type of the exception in a worker, or the signal or exit status that ended it;
+            `message` is the text of the exception, `layers` are the layers it was computing.
+        detect_s: time from the loss until every member had left the old epoch and answered, and a
+            node had come if all waited for one; for a lost coordinator, until it ran again.
+        decide_s: time from then until the plan was recorded and sent.
+        regroup_s, transfer_s: time from then until links were up, and from then until every layer
+            was where it belongs.
+        received_bytes: bytes of state received, counted on the sockets; `transfer_bytes` is the
+            planned number.
+        downtime_s: sum of these four times: from the loss until every rank could go on.
+        recovery_s: the part of downtime_s since the coordinator noticed the loss. The prediction
+            is predicted_recovery_s, between predicted_recovery_s_min and predicted_recovery_s_max.
+        predicted_downtime_s: predicted time from sending the plan until every rank goes on, so
+            without detect_s and decide_s; it includes predicted_transfer_s for moving layers.
     """
 
     kind: str
@@ -98,26 +100,26 @@ class EventRecord:
 
     @property
     def is_foreseen(self) -> bool:
-        """Whether it was a recovery that took as long as it was expected to."""
+        """Whether this is a recovery whose time lies in the predicted range."""
         least_s, most_s = self.predicted_recovery_s_min, self.predicted_recovery_s_max
         return self.recovery_s > 0.0 and least_s <= self.recovery_s <= most_s
 
     @property
     def transition_s(self) -> float:
-        """What `predicted_downtime_s` predicts."""
+        """Downtime after the plan was sent: the time that `predicted_downtime_s` predicts."""
         return self.downtime_s - self.detect_s - self.decide_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionRecord:
-    """What a rank took for one kind of action in an iteration of an epoch, beside what it was to.
+    """Measured and predicted time of one kind of action per iteration, on one rank in one epoch.
 
     Attributes:
         kind: "F" forward, "B" backward, or "BI" and "BW" where backwards are split.
-        first_layer, end_layer: of its stage.
-        predicted_s: as the profile says.
-        corrected_s: as the profile says that the job has corrected by the end of the epoch.
-        measured_s: median of the epoch's iterations but the first.
+        first_layer, end_layer: layers of the rank's stage, end exclusive.
+        predicted_s: prediction from the profile.
+        corrected_s: prediction from the profile with the corrections at the end of the epoch.
+        measured_s: median of the epoch's newest iterations, never counting the first one.
     """
 
     epoch: int
@@ -132,12 +134,14 @@ class ActionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """The most that a rank held in an epoch, beside Odyssey's equation 14.
+    """Measured and predicted peak memory of a rank in an epoch.
 
     Attributes:
-        tensor_bytes: what that predicts, as counted by the rank if the job was traced; else 0.
-        measured_bytes: resident memory above the worker's without layers, so with messages, what
-            actions take meanwhile, and what the allocator keeps.
+        predicted_bytes: prediction by Odyssey's equation 14.
+        tensor_bytes: bytes that equation 14 predicts, as the rank counted them; 0 if the job was
+            not traced.
+        measured_bytes: resident memory above that of a worker without layers. It includes
+            messages, temporary memory of actions, and what the allocator keeps.
     """
 
     epoch: int
@@ -153,8 +157,8 @@ class FinalRecord:
 
     Attributes:
         iteration: number of committed iterations.
-        parameters_sha256: over all parameters in layer order, tied ones once; "" if not saved.
-        optimizer_sha256: over their optimizer state, in the same order.
+        parameters_sha256: hash of all parameters in layer order, tied ones once; "" if not saved.
+        optimizer_sha256: hash of their optimizer state, in the same order.
     """
 
     iteration: int

@@ -1,6 +1,6 @@
-"""Gathers what a run tells while it runs into its report.
+"""The recorder collects the facts of a running job for its report.
 
-Source: DESIGN 7 (Report). It is told the time; it does not look.
+Its callers pass the time; it reads no clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,10 +39,12 @@ class _Open:
     """An event that is not over yet.
 
     Attributes:
-        order: among all events, by when they were first told.
-        lost_s: when it happened, if that is known, else when it was noticed.
-        noticed_s: when the coordinator noticed the newest of the losses that are answered with it.
-        detected_s, told_s: when all had answered, and when they were told the plan; 0 before.
+        order: position among all events, in the order in which the recorder heard of them.
+        lost_s: when it happened if that is known, else when it was noticed.
+        is_noticed: the coordinator has noticed the loss.
+        noticed_s: when the coordinator noticed the newest loss that the same plan answers.
+        detected_s, told_s: when all members had answered, and when they were sent the plan; 0
+            before that.
     """
 
     event: EventRecord
@@ -56,14 +58,14 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """The iteration in flight, of which a loss may make all that was computed worthless.
+    """The iteration in flight, whose computation a loss may waste.
 
     Attributes:
-        began_s: when it began; infinite where none is in flight.
-        lost_s: of the first loss in it.
-        training_until_s: until when the ledger has it as training.
-        noticed_s, answered_s: when the loss was noticed, and when every member had left.
-        is_redone: it is done again.
+        began_s: when it began; infinite if none is in flight.
+        lost_s: when the first loss in it happened.
+        training_until_s: the time until which the ledger counts it as training.
+        noticed_s, answered_s: when the loss was noticed, and when every member had left the epoch.
+        is_redone: the iteration is computed again.
     """
 
     began_s: float = inf
@@ -74,7 +76,7 @@ class _Lost:
     is_redone: bool = False
 
     def noticed(self, lost_s: float, *, training_until_s: float, now_s: float) -> "_Lost":
-        """A loss was noticed, the first or another one before all went on."""
+        """Adds a noticed loss: the first one, or another one before training goes on."""
         return replace(
             self,
             lost_s=min(lost_s, self.lost_s),
@@ -83,19 +85,19 @@ class _Lost:
         )
 
     def answered(self, now_s: float, *, is_redone: bool) -> "_Lost":
-        """Every member has left."""
+        """Records that every member has left the epoch."""
         return replace(self, answered_s=now_s, is_redone=self.is_redone or is_redone)
 
     def settled(self, iteration_s: float) -> "_Lost":
-        """The iteration counts, so it is the one after it that was in flight."""
+        """The iteration after this one, which was in flight if this one is committed."""
         return replace(self, began_s=min(self.began_s + iteration_s, self.noticed_s))
 
     def seconds(self, iteration_s: float) -> tuple[float, float]:
-        """What was computed of it in vain: as long as the job trained, and after that.
+        """Wasted seconds of the iteration: (while the ledger counts training, after that).
 
-        That is from its begin to the loss. A node may be lost before the iteration begins for the
-        others; they compute it then until the loss is noticed or, where it began later still, until
-        they leave, but no longer than an iteration takes.
+        They last from its start to the loss. If a node is lost before the others begin the
+        iteration, they compute it until the loss is noticed or, if they begin even later, until
+        they leave the epoch, but no longer than an iteration takes.
         """
         if not self.is_redone or self.began_s == inf:
             return 0.0, 0.0
@@ -111,12 +113,13 @@ class Recorder:
     """The facts of one run.
 
     Attributes:
-        ledger: where the seconds went so far.
-        iterations: committed ones, in order.
-        spans: of each committed iteration, by rank; empty unless workers were told to trace.
-        tensor_bytes: the same, the most that a rank held.
-        measured: what ranks took for their work.
-        copied: what copies in memory took.
+        ledger: seconds so far by category.
+        iterations: the committed iterations, in order.
+        spans: measured spans by rank, one mapping per committed iteration; the mappings are empty
+            unless workers trace.
+        tensor_bytes: peak bytes of tensors by rank, in the same form.
+        measured: times and memory that ranks measured.
+        copied: measured cost of copies in memory.
     """
 
     def __init__(self, *, start_s: float, predicted_s: float, predicted_peak_bytes: int) -> None:
@@ -126,27 +129,28 @@ class Recorder:
         self.tensor_bytes: list[dict[int, int]] = []
         self.measured = Measured()
         self.copied = Copied()
-        self._shares_s: list[dict[Category, float]] = []  # Of each committed iteration.
+        self._shares_s: list[dict[Category, float]] = []  # One per committed iteration.
         self._orders = count()
-        self._events: list[tuple[int, EventRecord]] = []  # Those that are over, by their order.
+        self._events: list[tuple[int, EventRecord]] = []  # (order, event that is over)
         self._open: list[_Open] = []
         self._workers: dict[tuple[int, int], WorkerRecord] = {}
-        # By the epoch from which on it holds: seconds and bytes of an iteration.
+        # (seconds, peak bytes) of an iteration, by the first epoch for which they hold.
         self._predicted = {-1: (predicted_s, predicted_peak_bytes)}
         self._committed_s = start_s
-        self._iteration_s = predicted_s  # Of the newest iteration.
-        self._idle_share = 0.0  # Of members, those without a layer.
+        self._iteration_s = predicted_s  # Time of the newest iteration.
+        self._idle_share = 0.0  # Share of the members that have no layer.
         self._lost = _Lost()
-        # The event of the coordinator that was lost last, when it was, and when the next one ran.
+        # The newest loss of a coordinator: index of its event, when it was lost, and when the
+        # next one ran.
         self._led = (-1, start_s, start_s)
 
     @property
     def next_iteration(self) -> int:
-        """The one after the newest that is committed."""
+        """Number of the iteration after the newest committed one."""
         return self.iterations[-1].iteration + 1 if self.iterations else 0
 
     def running(self, message: Running) -> tuple[EventRecord, ...]:
-        """Training runs, for the first time or again; the events that are over with that."""
+        """Records that training runs, for the first time or again; returns the events that end."""
         self.measured.begun(message.epoch, message.plan)
         for rank, worker in message.workers.items():
             self._note_worker(rank, worker, message)
@@ -161,25 +165,25 @@ class Recorder:
         self._open = [one for one in self._open if not one.is_noticed]
         self._enter(Category.USEFUL, message.now_s)
         self._committed_s = message.now_s
-        if noticed or self._lost.began_s == inf:  # Else a switch: the iteration has begun.
+        if noticed or self._lost.began_s == inf:  # Else a switch, in mid-iteration.
             self._lost = _Lost(began_s=message.now_s)
         working = {worker.node for worker in message.workers.values()}
         self._idle_share = 1.0 - len(working) / max(len(message.members), len(working))
         return tuple(event for _, event in over)
 
     def committed(self, message: Committed) -> IterationRecord:
-        """An iteration is committed, for the first time or again."""
+        """Records that an iteration is committed, for the first time or again."""
         self._undo(message.iteration)
         reports = message.reports
         epoch = max((r.epoch for r in reports), default=message.epoch)
-        # An iteration of the epoch before may be told after the decision about a loss.
+        # An iteration of the old epoch may be reported after the decision about a loss.
         predicted_s, peak_bytes = self._predicted_in(epoch)
         record = IterationRecord(
             iteration=message.iteration,
             loss=message.loss,
             samples=message.num_samples,
             sample_digest=message.sample_digest,
-            # Whoever could tell may be lost; then it is what the coordinator saw.
+            # The ranks that measured it may all be lost; then take the coordinator's time.
             seconds=max((r.seconds for r in reports), default=message.now_s - self._committed_s),
             epoch=epoch,
             predicted_s=predicted_s,
@@ -193,7 +197,7 @@ class Recorder:
         self.copied.committed(message.iteration, reports, message.now_s)
         iteration_s = record.seconds
         if self._noticed():
-            # Nobody saw how long it took, if nobody is left to tell.
+            # Without reports `seconds` contains the loss, so the prediction is used instead.
             iteration_s = record.seconds if reports else predicted_s
             self._lost = self._lost.settled(iteration_s)
         else:
@@ -207,10 +211,10 @@ class Recorder:
         return record
 
     def _divide(self, iteration_s: float, reports: Sequence[IterationDone]) -> None:
-        """Divides the seconds of an iteration among the categories that are in it."""
+        """Divides the seconds of an iteration among ledger categories."""
         stall_s = max((report.stall_s for report in reports), default=0.0)
         self._move(stall_s, Category.USEFUL, Category.CHECKPOINT_STALL)
-        # Ranks may have begun before all were told to run, and nothing of that was useful.
+        # Ranks may begin before the ledger counts useful time; that part cannot be moved.
         useful_s = self.ledger.seconds.get(Category.USEFUL, 0.0)
         trained_s = min(max(0.0, iteration_s - stall_s), useful_s)
         eager_s = sum(report.eager_s for report in reports)
@@ -224,7 +228,7 @@ class Recorder:
         self._shares_s.append({Category.USEFUL: left_s, **shares_s})
 
     def corrected(self, message: ProfileCorrected) -> None:
-        """Later iterations are predicted by a profile that was corrected."""
+        """Records the new prediction for later iterations, from a corrected profile."""
         _, peak_bytes = self._predicted_in(message.epoch)
         self._predicted[message.epoch] = (message.predicted_s, peak_bytes)
         self.measured.corrected(message.epoch, message.iteration, message.layer_factors)
@@ -233,7 +237,7 @@ class Recorder:
         return self._predicted[max(of for of in self._predicted if of <= epoch)]
 
     def _undo(self, num_left: int) -> None:
-        """Of what is committed only so many iterations count: all went back to a save."""
+        """Discards the committed iterations from num_left on, because the job went back."""
         num_undone = sum(one.iteration >= num_left for one in self.iterations)
         if num_undone:
             for category, seconds in chain(*(one.items() for one in self._shares_s[-num_undone:])):
@@ -244,25 +248,25 @@ class Recorder:
     # -- events -----------------------------------------------------------------------------------
 
     def fired(self, injection: Injection, *, now_s: float) -> None:
-        """A fault is injected; of nodes that join it has the numbers."""
+        """Records an injected fault; for a join the injection has the numbers of the nodes."""
         event = _injected_event(injection)
         if injection.place.at_s >= 0.0:
             event = replace(event, iteration=self.next_iteration)
         if injection.kind == "slow" and injection.value == 1.0:
             event = replace(event, kind="unslowed")
-        if event.kind in (*AROUND, "unslowed"):  # Training goes on, and nobody has to answer.
+        if event.kind in (*AROUND, "unslowed"):  # Training goes on without an answer.
             self._add(event)
         else:
             self._open.append(_Open(event, next(self._orders), now_s))
 
     def unfired(self, injection: Injection) -> None:
-        """The place of a fault never came."""
+        """Records a fault whose place never came."""
         self._add(replace(_injected_event(injection), fired=False, reason=""))
 
     def recovering(self, message: Recovering) -> None:
-        """The coordinator noticed a loss."""
+        """Records that the coordinator noticed a loss."""
         for index, one in enumerate(self._open):
-            if one.event.kind in ("slow", "join"):  # Nobody is lost by that.
+            if one.event.kind in ("slow", "join"):  # These lose no node.
                 continue
             if one.event.nodes and set(message.nodes) <= set(one.event.nodes):  # It was injected.
                 self._await_leader(one.lost_s)
@@ -282,7 +286,7 @@ class Recorder:
         self._open.append(_Open(event, next(self._orders), message.lost_s, is_noticed=True))
 
     def _detect(self, message: Recovering, lost_s: float) -> None:
-        """Training stands since the loss, which the coordinator noticed later."""
+        """Books the time since a loss, when training stopped, until the coordinator noticed it."""
         start_s = max(lost_s, self.ledger.now_s)
         self._lost = self._lost.noticed(lost_s, training_until_s=start_s, now_s=message.lost_s)
         self._enter(Category.DETECT, start_s)
@@ -293,20 +297,20 @@ class Recorder:
         self._enter(Category.RESTART if message.is_forking else Category.DETECT, message.lost_s)
 
     def forked(self, message: Forked) -> None:
-        """Every worker that was forked anew has reported."""
+        """Records that every worker that was forked again has reported."""
         if self.ledger.category is Category.RESTART:
             self._enter(Category.DETECT, message.now_s)
 
     def awaiting_machine(self, message: AwaitingMachine) -> None:
-        """All wait for a machine, until the next loss is told or decided."""
+        """Records that all wait for a node, until the next loss or decision."""
         self._enter(Category.IDLE, message.now_s)
 
     def awaiting_saves(self, message: AwaitingSaves) -> None:
-        """All wait for the disk to say what is saved."""
+        """Records that all wait for the disk to report what is saved."""
         self._enter(Category.CHECKPOINT_STALL, message.now_s)
 
     def _await_leader(self, lost_s: float) -> None:
-        """A loss from before the coordinator ran again had to wait for it."""
+        """Marks the loss of the coordinator as awaited if a node was lost before it ran again."""
         index, _, led_s = self._led
         if lost_s < led_s:
             order, event = self._events[index]
@@ -316,7 +320,7 @@ class Recorder:
         return [one for one in self._open if one.is_noticed]
 
     def decided(self, message: Decided, *, predicted_peak_bytes: int) -> None:
-        """The coordinator has chosen how the job goes on."""
+        """Records how the coordinator decided that the job goes on."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._undo(message.iteration)
         self._lost = self._lost.answered(message.detected_s, is_redone=message.redone_samples > 0)
@@ -329,8 +333,10 @@ class Recorder:
             self._events.append((order, replace(joined, iteration=message.iteration)))
 
     def degraded(self, reason: str, *, iteration: int) -> bool:
-        """Fewer failures are survived from now on; whether it is news, and not said again by the
-        next coordinator."""
+        """Records that the job survives fewer failures from now on.
+
+        Returns False if it was recorded before: the next coordinator may report it again.
+        """
         event = EventRecord(kind="degraded", nodes=(), iteration=iteration, reason=reason)
         is_new = all(told != event for _, told in self._events)
         if is_new:
@@ -338,7 +344,7 @@ class Recorder:
         return is_new
 
     def changed(self, message: Changed, *, predicted_peak_bytes: int) -> tuple[EventRecord, ...]:
-        """Nodes have come or left while training went on; an event for each kind of reason."""
+        """Records nodes that came, left or changed while training went on; one event per kind."""
         self._predicted[message.epoch] = (message.predicted_s, predicted_peak_bytes)
         self._move(message.pause_s, Category.USEFUL, Category.REGROUP)
         over = []
@@ -350,9 +356,9 @@ class Recorder:
         return tuple(event for _, event in over)
 
     def _injected(self, kind: str, nodes: tuple[int, ...]) -> tuple[int, EventRecord]:
-        """The event of an injection that is behind a change, or a new one."""
+        """(order, event) of the injection that caused a change, or of a new event."""
         meant = [one for one in self._open if _is_meant(one, kind, nodes)]
-        for one in meant if kind == "join" else meant[:1]:  # Two joins may be answered together.
+        for one in meant if kind == "join" else meant[:1]:  # One change may answer two joins.
             self._open.remove(one)
             left = tuple(sorted(set(one.event.nodes) - set(nodes)))
             if kind == "join" and left:
@@ -368,19 +374,19 @@ class Recorder:
         return next(self._orders), EventRecord(kind=told, nodes=nodes, iteration=-1)
 
     def starting(self, message: Starting) -> None:
-        """The members were told the plan."""
+        """Records that the members were sent the plan."""
         if self._noticed():
             self._book_lost()
             self._enter(Category.REGROUP, message.now_s)
             self._open = [replace(one, told_s=message.now_s) for one in self._open]
 
     def restarted(self, *, lost_s: float, now_s: float) -> None:
-        """The coordinator was lost and runs again; training goes on without one, all else waits."""
+        """Records a lost coordinator that runs again; only training goes on without one."""
         category = self.ledger.category
         is_awaited = category is not Category.USEFUL
         if is_awaited:
             self._enter(Category.RESTART, lost_s)
-            # The next coordinator cannot tell that a worker has reported which was forked before.
+            # The next coordinator does not report when a worker that was forked before is back.
             is_forking = category is Category.RESTART
             self._enter(Category.DETECT if is_forking else category, now_s)
         reason = _AWAITED if is_awaited else ""
@@ -399,7 +405,7 @@ class Recorder:
     def noted(
         self, kind: str, *, iteration: int, reason: str, raised: Raised | None = None
     ) -> None:
-        """Something else happened."""
+        """Records an event of another kind."""
         event = EventRecord(kind=kind, nodes=(), iteration=iteration, reason=reason)
         self._add(_with_raised(event, raised))
 
@@ -407,18 +413,18 @@ class Recorder:
         self._events.append((next(self._orders), event))
 
     def ended(self) -> None:
-        """The job is over."""
+        """Records the end of the job."""
         for index, one in enumerate(self._open):
             if one.event.kind == "join":
                 self._open[index] = replace(one, event=replace(one.event, reason=_STOOD_BY))
 
     def events(self) -> tuple[EventRecord, ...]:
-        """All that happened, in order; what is not over by now has no downtime."""
+        """All events in order; those that are not over have no downtime."""
         told = [*self._events, *((one.order, one.event) for one in self._open)]
         return tuple(event for _, event in sorted(told, key=itemgetter(0)))
 
     def workers(self) -> tuple[WorkerRecord, ...]:
-        """The workers of the run, by rank, and the one before first."""
+        """The workers of the run, sorted by rank and first epoch."""
         return tuple(sorted(self._workers.values(), key=lambda w: (w.rank, w.first_epoch)))
 
     def _note_worker(self, rank: int, worker: WorkerReady, message: Running) -> None:
@@ -441,11 +447,11 @@ class Recorder:
         self.ledger = self.ledger.moved(seconds, source, target)
 
     def _book_lost(self) -> None:
-        """What was computed of an iteration that is done again counts as such."""
+        """Moves the wasted seconds of the iteration in flight to REDO."""
         training_s, leaving_s = self._lost.seconds(self._iteration_s)
         self._move(training_s, Category.USEFUL, Category.REDO)
         self._move(leaving_s, Category.DETECT, Category.REDO)
-        self._lost = _Lost()  # Nothing of it is left to be lost again.
+        self._lost = _Lost()  # A later loss must not count it again.
 
 
 def _with_raised(event: EventRecord, raised: Raised | None) -> EventRecord:
@@ -456,7 +462,7 @@ def _with_raised(event: EventRecord, raised: Raised | None) -> EventRecord:
 
 
 def _is_meant(one: _Open, kind: str, nodes: tuple[int, ...]) -> bool:
-    """Whether a change may answer to an injection: all nodes of it, or some that are to join."""
+    """Whether a change may answer an injection: it has all its nodes, or some of a join."""
     both = set(nodes) & set(one.event.nodes)
     is_meant = bool(both) if kind == "join" else both == set(nodes)
     return is_meant and one.event.kind == kind and not one.is_noticed
@@ -517,8 +523,8 @@ def _decided(one: _Open, message: Decided) -> _Open:
 
 
 def _closed(one: _Open, message: Running) -> EventRecord:
-    """The event with its phases, from the loss until every rank was ready to go on."""
-    if not one.detected_s:  # A fault that this recovery does not answer to, such as a short stop.
+    """The event with the times of its phases, from the loss until every rank could go on."""
+    if not one.detected_s:  # This recovery does not answer the fault, such as a short stop.
         return one.event
     regroup_s = min(message.regroup_s, message.now_s - one.told_s)
     return replace(
@@ -534,7 +540,7 @@ def _closed(one: _Open, message: Running) -> EventRecord:
 
 
 def _tier(message: Decided) -> str:
-    """Where layers come from that move, or that all go back to."""
+    """The tier that serves layers: "memory", "disk", "live", or "" if no layer moves."""
     if message.copied >= 0:
         return "memory"
     return "disk" if message.source else "live" if message.transfer_bytes else ""

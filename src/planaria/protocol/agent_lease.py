@@ -1,19 +1,19 @@
-"""What an agent decides about its node's lease, and about workers that stand still.
+"""The rules by which an agent judges its node's lease, and workers that stand still.
 
-The lease is renewed by heartbeats that the coordinator answers, from the moment at which each was
-sent. While it has run out nothing is written to disk; when it has been out for as long again, and
-heartbeats go out unanswered, the node ends itself: others have taken its place. Time in which the
-agent itself was stopped proves nothing against anybody, nor does time that the machine's host gave
-to other machines while an action was under way: a processor that is taken away takes along whoever
-computes on it, but not the agent.
+Each heartbeat that the coordinator answers renews the lease from the moment at which the heartbeat
+was sent. While the lease has run out, nothing is written to disk. If another lease passes without
+an answer, the node ends itself, because others have taken its place. Time in which the agent itself
+was stopped counts neither against the coordinator nor against workers. CPU steal during an action
+does not count against its worker: steal stops whoever computes on that processor, but not the
+agent.
 
-Source: DESIGN 5 (epochs fence; stalled workers).
+Source: docs/protocol.md, "Epochs fence" (Leases) and "Software failures".
 """
 
 from dataclasses import dataclass, replace
 from math import inf
 
-TICKS_PER_LEASE = 6  # Of an agent, and of the coordinator.
+TICKS_PER_LEASE = 6  # Looks at the clock per lease, by an agent and by the coordinator.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,10 @@ class AgentLease:
     """A node's lease, as its agent knows it.
 
     Attributes:
-        end_s: until when the node is a member for sure.
-        awake_since_s: since when the agent runs without having been stopped.
-        ticked_s: when it last looked at its clock.
+        lease_s: length of a lease.
+        end_s: time until which the node is certainly a member.
+        awake_since_s: time since which the agent has run without being stopped.
+        ticked_s: time at which the agent last looked at its clock.
     """
 
     lease_s: float
@@ -33,26 +34,26 @@ class AgentLease:
 
 
 def first_lease(lease_s: float, now_s: float) -> AgentLease:
-    """The lease of a node that begins."""
+    """The lease of a node that starts."""
     return AgentLease(lease_s=lease_s, end_s=now_s + lease_s, awake_since_s=now_s, ticked_s=now_s)
 
 
 def ticked(lease: AgentLease, now_s: float) -> AgentLease:
-    """The lease after a look at the clock, TICKS_PER_LEASE times a lease."""
+    """The lease after the agent looks at its clock; call it TICKS_PER_LEASE times per lease."""
     was_stopped = now_s - lease.ticked_s > lease.lease_s / 2
     awake_since_s = now_s if was_stopped else lease.awake_since_s
     return replace(lease, ticked_s=now_s, awake_since_s=awake_since_s)
 
 
 def renewed(lease: AgentLease, sent_s: float) -> AgentLease:
-    """The lease after a heartbeat of that moment was answered."""
+    """The lease after the answer to a heartbeat that was sent at sent_s."""
     return replace(lease, end_s=sent_s + lease.lease_s)
 
 
 def unconnected(lease: AgentLease, now_s: float) -> AgentLease:
-    """The lease while there is no coordinator: nobody is evicted, and the next grants a whole one.
+    """The lease while there is no coordinator: full again, unless it has run out.
 
-    One that has run out stays so.
+    Meanwhile nobody is evicted, and the next coordinator grants each member a full lease.
     """
     return renewed(lease, now_s) if now_s < lease.end_s else lease
 
@@ -63,7 +64,7 @@ def is_given_up(lease: AgentLease, now_s: float) -> bool:
 
 
 def watches_workers(lease: AgentLease, now_s: float) -> bool:
-    """Whether what workers did, or did not, in the last lease can be held against them."""
+    """Whether the agent ran long enough, one lease without a stop, to judge its workers."""
     return now_s - lease.awake_since_s > lease.lease_s
 
 
@@ -72,8 +73,8 @@ class Watched:
     """A worker's action, as its agent first saw it.
 
     Attributes:
-        deadline_s: when it is late; infinite while the worker waits for others.
-        stolen_s: what the host had taken from the busiest processor by then, ever.
+        deadline_s: time after which it is late; infinite while the worker waits for others.
+        stolen_s: total CPU steal of the node when the agent first saw the action.
     """
 
     deadline_s: float = inf
@@ -81,10 +82,10 @@ class Watched:
 
 
 def watched(before: Watched, deadline_s: float, stolen_s: float) -> Watched:
-    """The action after another look."""
+    """The action after the agent has looked again; another deadline means another action."""
     return before if before.deadline_s == deadline_s else Watched(deadline_s, stolen_s)
 
 
 def is_late(action: Watched, now_s: float, stolen_s: float) -> bool:
-    """Whether an action takes too long, without what the host has taken since it was first seen."""
+    """Whether an action is past its deadline, less the CPU steal since the agent first saw it."""
     return now_s - (stolen_s - action.stolen_s) > action.deadline_s

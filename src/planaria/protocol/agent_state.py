@@ -1,11 +1,11 @@
-"""What an agent decides; nodes/agent.py acts on it.
+"""The decisions of an agent; nodes/agent.py carries them out.
 
-An agent remembers what its workers have said until nobody asks for it any more, and says it again
-to a coordinator that was restarted: `facts`, the newest of each kind. Of a notice it says what is
-left, for such a coordinator has not heard when it came. It obeys the newest term
-and epoch only, and takes its node for lost when it is not among the members any more.
+An agent keeps what its workers have reported, as long as a coordinator may need it: `facts`, the
+newest one of each kind. It repeats them to a restarted coordinator. A repeated notice names the
+time that is left, because the new coordinator does not know when the notice came. The agent obeys
+only the newest term and epoch, and ends its node when the node is no longer a member.
 
-Source: DESIGN 5 (epochs fence) and 6 (Coordination).
+Source: docs/protocol.md, "Epochs fence" and "The coordinator".
 """
 
 from collections.abc import Mapping
@@ -48,12 +48,12 @@ class AgentState:
     """What an agent knows.
 
     Attributes:
-        term: of the newest coordinator heard.
+        term: term of the newest coordinator heard; -1: none.
+        epoch: the epoch that `abort` announces; -1: none.
         abort: the newest order to leave an epoch.
-        epoch: the newest of which an order came.
-        facts: what a new coordinator has to be told, by kind, rank and iteration, oldest first.
-        noticed_s: by the node's clock when it was first told that it will be taken away, 0 if it
-            was not.
+        facts: reports that a new coordinator needs, by kind, rank and iteration, oldest first.
+        noticed_s: time by the node's clock when the first notice came that the node will be taken
+            away; 0: none.
     """
 
     node: int
@@ -66,11 +66,11 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What follows from a message of the coordinator.
+    """Consequence of a message from the coordinator.
 
     Attributes:
-        forwards: the workers are to get it too.
-        ends: why the node is to end itself, "" if it is not.
+        forwards: the agent must pass the message on to the workers.
+        ends: reason why the node must end itself; "": it must not.
     """
 
     state: AgentState
@@ -79,10 +79,10 @@ class Heard:
 
 
 def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
-    """The state after a worker, or the agent of one, has said something."""
+    """The state after a report of a worker, or of the agent about a worker."""
     iteration = 0
     match message:
-        case SaveFailed(is_skipped=True):  # What came before it is of more use to a coordinator.
+        case SaveFailed(is_skipped=True):  # The report before it is more useful.
             return state
         case IterationDone() | LayersSaved() | SaveFailed():
             iteration = message.iteration
@@ -95,15 +95,15 @@ def said(state: AgentState, message: Fact, now_s: float) -> AgentState:
         case Corrupted() | NodeArrived() | PeerUnreachable():
             pass
     key = (type(message).__name__, message.rank, iteration)
-    # A new coordinator that is told of a worker that has ended would take the end of its successor
-    # for old news.
+    # Forget that an ended worker was ready: a new coordinator that heard it would take the end of
+    # the next worker for this one's.
     over = ("WorkerReady", message.rank, 0) if isinstance(message, WorkerExited) else key
     facts = {other: fact for other, fact in state.facts.items() if other not in (key, over)}
     return replace(state, facts={**facts, key: message})
 
 
 def said_again(state: AgentState, now_s: float) -> tuple[Fact, ...]:
-    """What a coordinator is told on a new connection, oldest first."""
+    """The reports to repeat to a coordinator on a new connection, oldest first."""
     ago_s = now_s - state.noticed_s
     return tuple(
         msgspec.structs.replace(fact, after_s=max(0.0, fact.after_s - ago_s))
@@ -114,7 +114,7 @@ def said_again(state: AgentState, now_s: float) -> tuple[Fact, ...]:
 
 
 def heard(state: AgentState, message: ToNode) -> Heard:
-    """What follows from what the coordinator says."""
+    """The consequence of a message from the coordinator."""
     match message:
         case Welcome():
             if message.term < state.term:
@@ -128,7 +128,7 @@ def heard(state: AgentState, message: ToNode) -> Heard:
             if state.node not in message.nodes:
                 return Heard(state, ends=f"it is no member of epoch {message.epoch}")
             facts = state.facts
-            if message.epoch > state.epoch:  # Else it is told again, and answers nothing.
+            if message.epoch > state.epoch:  # Else a repeated order, which ends no fact.
                 facts = {key: f for key, f in facts.items() if not _is_over(f, message.epoch)}
             return Heard(
                 replace(state, epoch=message.epoch, abort=message, facts=facts), forwards=True
@@ -145,7 +145,7 @@ def _acknowledged(state: AgentState, num_committed: int) -> AgentState:
         for key, fact in state.facts.items()
         if not isinstance(fact, IterationDone) or fact.iteration >= num_committed
     }
-    # Of a save the newest two are kept: it takes as long as an iteration, rarely longer.
+    # Keep reports of the newest two saves: a save rarely takes longer than an iteration.
     saves = sorted({f.iteration for f in facts.values() if isinstance(f, LayersSaved | SaveFailed)})
     facts = {
         key: fact
@@ -156,17 +156,19 @@ def _acknowledged(state: AgentState, num_committed: int) -> AgentState:
 
 
 def successor_order(state: AgentState, rank: int, pid: int) -> Abort | None:
-    """What a worker is told that takes the place of a process that has ended: what that one was not
-    to answer itself."""
+    """The order that the worker replacing process `pid` must answer; None if there is none.
+
+    It is the newest Abort, if that names the process as replaced: such a process does not answer.
+    """
     abort = state.abort
     return abort if abort is not None and abort.replaced.get(rank) == pid else None
 
 
 def _is_over(fact: Fact, epoch: int) -> bool:
-    """Whether an epoch that begins makes a fact worthless."""
+    """Whether nobody needs a fact any more once an epoch begins."""
     if isinstance(fact, WorkerExited):
-        return True  # It was answered by this very epoch.
-    if isinstance(fact, WorkerFailed):  # Of one that ends the job every coordinator has to know.
+        return True  # The epoch is the answer to it.
+    if isinstance(fact, WorkerFailed):  # Keep one that ends the job.
         return fact.blame != "job" and fact.epoch < epoch
     told = Stopped | EpochReady | Corrupted | PeerUnreachable | CopySpoilt | CopiesFailed
     return isinstance(fact, told) and fact.epoch < epoch

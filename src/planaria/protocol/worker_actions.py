@@ -1,7 +1,7 @@
-"""What a worker is to do, as data: the actions that follow from protocol/worker_state.py.
+"""The actions of a worker, as data; protocol/worker_state.py chooses them.
 
-They are taken in the order in which they are given. What an action does to tensors, links and files
-is in engine/worker.py, what it does in a simulation in the simulator's modelled worker.
+A worker takes them in the given order. engine/worker.py applies an action to tensors, links and
+files; the simulator's modelled worker simulates its effect.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ RECOVERY_STEPS: Final = ("regroup", "transfer", "resume")
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The process ends.
+    """Ends the process.
 
     Attributes:
-        waits: a save that is being written gets a moment to end.
+        waits: the process first waits a moment for a save that is being written.
     """
 
     waits: bool
@@ -40,14 +40,15 @@ class KeepLayers:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Brings the layers to the age at which all go on; see `on_settled`.
+    """Brings the layers to the age at which all ranks go on; see `on_settled`.
 
     Attributes:
-        order: what asks for it.
-        drops: all layers are dropped first: they are older than what all went back to.
-        outcome: an iteration that is committed, and its vector: layers whose gradients of it are
-            complete take their optimizer step.
-        age: layers of another age are dropped then, and all gradients.
+        order: the order that requires it.
+        drops: all layers are dropped first: they are from before the job last went back, or from
+            before an epoch in which this rank did not train.
+        outcome: a committed iteration and its vector: layers whose gradients of this iteration are
+            complete take their optimizer step. None: there is no such iteration.
+        age: age to keep: layers of another age are dropped after that, and so are all gradients.
     """
 
     order: StartEpoch | SaveLayers
@@ -65,11 +66,11 @@ class WriteLast:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A fault may strike here.
+    """Marks a place at which an injected fault may strike.
 
     Attributes:
-        step: one of RECOVERY_STEPS, or "start", "optimizer", "applied" of an iteration.
-        recovers_from: as in WorkerState.
+        step: one of RECOVERY_STEPS, or "start", "optimizer" or "applied" of an iteration.
+        recovers_from: the field of this name in WorkerState.
     """
 
     step: str
@@ -86,15 +87,17 @@ class Regroup:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Sends layers that others lack, and waits until all links stand and this rank has its own
-    layers. A rank that takes no part waits until others have theirs. See `on_exchanged`."""
+    """Sends layers that others lack, and waits for this rank's own layers and all its links.
+
+    A rank that takes no part in training waits until others have their layers. See `on_exchanged`.
+    """
 
     start: StartEpoch
 
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch:
-    """Tells that the rank is ready, and prepares to train.
+    """Tells the coordinator that the rank is ready, and prepares to train.
 
     Attributes:
         is_planned: training was not interrupted for this epoch.
@@ -127,7 +130,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class CheckVector:
-    """Refuses to go on where training has diverged."""
+    """Refuses to go on if training has diverged."""
 
     iteration: int
     vector: CommitVector
@@ -135,7 +138,7 @@ class CheckVector:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveSilently:
-    """Waits for layers that this rank is to hold, but does not compute."""
+    """Receives the layers of which this rank becomes a silent member."""
 
     iteration: int
 
@@ -150,7 +153,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copies of layers in memory: the layers have reached this age.
+    """Makes copies of layers in memory, now that the layers have reached this age.
 
     Attributes:
         goes_on: another iteration of this epoch follows.
@@ -192,10 +195,10 @@ class SaveLast:
 
 @dataclass(frozen=True, slots=True)
 class WaitWritten:
-    """Waits until what is being saved is written.
+    """Waits until the save in progress is written.
 
     Attributes:
-        timeout_s: for how long; 0: as long as it takes.
+        timeout_s: longest wait in seconds; 0: no limit.
     """
 
     epoch: int
@@ -204,7 +207,7 @@ class WaitWritten:
 
 @dataclass(frozen=True, slots=True)
 class EndEpoch:
-    """Takes down what the epoch had: its links, its threads, its copies under way."""
+    """Ends the links, threads and unfinished copies of the epoch."""
 
     epoch: int
 

@@ -1,22 +1,22 @@
-"""What a worker decides; engine/worker.py acts on it, and the simulator's modelled worker does.
+"""The decisions of a worker; engine/worker.py and the simulator's modelled worker carry them out.
 
-A worker is told by orders to leave its epoch, to begin one, or to save what it holds. Which order
-is for it, what it answers, where it goes on, when it joins silently, switches, votes and saves: all
-that is here. Each function takes the state and what happened, and gives the new state and actions,
-to be taken in this order. Only the last action of a step may ask something; what comes of it is
-told by the function that its docstring names.
+Orders tell a worker to leave its epoch, to begin one, or to save what it holds. This module decides
+whether an order is for this worker, what the worker answers, at which iteration it goes on, and
+when it joins silently, switches, votes and saves. Each function takes the state and an event, and
+returns the new state and the actions to take, in order. Only the last action of a step may have a
+result. The docstring of such an action names the function that takes its result.
 
     on_order          an order came
-    on_settled        Settle is done: the layers are of the age at which all go on
+    on_settled        Settle is done: the layers have the age at which all ranks go on
     on_exchanged      Exchange is done: the rank has the layers of its plan
     on_save_begun     SaveFirst is done
-    on_computed       Compute is done: the commit vector of an iteration is there
+    on_computed       Compute is done: the rank has the commit vector of an iteration
     on_told           TellIteration is done
-    on_epoch_left     an action raised what ends an epoch: it was told to, or a peer is lost
-    on_raised         an action raised anything else
+    on_epoch_left     an action raised an error that ends the epoch, such as a lost peer
+    on_raised         an action raised another error
 
-The state is that of the thread that computes. What arrives meanwhile is sorted by another thread,
-with a state of its own: `Line`, `on_message`.
+This state belongs to the thread that computes. Another thread, with a state of its own, sorts the
+messages that arrive meanwhile: see `Line` and `on_message`.
 
 Source: docs/protocol.md.
 """
@@ -83,14 +83,13 @@ EPOCH_ERRORS: Final = (AbortedError, CheckpointError, CorruptedError, PeerLostEr
 
 @dataclass(frozen=True, slots=True)
 class WorkerRules:
-    """What stays the same as long as a worker lives.
+    """Constants of a worker.
 
     Attributes:
-        address: where the worker's links listen, (host, port). An order with another address is for
-            another process of this rank.
-        persist_every: number of iterations between saves, 0 if none are made while training goes
-            on.
-        save_timeout_s: how long a rank waits for its save when parameters were found corrupt.
+        address: (host, port) at which the worker's links listen. An order with another address is
+            for another process of this rank.
+        persist_every: number of iterations between saves; 0: no saves during training.
+        save_timeout_s: longest wait of a rank for its save after parameters were found corrupt.
     """
 
     rank: int
@@ -104,23 +103,23 @@ class WorkerRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """What a worker knows beside its layers.
+    """State of a worker, without its layers.
 
     Attributes:
-        epoch: the newest that it has begun, or was told to leave older ones for.
-        linked_epoch: the newest that it has made links for.
-        saved_epoch: the newest in which it was told to save its layers and end.
-        since: the epoch in which all went back to a save, the newest that this rank knows of.
-        vector: the newest commit vector that it has, with its iteration.
-        start: the order of the epoch that it serves, with the iteration at which it goes on as far
-            as that is known.
+        epoch: the newest epoch that it was ordered to begin, or to leave older ones for.
+        linked_epoch: the newest epoch for which it has made links.
+        saved_epoch: the newest epoch in which it was ordered to save its layers and end.
+        since: the newest epoch, as far as it knows, in which all nodes went back.
+        vector: the newest commit vector that it has, and its iteration.
+        start: the order of the epoch that it serves, with the iteration at which it goes on once
+            that is known; None: it serves none.
         is_planned: training was not interrupted for that epoch.
-        is_training: it has begun to train in that epoch, which has links and copies to take down.
-        takes_part: whether it trains in the newest epoch that it was told to begin.
-        switches_at: the iteration at which all ranks agreed to begin the next epoch, else -1.
-        recovers_from: the iteration in which it was told to leave its epoch, until it has begun
-            another one; -1 while all is well.
-        owes_save: it could not begin the save with which its epoch was to begin.
+        is_training: it trains in that epoch, which has links and copies to end.
+        takes_part: it trains in the newest epoch that it was ordered to begin.
+        switches_at: the iteration at which all ranks agreed to begin the next epoch; -1: none.
+        recovers_from: the iteration in which it was told to leave its epoch, until it trains in
+            another one; -1: it is not recovering.
+        owes_save: the save with which its epoch should have begun is still due.
     """
 
     rules: WorkerRules
@@ -139,17 +138,17 @@ class WorkerState:
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """The rank of this worker."""
         return self.rules.rank
 
     @property
     def vector_iteration(self) -> int:
-        """The iteration of its newest commit vector, -1 if it has none."""
+        """The iteration of the newest commit vector, -1 if there is none."""
         return self.vector[0] if self.vector is not None else -1
 
     @property
     def encoded_vector(self) -> bytes:
-        """Its newest commit vector as bytes, none if it has none."""
+        """The newest commit vector as bytes, empty if there is none."""
         return encode_vector(self.vector[1]) if self.vector is not None else b""
 
 
@@ -160,7 +159,7 @@ WorkerStep = tuple[WorkerState, tuple[Action, ...]]
 
 
 def on_order(state: WorkerState, order: Order) -> WorkerStep:
-    """An order came. Nothing follows from one that is old, or meant for another process."""
+    """The step on an order; no action if the order is old, or meant for another process."""
     rank, state = state.rank, _without_epoch(state)
     match order:
         case Shutdown():
@@ -180,7 +179,7 @@ def on_order(state: WorkerState, order: Order) -> WorkerStep:
 
 
 def _is_for_this(state: WorkerState, start: StartEpoch) -> bool:
-    """Whether this very process is meant, and has not begun the epoch yet."""
+    """Whether the order is for this process, and the epoch is one that it can begin now."""
     is_new = start.epoch > state.epoch or start.epoch == state.epoch > state.linked_epoch
     is_agreed = state.switches_at >= 0 or not state.takes_part
     return (
@@ -191,7 +190,7 @@ def _is_for_this(state: WorkerState, start: StartEpoch) -> bool:
 
 
 def _settle(state: WorkerState, order: StartEpoch | SaveLayers) -> WorkerStep:
-    """Brings the layers to the age at which all go on."""
+    """The step that brings the layers to the age at which all ranks go on."""
     drops = order.since != state.since
     if drops:
         state = replace(state, since=order.since, vector=None)
@@ -203,7 +202,7 @@ def _settle(state: WorkerState, order: StartEpoch | SaveLayers) -> WorkerStep:
 
 
 def on_settled(state: WorkerState, settle: Settle) -> WorkerStep:
-    """The layers are of the age at which all go on."""
+    """The step after Settle: the layers have the age at which all ranks go on."""
     if isinstance(settle.order, SaveLayers):
         return state, (WriteLast(settle.order),)
     start = settle.order
@@ -227,7 +226,7 @@ def _start_epoch(state: WorkerState, start: StartEpoch) -> WorkerStep:
     state = replace(state, start=start, is_planned=is_planned)
     if not is_planned:
         return _settle(state, start)
-    if state.switches_at < 0:  # It had no part in the epoch before, and hears the age from others.
+    if state.switches_at < 0:  # It did not train before: others tell it the age.
         state = replace(state, since=start.since)
         return state, (Settle(start, drops=True, outcome=None, age=AT_COMMIT),)
     vector = state.encoded_vector
@@ -237,7 +236,7 @@ def _start_epoch(state: WorkerState, start: StartEpoch) -> WorkerStep:
 
 
 def on_exchanged(state: WorkerState, iteration: int) -> WorkerStep:
-    """The rank has the layers with which its epoch begins, at this iteration."""
+    """The step after Exchange: the rank has its layers, and the epoch begins at this iteration."""
     start = _served(state)
     start = msgspec.structs.replace(start, iteration=iteration)
     if not state.takes_part:
@@ -252,7 +251,7 @@ def on_exchanged(state: WorkerState, iteration: int) -> WorkerStep:
 
 
 def on_save_begun(state: WorkerState, is_begun: bool) -> WorkerStep:
-    """The save with which an epoch begins is under way, or could not be begun."""
+    """The step after SaveFirst: the first save of the epoch has begun, or could not begin."""
     iteration = _served(state).iteration
     state = replace(state, owes_save=not is_begun)
     return _train(state, iteration, ends=_is_done(state, iteration))
@@ -263,7 +262,7 @@ def _is_done(state: WorkerState, iteration: int) -> bool:
 
 
 def _train(state: WorkerState, iteration: int, *, ends: bool) -> WorkerStep:
-    """The next iteration; none if training has ended."""
+    """The step to the next iteration, or to the end of the epoch if training has ended."""
     if not ends:
         return state, (Reach("start", iteration), Compute(iteration))
     epoch = _served(state).epoch
@@ -271,7 +270,7 @@ def _train(state: WorkerState, iteration: int, *, ends: bool) -> WorkerStep:
 
 
 def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> WorkerStep:
-    """The vector of an iteration is there, so all gradients everywhere are complete."""
+    """The step after Compute: the rank has the vector, so all gradients are complete everywhere."""
     start, rules = _served(state), state.rules
     state = replace(state, vector=(iteration, vector))
     ends = vector.is_last(iteration, rules.training)
@@ -279,7 +278,7 @@ def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> Wor
     age = iteration + 1
     saves = not ends and (vector.saves or _persists(rules, age))
     actions: list[Action] = [
-        # All ranks have their layers, so nobody needs what this one has too many.
+        # All ranks have their layers, so nobody needs the layers that left this rank's plan.
         KeepLayers(tuple(start.plan.held_by_rank[state.rank])),
         CheckVector(iteration, vector),
     ]
@@ -299,12 +298,12 @@ def on_computed(state: WorkerState, iteration: int, vector: CommitVector) -> Wor
 
 
 def _persists(rules: WorkerRules, age: int) -> bool:
-    """Whether the state of this age is to be saved while training goes on."""
+    """Whether a save of this age is due during training."""
     return rules.persist_every > 0 and age % rules.persist_every == 0
 
 
 def on_told(state: WorkerState, told: TellIteration) -> WorkerStep:
-    """The iteration is over for this rank."""
+    """The step after TellIteration: the iteration is over for this rank."""
     epoch, vector = _served(state).epoch, told.vector
     state = replace(state, owes_save=vector.votes.unsaved > 0 and not vector.saves)
     next_iteration = told.iteration + 1
@@ -315,18 +314,18 @@ def on_told(state: WorkerState, told: TellIteration) -> WorkerStep:
 
 
 def on_epoch_left(state: WorkerState, error: EpochError) -> WorkerStep:
-    """The epoch that it serves has ended for this rank: it was told so, or it says why."""
+    """The step after an error that ends the epoch for this rank; it reports its own reasons."""
     epoch = _served(state).epoch
     state, actions = on_raised(state)
     if isinstance(error, CorruptedError):
-        # It may be all that is left: nobody may know who of two is right.
+        # The save may be all that remains, if two holders differ and none can be trusted.
         actions = (*actions, WaitWritten(epoch, state.rules.save_timeout_s))
     message = _complaint(error, rank=state.rank, epoch=epoch)
     return state, actions if message is None else (*actions, Complain(message))
 
 
 def on_raised(state: WorkerState) -> WorkerStep:
-    """The job's code has raised; what this rank holds is of an age that all know."""
+    """The step after any other error, such as one in the job's code: the rank leaves its epoch."""
     actions = (EndEpoch(state.epoch),) if state.is_training else ()
     return _without_epoch(state), actions
 
@@ -336,7 +335,7 @@ def _without_epoch(state: WorkerState) -> WorkerState:
 
 
 def _complaint(error: EpochError, *, rank: int, epoch: int) -> Fact | None:
-    """What a rank says of an epoch that it has left; nothing where it was told to leave it."""
+    """The report on why a rank left an epoch; None if it was ordered to leave."""
     match error:
         case CorruptedError():
             return Corrupted(rank=rank, epoch=epoch, age=error.age, hashes=error.hashes)
@@ -362,7 +361,7 @@ def _served(state: WorkerState) -> StartEpoch:
 
 
 def transfer_sources(rounds: Sequence[Sequence[Transfer]]) -> set[int]:
-    """The ranks that others get layers from."""
+    """The ranks that send layers."""
     return {transfer.source for transfers in rounds for transfer in transfers}
 
 
@@ -377,13 +376,13 @@ def transfer_peers(rounds: Sequence[Sequence[Transfer]], rank: int) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What the orders that have arrived say, before the thread that computes takes them.
+    """Summary of the messages that have arrived, also of those not yet handled.
 
     Attributes:
-        first_epoch: older epochs are over, -1 if none is.
+        first_epoch: the oldest epoch that is not over; -1: no epoch was aborted.
         is_shut_down: the job has ended.
-        stop_requested: the ranks are asked to stop at the next commit.
-        next_epoch: the newest epoch that is to begin at a commit, -1 if there was none.
+        stop_requested: the ranks must stop at the next commit.
+        next_epoch: the newest epoch that must begin at a commit; -1: none.
     """
 
     first_epoch: int = -1
@@ -392,7 +391,7 @@ class Line:
     next_epoch: int = -1
 
     def is_over(self, epoch: int) -> bool:
-        """Whether saves of this epoch are of no use any more.
+        """Whether saves of this epoch are useless by now.
 
         Only an `Abort` of a later epoch or a `Shutdown` ends an epoch. A restarted coordinator
         repeats the orders to begin an epoch or to save in it, and an order to begin the next epoch
@@ -402,8 +401,10 @@ class Line:
 
 
 def on_message(line: Line, message: ToNode) -> tuple[Line, Order | None]:
-    """A message came; the order that waits for its turn, if it is one. An `Abort` also frees
-    whoever waits for a peer in an older epoch."""
+    """The line after a message, and the order to queue if the message is one.
+
+    The caller must end waits for peers in epochs that an `Abort` makes older.
+    """
     match message:
         case StopRequested():
             return replace(line, stop_requested=True), None
@@ -421,11 +422,11 @@ def on_message(line: Line, message: ToNode) -> tuple[Line, Order | None]:
 
 
 def votes(state: WorkerState, line: Line, *, copied: int, uncopied: int, is_writing: bool) -> Votes:
-    """What this rank votes for in the commit vector of the iteration that it computes.
+    """The votes of this rank in the commit vector of the iteration that it computes.
 
     Args:
-        copied, uncopied: what its copies in memory vote.
-        is_writing: it could not begin another save now.
+        copied, uncopied: votes about its copies in memory, see `Votes`.
+        is_writing: a save is being written, so another one cannot begin now.
     """
     switches = line.next_epoch > _served(state).epoch
     return Votes(

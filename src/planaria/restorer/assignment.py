@@ -1,20 +1,21 @@
-"""Which node takes which place of the next plan.
+"""Assignment of nodes to the places of the next plan.
 
-A place is a node's position in a pipeline, with the layers of each of its devices. What a node
-would have to receive is the cost of giving it the place; the assignment with the least sum is found
-exactly. Of equals the one that leaves most nodes at their place, or failing that in their pipeline.
-Nodes may be more than places, and may hold anything, or nothing. Where templates are made for nodes
-of different kinds a node takes a place of its own kind.
+A place is a node's position in a pipeline, with the layers of each of its devices. The cost of a
+place for a node is the number of bytes that the node would have to receive. The assignment with the
+smallest total cost is found exactly. Among equal ones it is the one that leaves most nodes at their
+place or, if not there, in their pipeline. There may be more nodes than places, and a node may hold
+any layers, or none. If templates are made for nodes of different kinds, a node takes a place of its
+own kind.
 
-If that leaves more layers to distrusted nodes alone than need be, trusted nodes have to take places
-that cover the model: some that do with few nodes (cover.py), or all of one opening, whichever of
-these moves the fewest bytes. The number of such layers is the least that there is; among all ways
-to reach it, others than those tried may move fewer bytes. Of many openings those are tried that
-have the fewest distrusted nodes as it is.
+This assignment may leave more layers to distrusted nodes alone than necessary. Then trusted nodes
+must take places that cover the model: either a cover with few nodes (cover.py), or all places of
+one opening, whichever moves the fewest bytes. The number of layers left to distrusted nodes alone
+is then minimal, but a way that was not tried may move fewer bytes. If there are many openings, only
+those that have the fewest distrusted nodes in the first assignment are tried.
 
 Source: Odyssey, section IV-B, figure 3.
-Differs: Odyssey counts layers between two given groups, here it is bytes over all pipelines that
-change; it knows no distrust.
+Differs: Odyssey counts layers between two given groups; this module counts bytes over all pipelines
+that change. Odyssey has no distrusted nodes.
 """
 
 from collections import Counter
@@ -30,18 +31,18 @@ from planaria.core.cluster import Node
 from planaria.core.plan import NodeKind, Pipeline, PipelineTemplate, Plan
 from planaria.restorer.cover import widest_cover
 
-# Solved in floating point, which holds whole numbers up to here exactly.
+# Largest cost: the solver uses floating point, which is exact for whole numbers up to here.
 _EXACT_MAX = 2**53
-STEPS_COUNT_MAX: Final = 256  # Of more vacant places, only the bytes are the fewest.
-_WHOLE_MAX = 8  # For 1,000 nodes one takes up to 0.05 s.
+STEPS_COUNT_MAX: Final = 256  # With more vacant places only bytes are minimized, not steps.
+_WHOLE_MAX = 8  # Openings to try as covers; one takes up to 0.05 s for 1,000 nodes.
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A pipeline that is to be, with its places still open.
+    """A pipeline of the next plan that has no nodes yet.
 
     Attributes:
-        replaces: the index in the plan before of the pipeline that it stands for, -1 if of none.
+        replaces: index, in the plan before, of the pipeline that it replaces; -1: none.
     """
 
     template: PipelineTemplate
@@ -56,15 +57,15 @@ def assigned(
     layer_bytes: Sequence[int],
     covered: Collection[int] = (),
 ) -> tuple[Pipeline, ...]:
-    """The pipelines bound to nodes such that the nodes lack the fewest bytes.
+    """The pipelines with nodes bound to them such that the nodes lack the fewest bytes in total.
 
-    O(m^3) for the m places whose node does not stay; up to ten times O(nodes^3) where distrusted
-    nodes would hold a layer alone. Where more than STEPS_COUNT_MAX do not stay, nodes that are
-    alike are given places together, and may be further from their own than bytes ask for.
+    Takes O(m^3) time for the m places whose node does not stay, and up to ten times O(nodes^3) if
+    distrusted nodes would hold a layer alone. If m is above STEPS_COUNT_MAX, equal nodes are
+    assigned together, and may end further from their old places than necessary.
 
     Args:
-        nodes: that are free to take a place; as many as there are places, or more.
-        layer_bytes: of each layer's state.
+        nodes: nodes that may take a place; at least as many as there are places.
+        layer_bytes: size of each layer's state.
         covered: layers that trusted nodes hold in pipelines that stay.
     """
     if not openings:
@@ -102,13 +103,13 @@ def assigned(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in a pipeline that is to be.
+    """A place in a pipeline of the next plan.
 
     Attributes:
-        home: the index of the pipeline that this one replaces, and the position in it.
-        node: who was there, -1 if nobody.
-        needs: by device, its layers.
-        kind: that the node must be of, None if of any.
+        home: (index of the pipeline that its pipeline replaces, position in it).
+        node: node that had this place before; -1: none.
+        needs: the layers of each device.
+        kind: kind of node that the place requires; None: any.
     """
 
     home: tuple[int, int]
@@ -134,7 +135,7 @@ def _places(openings: Sequence[Opening], before: Plan) -> list[_Place]:
 
 @cache
 def _needs(template: PipelineTemplate) -> tuple[tuple[frozenset[int], ...], ...]:
-    """For every node of the template the layers of its devices."""
+    """The layers of each device of each node of the template."""
     devices = [
         frozenset(range(stage.first_layer, stage.end_layer))
         for stage in template.stages
@@ -145,12 +146,12 @@ def _needs(template: PipelineTemplate) -> tuple[tuple[frozenset[int], ...], ...]
 
 
 def _staying(places: Sequence[_Place], nodes: Sequence[Node]) -> dict[int, int]:
-    """Nodes that keep their place, by its index: those that hold exactly what it needs.
+    """Nodes that keep their place, by index of the place: they hold exactly what it needs.
 
-    Some best assignment has them there. Let a be such a node at place p, and take an assignment
-    with a at q and b at p: after an exchange b lacks at q at most what b lacked at p, which is what
-    a holds, and what a lacked at q. So no more bytes move, and a and b are no more than two steps
-    away where they were at least one each.
+    At least one optimal assignment has all of them there. Proof: let a be such a node at place p,
+    and take an assignment with a at q and b at p. Exchange them. A layer that b lacks at q is
+    either held by a, so p needs it and b lacked it there, or a lacked it at q. So no more bytes
+    move. And a and b are at most two steps away together; before, each was at least one step away.
     """
     by_number = {node.node: node for node in nodes}
     return {
@@ -168,14 +169,14 @@ def _costs(
     before: Plan | None,
     layer_bytes: Sequence[int],
 ) -> NDArray[np.float64]:
-    """What a place costs a node, infinite where it is of another kind; shape [nodes, places].
+    """Cost of each place for each node, infinite for a wrong kind; shape [nodes, places].
 
     Args:
-        before: from whose places steps count.
+        before: the plan from whose places steps are counted; None: costs without steps.
     """
     costs = _missing_bytes(places, nodes, layer_bytes)
     if before is not None:
-        # All nodes together move fewer steps than one byte weighs.
+        # One byte must weigh more than all steps of all nodes together.
         costs = costs * (2 * len(nodes) + 1) + _steps_away(places, nodes, before)
     assert costs.max() < _EXACT_MAX
     if any(place.kind is not None for place in places):
@@ -186,8 +187,8 @@ def _costs(
 
 
 def _cheapest(costs: NDArray[np.float64]) -> list[int]:
-    """For every place the row of its node, such that the sum is least."""
-    # It takes half a second to import; the job's processes have it from their fork server.
+    """The row of the node for each place, such that the sum of costs is minimal."""
+    # The import takes half a second; the fork server does it once for the job's processes.
     from scipy.optimize import linear_sum_assignment
 
     columns, rows = linear_sum_assignment(costs.T)
@@ -198,7 +199,7 @@ def _cheapest(costs: NDArray[np.float64]) -> list[int]:
 def _cheapest_by_class(
     places: Sequence[_Place], nodes: Sequence[Node], layer_bytes: Sequence[int]
 ) -> list[int]:
-    """For every place the row of its node, such that the fewest bytes move."""
+    """The row of the node for each place, such that the fewest bytes move."""
     rows_of: dict[tuple[object, ...], list[int]] = {}
     for row, node in enumerate(nodes):
         rows_of.setdefault((node.held, node.kind), []).append(row)
@@ -224,8 +225,13 @@ def _covers(
     nodes: Sequence[Node],
     bare: frozenset[int],
 ) -> list[tuple[int, ...]]:
-    """Places that trusted nodes may take, so that distrusted ones hold the fewest bare layers
-    alone; none if they do already."""
+    """Alternative sets of places for trusted nodes, each of which covers the most bare layers.
+
+    It is empty if the assignment `bound` already leaves the fewest bare layers to distrusted nodes.
+
+    Args:
+        bare: layers that no trusted node of a pipeline that stays holds.
+    """
     distrusted = {node.node for node in nodes if not node.is_trusted}
     holds = [bare & _union(place.needs) for place in places]
     safe = _union(holds[i] for i, node in enumerate(bound) if node not in distrusted)
@@ -257,7 +263,7 @@ def _whole_openings(
     kinds: Sequence[NodeKind],
     num_trusted: Mapping[NodeKind, int],
 ) -> Iterator[tuple[int, ...]]:
-    """For each opening that trusted nodes can fill, its places that have something to cover."""
+    """The places with bare layers of each opening that trusted nodes can fill."""
     first = 0
     for opening in openings:
         end = first + opening.template.num_nodes
@@ -271,7 +277,7 @@ def _whole_openings(
 def _cheapest_covered(
     costs: NDArray[np.float64], nodes: Sequence[Node], covers: Sequence[tuple[int, ...]]
 ) -> list[int]:
-    """For every place its node, trusted ones at all places of one cover."""
+    """The node of each place in the cheapest assignment that has trusted nodes at one cover."""
     is_distrusted = np.array([not node.is_trusted for node in nodes])
     found = []
     for cover in covers:
@@ -285,7 +291,7 @@ def _cheapest_covered(
 def _missing_bytes(
     places: Sequence[_Place], nodes: Sequence[Node], layer_bytes: Sequence[int]
 ) -> NDArray[np.float64]:
-    """What a node would lack at a place; shape [nodes, places], whole numbers."""
+    """Bytes that each node would lack at each place; shape [nodes, places], whole numbers."""
     needs = np.array([_flags(place.needs, layer_bytes) for place in places])
     lacks = 1.0 - np.array([_flags(node.held, layer_bytes) for node in nodes])
     state_bytes = np.tile(np.array(layer_bytes, dtype=np.float64), len(nodes[0].held))
@@ -296,7 +302,7 @@ def _missing_bytes(
 def _flags(
     layers_by_device: Sequence[frozenset[int]], layer_bytes: Sequence[int]
 ) -> NDArray[np.float64]:
-    """1 where a device has a layer, device after device."""
+    """Flags, 1.0 if a device has a layer; the layers of one device after those of another."""
     flags = np.zeros((len(layers_by_device), len(layer_bytes)))
     for device, layers in enumerate(layers_by_device):
         flags[device, list(layers)] = 1.0
@@ -304,7 +310,7 @@ def _flags(
 
 
 def _steps_away(places: Sequence[_Place], nodes: Sequence[Node], before: Plan) -> NDArray[np.int64]:
-    """0 where a node stays at its place, 1 in its pipeline, 2 elsewhere; shape [nodes, places]."""
+    """Steps: 0 at a node's old place, 1 in its old pipeline, else 2; shape [nodes, places]."""
     homes = {
         node: (index, position)
         for index, pipeline in enumerate(before.pipelines)
@@ -318,24 +324,25 @@ def _steps_away(places: Sequence[_Place], nodes: Sequence[Node], before: Plan) -
     return steps
 
 
-# -- who takes which place, where hundreds of nodes and of places are alike ------------------------
-# Nodes that hold the same make a class, and so do places that need the same. How many of which
-# class go to which is a transportation problem: a linear program whose corners are whole numbers,
-# as large as the number of pairs of classes, however many nodes there are.
+# -- assignment by classes, if hundreds of nodes and places are equal ------------------------------
+# Nodes that hold the same layers form a class, and so do places that need the same layers. How many
+# nodes of each class take places of each class is a transportation problem: a linear program whose
+# corners are whole numbers. It has one variable per pair of classes, however many nodes there are.
 
 
 def cheapest_numbers(
     costs: NDArray[np.float64], supplies: Sequence[int], demands: Sequence[int]
 ) -> NDArray[np.int64]:
-    """How many of each class of nodes go to each class of places, such that the sum is least.
+    """Number of nodes of each class at places of each class, such that the sum of costs is minimal.
 
-    Exact where costs that differ do so by a ten-millionth of the highest.
+    The result is exact if different costs differ by at least a ten-millionth of the highest cost.
 
     Args:
-        costs: finite or infinite; shape [classes of nodes, classes of places], as is the result.
-        supplies, demands: how many nodes and places a class has; all demands are to be met.
+        costs: cost of a place for a node, may be infinite; shape [classes of nodes, classes of
+            places], as is the result.
+        supplies, demands: number of nodes, and of places, in each class; every place gets a node.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # As in assignment.py.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # Slow to import, as in `_cheapest`.
     from scipy.sparse import eye_array, kron
 
     num_supplies, num_demands = costs.shape

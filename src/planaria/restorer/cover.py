@@ -1,13 +1,13 @@
-"""Which places trusted nodes have to take, so that no layer is left to distrusted nodes alone.
+"""The places that trusted nodes must take, so that the fewest layers are exposed.
 
-A layer that distrusted nodes alone hold is exposed. With y = 1 for a place that a trusted node is
-to take, and x = 1 for an exposed layer, the fewest are exposed where
+A layer is exposed if only distrusted nodes hold it. Let y = 1 for a place that a trusted node
+takes, and x = 1 for an exposed layer. The integer program is:
 
-    sum of x is least, then sum of y
+    minimize the sum of x, then the sum of y
     x of a layer + sum of y over the places that hold it >= 1
     sum of y over the places for a kind of node <= trusted nodes of that kind
 
-Source: DESIGN 5 (joins); none of the papers has nodes that fail again and again.
+Source: none; none of the papers has nodes that fail again and again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +18,10 @@ from planaria.core.plan import NodeKind, Pipeline
 
 
 def trusted_layers(pipelines: Iterable[Pipeline], distrusted: frozenset[int]) -> frozenset[int]:
-    """The layers that some node of these pipelines holds which is not distrusted."""
+    """The layers that at least one trusted node of these pipelines holds."""
     layers: set[int] = set()
     for pipeline in pipelines:
-        if distrusted.isdisjoint(pipeline.nodes):  # It holds the whole model: the usual case.
+        if distrusted.isdisjoint(pipeline.nodes):  # The usual case.
             return frozenset(range(pipeline.template.stages[-1].end_layer))
         per_node = pipeline.template.devices_per_node
         ranks_by_stage = pipeline.ranks_by_stage()
@@ -36,17 +36,17 @@ def widest_cover(
     kinds: Sequence[NodeKind],
     num_trusted: Mapping[NodeKind, int],
 ) -> tuple[int, ...]:
-    """The places for trusted nodes with which the fewest layers are exposed, and few of them.
+    """The smallest set of places for trusted nodes with which the fewest layers are exposed.
 
-    A small integer program, whose matrix is nearly one of intervals: 1,000 places and 100 layers
-    take a few milliseconds.
+    The matrix of this small integer program is nearly an interval matrix: 1,000 places and 100
+    layers take a few milliseconds.
 
     Args:
-        places: the layers of each that nobody else covers; together all that have to be covered.
-        kinds: that each place is made for.
-        num_trusted: nodes of each kind.
+        places: layers of each place, only those that no trusted node elsewhere holds.
+        kinds: kind of node for which each place is made.
+        num_trusted: number of trusted nodes of each kind.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # As in assignment.py.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # Slow to import, see assignment.py.
 
     layers = sorted(frozenset[int]().union(*places))
     of_each = sorted(set(kinds))
@@ -54,7 +54,7 @@ def widest_cover(
     covers = np.hstack([holds, np.eye(len(layers))])
     of_kind = np.array([[kind == one for kind in kinds] for one in of_each], dtype=float)
     spent = np.hstack([of_kind, np.zeros((len(of_kind), len(layers)))])
-    # All places together weigh less than one layer.
+    # All places together must weigh less than one layer.
     weights = [*[1.0 / (len(places) + 1)] * len(places), *[1.0] * len(layers)]
     found = milp(
         weights,

@@ -1,22 +1,23 @@
-"""From whom a rank gets the layers that it lacks, such that the busiest node sends the least.
+"""Choice of the ranks that send missing layers, such that the busiest node sends the least.
 
-A layer that a device of the own node holds comes from there. All others cross the network, where a
-node's sending is what can be shared out: what it receives is what it lacks. Several holders of a
-layer may each send some of its chunks, so the least that the busiest node has to send is
+If a device of the same node holds a missing layer, it is the source. All other layers cross the
+network. What a node receives there is fixed (the layers that it lacks); only the sending can be
+divided. Several holders of a layer may each send some of its chunks. So the busiest node sends at
+least
 
-    max over sets N of nodes:  bytes of layers all of whose holders are in N,  over  |N|,
+    max over sets N of nodes:  bytes of layers all of whose holders are in N,  over  |N|.
 
-which no choice of sources can beat. It is found by flows from layers to their holders: with less
-for each node some bytes find no way, and the nodes on the near side of the cut are a set N that
-needs more. The next try is what that set needs, until all bytes find a way. Layers with the same
-holders are one to the flow.
+No choice of sources can be better, and flows from layers to their holders find one that is as good.
+If the limit per node is lower, the flow does not carry all bytes, and the nodes on the source side
+of the minimum cut are a set N that needs a higher limit. The next limit is what that set needs,
+until the flow carries all bytes. Layers with the same holders are one vertex of the flow network.
 
-Exact but for the size of a chunk, of which a node may send one more for each set of layers that it
-helps with, for what is too little to be worth a connection (tests/restorer/test_sources.py), and
-for layers with more than SENDERS_MIN holders, of which not all are looked at.
+The result is exact but for three things: a node may send one more chunk for each set of layers that
+it helps to send; a share that is too small to be worth a connection goes to other nodes
+(tests/restorer/test_sources.py); and of more than SENDERS_MIN holders not all are considered.
 
-What a node holds already is in none of the transfers: it is not touched. The ranks of a stage of
-several devices each count as holders of its whole layers, as they do in a plan.
+No transfer contains a layer that its target already holds. Each rank of a stage with several
+devices counts as a holder of the stage's whole layers, as it does in a plan.
 
 Source: none; Oobleck (SOSP '23), section 5, and Odyssey, section IV-B, copy a layer from one peer.
 """
@@ -32,9 +33,9 @@ import numpy as np
 from planaria.core.cluster import ClusterState
 from planaria.core.plan import NUM_CHUNKS, Plan, Transfer
 
-WORTH_BYTES: Final = 1 << 20  # Less from one node is left to the others.
-SENDERS_MIN: Final = 16  # Of a set of layers, so many nodes at least are looked at.
-_UNITS: Final = 1 << 29  # All bytes, as the flow counts them: it has 32 bits.
+WORTH_BYTES: Final = 1 << 20  # The smallest share for a node; other nodes send a smaller one.
+SENDERS_MIN: Final = 16  # How many holders of a set of layers are considered, at least.
+_UNITS: Final = 1 << 29  # The flow counts in 32 bits, so all bytes together are this many units.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,14 @@ class _Need:
 def balanced_transfers(
     after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """Every layer that a rank of the plan lacks, in chunks from live ranks that hold it.
+    """The transfers of all layers that ranks of the plan lack, in chunks from live holders.
 
-    No layer may be without a live holder: `ClusterState.lost_layers` says which are.
+    Every layer must have a live holder; `ClusterState.lost_layers` names those that have none.
     """
     assert not cluster.lost_layers(after.num_layers)
     per_node = after.pipelines[0].template.devices_per_node
     held = cluster.held_by_rank()
-    # By layer and node, one rank that holds it.
+    # For each layer: one rank that holds it, by node.
     holders: list[dict[int, int]] = [{} for _ in range(after.num_layers)]
     for rank in sorted(held, reverse=True):
         for layer in held[rank]:
@@ -82,10 +83,10 @@ def balanced_transfers(
 def _enough(
     groups: Sequence[tuple[int, ...]], wants: Sequence[Sequence[_Need]]
 ) -> list[tuple[int, ...]]:
-    """For each set of layers as many of their holders as help, taken in turn.
+    """The senders to consider for each set of layers, chosen in turn among its holders.
 
-    With twice as many senders as there are nodes that lack something a node sends half of what one
-    receives: more senders make nothing faster, and cost a connection each.
+    If there are twice as many senders as receivers, a sender sends half of what a receiver
+    receives. More senders would make nothing faster, and each costs a connection.
     """
     chosen = []
     first = 0
@@ -97,13 +98,13 @@ def _enough(
 
 
 def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...], ...]:
-    """The transfers in rounds, in whose order they are sent; the largest chosen first.
+    """The transfers divided into rounds, in the order of sending; the largest is placed first.
 
-    In a round every rank sends at most one and receives at most one. They are fewer than twice the
-    most that one rank sends or receives.
+    In a round every rank sends at most one transfer and receives at most one. There are fewer
+    rounds than twice the largest number of transfers that one rank sends or receives.
     """
     rounds: list[list[Transfer]] = []
-    sending: dict[int, int] = {}  # By rank a bit for each round in which it sends.
+    sending: dict[int, int] = {}  # For each rank: a bit mask of its rounds.
     receiving: dict[int, int] = {}
     for transfer in sorted(transfers, key=lambda t: (-t.num_bytes, t)):
         busy = sending.get(transfer.source, 0) | receiving.get(transfer.target, 0)
@@ -119,16 +120,19 @@ def transfer_rounds(transfers: Sequence[Transfer]) -> tuple[tuple[Transfer, ...]
 def least_sending(
     groups: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> tuple[float, list[list[float]]]:
-    """The least that the busiest node sends, and the bytes by group and candidate.
+    """The smallest possible number of bytes that the busiest node sends, and how it is reached.
 
     Args:
-        groups: the nodes that could send, of each set of layers.
-        sizes: bytes of these layers.
+        groups: nodes that can send each set of layers.
+        sizes: size of each set of layers in bytes.
+
+    Returns:
+        The bytes that the busiest node sends, and the bytes by group and node of the group.
     """
     total = sum(sizes)
     if not total:
         return 0.0, [[0.0] * len(nodes) for nodes in groups]
-    # It takes half a second to import; the job's processes have it from their fork server.
+    # The import takes half a second; the fork server does it once for the job's processes.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -148,7 +152,7 @@ def least_sending(
         result = maximum_flow(graph, 0, sink)
         if result.flow_value == sum(units):
             break
-        # What the source still reaches: layers that lack a way, and all nodes that could help.
+        # The source side of the cut: groups with bytes left, and all nodes that could send them.
         left = csr_array(graph - result.flow)
         left.eliminate_zeros()
         reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
@@ -170,7 +174,7 @@ def _shared_out(
     budgets: Sequence[float],
     holders: Sequence[dict[int, int]],
 ) -> list[Transfer]:
-    """The chunks of these layers from the candidates, as far as each has bytes to send."""
+    """The transfers of these layers in chunks, divided among candidates by their budgets."""
     total = sum(need.num_bytes for need in needs)
     most = budgets.index(max(budgets))
     worth = [
@@ -180,7 +184,7 @@ def _shared_out(
     found = []
     offset = 0
     for need in needs:
-        # In chunks of this layer, where the share of all bytes of each candidate but the last ends.
+        # Chunk numbers of this layer at which the shares of candidates end, but for the last one.
         low = bisect_right(ends, offset, hi=len(ends) - 1)
         high = bisect_left(ends, offset + need.num_bytes, lo=low, hi=len(ends) - 1)
         cuts = [round((end - offset) * NUM_CHUNKS / need.num_bytes) for end in ends[low:high]]

@@ -1,4 +1,4 @@
-"""The ways to restore a job: how nodes get their places, and ranks the layers that they lack."""
+"""The strategies to restore a job: assignment of nodes to places, and sources of missing layers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Assignment(Protocol):
 
 
 class Sources(Protocol):
-    """Says who sends what, as `balanced_transfers` does."""
+    """Chooses who sends which layers, as `balanced_transfers` does."""
 
     def __call__(
         self, after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
@@ -34,13 +34,13 @@ class Sources(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Restoring:
-    """A way to restore a job."""
+    """A strategy to restore a job."""
 
     assignment: Assignment
     sources: Sources
 
 
-# -- places and sources as they come, to measure the others against (Odyssey, figure 10) -----------
+# -- baselines without optimization, for comparison (Odyssey, figure 10) ---------------------------
 
 
 def assigned_in_order(
@@ -51,11 +51,11 @@ def assigned_in_order(
     layer_bytes: Sequence[int],
     covered: Collection[int] = (),
 ) -> tuple[Pipeline, ...]:
-    """The pipelines bound to the nodes by number, place after place; as `assigned` else.
+    """The pipelines with nodes bound to them in ascending order; arguments as in `assigned`.
 
-    Distrusted nodes may hold layers alone.
+    Distrusted nodes may be the only holders of a layer.
     """
-    del before, layer_bytes, covered  # Whatever a node holds, it takes the place that is next.
+    del before, layer_bytes, covered  # Nodes take the next place, whatever they hold.
     numbers = iter(sorted(node.node for node in nodes))
     return tuple(
         Pipeline(opening.template, tuple(next(numbers) for _ in range(opening.template.num_nodes)))
@@ -66,7 +66,7 @@ def assigned_in_order(
 def whole_transfers(
     after: Plan, cluster: ClusterState, *, layer_bytes: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """Every layer that a rank lacks, whole, from the lowest rank that holds it."""
+    """The transfers of all layers that ranks lack, each whole and from the lowest rank with it."""
     held = cluster.held_by_rank()
     first: dict[int, int] = {}
     for rank in sorted(held, reverse=True):

@@ -1,9 +1,9 @@
-"""The embedded store: `step` of store.py for callers that wait, with something that keeps changes.
+"""The embedded store: runs `step` of store.py for asynchronous callers, and has a keeper store it.
 
-Operations are decided at once, one after the other, and told of, like what is read and watched,
-when their changes are durable. So whatever anybody was told is there after a crash at any instant.
-It knows no event loop: what waits is the keeper's, a journal (nodes/head/journal.py) or a modelled
-disk (simulator/modelled/store.py).
+Each operation is decided at once, in order of arrival. Its result is returned, and its changes are
+visible to readers and watchers, only once the changes are durable. So whatever a caller has seen
+survives a crash at any instant. This module uses no event loop: only the keeper waits. The keeper
+is a journal (nodes/head/journal.py) or a modelled disk (simulator/modelled/store.py).
 """
 
 import math
@@ -39,30 +39,30 @@ class Keeper(Protocol):
 
     @property
     def durable(self) -> StoreState:
-        """What no crash takes any more; the deadlines of its leases mean nothing."""
+        """The state that survives a crash; ignore the deadlines of its leases."""
 
     def keep(self, changes: Sequence[Change]) -> None:
-        """Has changes made durable after those before them, without waiting.
+        """Makes changes durable after all earlier ones, without waiting for it.
 
         Raises:
-            StoreError: nothing can be kept any more.
+            StoreError: no more changes can be made durable.
         """
 
     async def wait_durable(self, num_changes: int) -> None:
-        """Returns when so many changes are durable, since the first one ever.
+        """Waits until the first num_changes changes of the store's whole life are durable.
 
         Raises:
-            StoreError: nothing can be kept any more; they may or may not be durable.
+            StoreError: no more changes can be made durable; these may or may not be.
         """
 
 
 class EmbeddedStore:
-    """A Store over what a keeper has kept; each lease in it is due a whole TTL from now.
+    """A Store that goes on from a keeper's durable state, with each lease due a full TTL from now.
 
-    Whoever owns it calls `expire` on its tick.
+    Its owner must call `expire` regularly.
 
     Args:
-        now_s: the clock of leases.
+        now_s: clock of the leases, in seconds.
     """
 
     def __init__(self, keeper: Keeper, *, now_s: Callable[[], float]) -> None:
@@ -71,12 +71,12 @@ class EmbeddedStore:
         self.set_clock(now_s)
 
     def recover(self) -> None:
-        """Goes on from what is durable; what was decided beyond that is lost."""
+        """Goes back to the durable state; decisions that are not durable are lost."""
         self._decided = self._keeper.durable
-        self._untold: set[int] = set()  # Leases of which no holder knows yet.
+        self._untold: set[int] = set()  # New leases that no holder knows yet.
 
     def set_clock(self, now_s: Callable[[], float]) -> None:
-        """Another clock counts from now on, and each lease is due a whole TTL from now."""
+        """Replaces the clock of the leases, and makes each lease due a full TTL from now."""
         self._now_s = now_s
         self._decided = reopened(self._decided, now_s=now_s())
 
@@ -111,7 +111,7 @@ class EmbeddedStore:
         return await self._grant(GrantEach(tuple(keys), ttl_s, tuple(guards)), len(keys))
 
     async def keep_alive(self, lease: int) -> None:
-        """See Store; never waits, so that a slow disk makes no live holder give up."""
+        """See Store. Never waits, so that a slow disk does not make a live holder give up."""
         self._decided, _, _ = step(self._decided, KeepAlive(lease), self._now_s())
 
     async def revoke(self, lease: int) -> None:
@@ -130,19 +130,19 @@ class EmbeddedStore:
     async def expire(self) -> None:
         """Ends the leases that are due.
 
-        Call it after what has arrived was handled: a keep-alive that waited while this process
-        was stalled then comes in time.
+        Call it after the messages that have arrived were handled: a keep-alive that arrived while
+        this process was stalled is then in time.
         """
         self._renew(self._untold)
         await self._do(Expire())
 
     @property
     def next_deadline_s(self) -> float:
-        """When the next lease is due, by the store's clock; infinity without leases."""
+        """Time at which the next lease is due, by the store's clock; infinity without leases."""
         return min(self._decided.deadlines.values(), default=math.inf)
 
     async def _grant(self, operation: Grant | GrantEach, num: int) -> Sequence[int]:
-        """So many new leases, which count from when they are told: the disk may be slow."""
+        """New leases. Their TTL counts from the moment they are returned: the disk may be slow."""
         end = self._decided.newest_lease + 1 + num
         leases = range(end - num, end)
         untold = self._untold
@@ -163,7 +163,7 @@ class EmbeddedStore:
         try:
             decided, result, changes = step(self._decided, operation, self._now_s())
         except (ConflictError, LeaseLostError):
-            # What stands against it may not be on the disk yet; told now, it could still vanish.
+            # The change that caused the refusal may not be durable yet: a crash could undo it.
             await self._keeper.wait_durable(self._decided.num_changes)
             raise
         self._keeper.keep(changes)

@@ -1,15 +1,15 @@
-"""The coordinator's records in the store: written before anyone is told, read when it restarts.
+"""The coordinator's records in the store: written before they are sent, read when it restarts.
 
-Each write is guarded by the leadership, so that a coordinator whose place another has taken can
-write nothing any more, and records are written once. A record supersedes those of its kind that
-nobody needs after it, so what there is to read does not grow with the age of the job.
+The key `leader` guards each write, so a coordinator that another one has replaced cannot write any
+more. Each record is written once. A record supersedes those of its kind that nobody needs after it,
+so the number of records does not grow with the age of the job.
 
-A record that is too large for one value of the store is cut into pieces. They are written first,
-and what stands for the record (`Pieces`) last: who finds that finds all of them. A leader names its
-pieces by its term, so it never meets those of one that was killed while it wrote; they go with the
-next record of their kind.
+A record that is too large for one value of the store is cut into pieces. The pieces are written
+first, and the entry that stands for the record (`Pieces`) last: a reader that finds this entry
+finds all pieces. The names of pieces contain the leader's term, so they never collide with those of
+a leader that was killed while it wrote; the next record of the kind deletes those.
 
-Source: DESIGN 4.5 and 6 (Coordination).
+Source: docs/protocol.md, "The coordinator" and "Epochs fence".
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +32,7 @@ from planaria.core.records import (
 from planaria.errors import CompactedError, ConflictError, LeaseLostError
 from planaria.store.store import ABSENT, NO_LEASE, Entry, Gone, Guard, Keys, Store
 
-PIECE_BYTES: Final = 1 << 19  # A message that carries a whole value has room for more.
+PIECE_BYTES: Final = 1 << 19  # Below VALUE_BYTES_MAX: a message with a value needs room for more.
 _MEMBERS: Final = "members"
 _OUTCOME: Final = "outcome"
 _PLAN: Final = "plan"
@@ -41,8 +41,11 @@ _Kind = TypeVar("_Kind", Members, Outcome, Decision)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a coordinator finds, the newest record of each kind; `plan` is that of the newest
-    decision to start an epoch."""
+    """The newest record of each kind, as a new coordinator finds them.
+
+    Attributes:
+        plan: plan of the newest decision to start an epoch; None if there was none.
+    """
 
     members: Members
     outcome: Outcome | None
@@ -54,13 +57,13 @@ class Found:
 async def opened_logbook(
     store: Store, job: str, *, lease_s: float, first_term: int = 0, piece_bytes: int = PIECE_BYTES
 ) -> "Logbook":
-    """The records of a job, for a new leader; the one before can write no more.
+    """The logbook of a job, for a new leader; the leader before it cannot write any more.
 
-    Of two that open them at the same time the second to write is the leader.
+    If two callers open it at the same time, the last one to write the key `leader` is the leader.
 
     Args:
-        first_term: of a leader who finds no other's.
-        piece_bytes: a larger record is cut into pieces.
+        first_term: term of the leader if the store has none yet.
+        piece_bytes: maximum size of a record that is not cut, and of a piece.
     """
     keys = Keys(job)
     while True:
@@ -69,7 +72,7 @@ async def opened_logbook(
         guard = Guard(keys.leader, entry.revision if entry else ABSENT)
         try:
             revision = await store.put(keys.leader, str(term).encode(), guards=(guard,))
-        except ConflictError:  # Another became the leader meanwhile, so this one comes after it.
+        except ConflictError:  # Another became the leader meanwhile: succeed that one.
             continue
         fence = Guard(keys.leader, revision)
         return Logbook(
@@ -78,7 +81,7 @@ async def opened_logbook(
 
 
 class Logbook:
-    """The records and leases of one leader's time."""
+    """The records and leases of a job, as one leader reads and writes them."""
 
     def __init__(
         self, store: Store, keys: Keys, *, term: int, fence: Guard, lease_s: float, piece_bytes: int
@@ -90,14 +93,14 @@ class Logbook:
         self._lease_s = lease_s
         self._piece_bytes = piece_bytes
         self._leases: dict[int, int] = {}
-        # The keys of the records that are there, and of pieces, by kind and epoch.
+        # Keys of existing records and of their pieces, by kind and epoch.
         self._there: dict[str, dict[int, list[str]]] = {_MEMBERS: {}, _OUTCOME: {}, _PLAN: {}}
-        self._started = -1  # The epoch of the newest decision to start one.
+        self._started = -1  # Epoch of the newest decision to start one.
 
     # -- records ----------------------------------------------------------------------------------
 
     async def read(self) -> Found | None:
-        """What there is; None if the job has not begun."""
+        """The newest records; None if the job has not begun."""
         await self._note_pieces()
         members = await self._entries(_MEMBERS)
         outcomes = await self._entries(_OUTCOME)
@@ -118,7 +121,7 @@ class Logbook:
     async def adopt(
         self, members: Members, outcome: Outcome | None, progress: Progress | None
     ) -> None:
-        """Writes what is known of another store's records, for a coordinator to go on from."""
+        """Writes records that are known from another store, so that a coordinator can go on."""
         await self.record_members(members)
         if outcome is not None:
             await self._put(_OUTCOME, outcome.epoch, encode_record(outcome))
@@ -126,11 +129,11 @@ class Logbook:
             await self.record_progress(progress)
 
     async def record_members(self, members: Members) -> None:
-        """Writes who belongs to an epoch."""
+        """Writes the members of an epoch."""
         await self._put(_MEMBERS, members.epoch, encode_record(members))
 
     async def record_decision(self, outcome: Outcome, decision: Decision) -> None:
-        """Writes both; a leader before this one may have written the outcome already."""
+        """Writes the decision, and the outcome unless an earlier leader has written it."""
         epoch = outcome.epoch
         if await self._store.get(self._keys.outcome(epoch)) is None:
             await self._put(_OUTCOME, epoch, encode_record(outcome))
@@ -147,7 +150,7 @@ class Logbook:
         await self._store.put(self._keys.commit, data, guards=(self._fence,))
 
     async def _put(self, kind: str, epoch: int, data: bytes, *, spared: int = -1) -> None:
-        """Writes a record, once, in place of those of its kind, but for one that is spared."""
+        """Writes a record once; it supersedes those of its kind but that of epoch `spared`."""
         there = self._there[kind]
         key = f"{self._keys.prefix}{kind}/{epoch}"
         kept = {spared: there[spared]} if spared in there else {}
@@ -166,21 +169,21 @@ class Logbook:
         self._there[kind] = {**kept, epoch: [key, *names]}
 
     def _cut(self, data: bytes) -> list[bytes]:
-        """The pieces of a record; none if it is small enough."""
+        """The pieces of a record; empty if it fits into one value."""
         size = self._piece_bytes
         if len(data) <= size:
             return []
         return [data[first : first + size] for first in range(0, len(data), size)]
 
     async def _note_pieces(self) -> None:
-        """Notes all pieces, also of records that a leader was killed with."""
+        """Notes all pieces, also those of records that a killed leader left unfinished."""
         prefix = self._keys.prefix + "piece/"
         for entry in (await self._store.range(prefix)).entries:
             kind, epoch, *_ = entry.key.removeprefix(prefix).split("-")
             self._there[kind].setdefault(int(epoch), []).append(entry.key)
 
     async def _entries(self, kind: str) -> Sequence[Entry]:
-        """What stands for the records of one kind, in the order in which they were written."""
+        """The entries of the records of one kind, oldest first; notes their keys."""
         prefix = f"{self._keys.prefix}{kind}/"
         entries = (await self._store.range(prefix)).entries
         for entry in entries:
@@ -191,7 +194,7 @@ class Logbook:
     async def _newest_start(
         self, entries: Sequence[Entry], newest: Decision | None
     ) -> StartEpoch | None:
-        """The newest order to start an epoch, and notes which it is."""
+        """The newest order to start an epoch; notes its epoch."""
         for entry in reversed(entries):
             decision = newest if entry is entries[-1] else await self._record(entry, Decision)
             if decision is not None and isinstance(decision.order, StartEpoch):
@@ -200,7 +203,7 @@ class Logbook:
         return None
 
     async def _record(self, entry: Entry, kind: type[_Kind]) -> _Kind:
-        """The record that an entry is, or stands for."""
+        """The record of an entry, put together if it was cut into pieces."""
         pieces = decode_pieces(entry.value)
         if pieces is None:
             return decode_record(entry.value, kind)
@@ -216,13 +219,13 @@ class Logbook:
     # -- leases -----------------------------------------------------------------------------------
 
     async def grant(self, nodes: Sequence[int]) -> None:
-        """Gives each of these nodes a lease of its own, in place of any before."""
+        """Grants each of these nodes a new lease, which replaces its old one."""
         keys = [self._keys.node(node) for node in nodes]
         leases = await self._store.grant_each(keys, self._lease_s, guards=(self._fence,))
         self._leases.update(zip(nodes, leases, strict=True))
 
     async def renew(self, node: int) -> bool:
-        """Gives a node's lease its whole time again; False if it has ended."""
+        """Renews a node's lease for its full time; returns False if the lease has ended."""
         try:
             await self._store.keep_alive(self._leases.get(node, NO_LEASE))
         except LeaseLostError:
@@ -236,10 +239,10 @@ class Logbook:
             await self._store.revoke(lease)
 
     async def ended_leases(self) -> AsyncIterator[int]:
-        """The nodes whose leases end, from now on.
+        """Yields each node whose lease ends from now on.
 
-        Where so much changes at once that the store does not keep all of it, those are taken for
-        ended whose keys are not there any more. That a node was away in between is not seen then.
+        If so many changes come at once that the store does not keep all of them, the leases whose
+        keys are gone count as ended. A lease that ended and was granted again in between is missed.
         """
         prefix = self._keys.prefix + "node/"
         there: set[int] = set()

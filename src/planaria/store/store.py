@@ -1,22 +1,23 @@
-"""The store of coordination: a few keys that outlive whoever wrote them.
+"""The coordination store: a few keys that outlive the processes that wrote them.
 
-`Store` is what the coordinator and its callers see. The embedded store is a function, `step`,
-from (state, operation, now) to (state, result, changes); it knows no clock, thread or file, so a
-simulator can run it under a virtual clock. A change is a fact, not a request: the state is the
-fold of all changes (`applied`), so a journal of them (nodes/head/journal.py) is the whole store.
+`Store` is the interface for the coordinator and its callers. The embedded store is a function,
+`step`, from (state, operation, now) to (state, result, changes). It uses no clock, thread or file,
+so a simulator can run it under a virtual clock. A change is a fact, not a request: applying all
+changes in order (`applied`) gives the state, so a journal of them (nodes/head/journal.py) is the
+whole store.
 
-    put        a value at a key, if every guard holds: compare-and-set and fencing are one thing
-    lease      a key bound to one is gone when its holder is not heard of for its TTL
-    watch      every change of a prefix from a revision on, in order, once
+    put        writes a value at a key if every guard holds: both compare-and-set and fencing
+    lease      a key bound to a lease is deleted if its holder is silent for the lease's TTL
+    watch      yields every change under a prefix from a revision on, in order, once
 
-Each change of a key has a revision of its own, one above that of the change before. A key goes
-with its lease, or with a write that supersedes it, in one step: so a store has the newest records
-alone, however old the job is, and never none of a kind that it once had.
+Each change of a key has a revision of its own, one above that of the change before. A key is
+deleted when its lease ends, or by a write that supersedes it, in the same step. So a store holds
+only the newest records, however old the job is, and it never loses the last record of a kind.
 
-A lease lives at least its TTL and ends when that is decided (`Expire`), not at an instant: time
-in which the store does not run ends no lease by itself.
+A lease lives at least for its TTL. It ends when the operation `Expire` says so, not at an exact
+time: while the store does not run, no lease ends.
 
-Source: DESIGN 4.5, 5 (epochs fence) and 6 (Coordination); the operations are etcd's.
+Source: docs/protocol.md, "The coordinator" and "Epochs fence"; the operations are those of etcd.
 """
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -27,19 +28,20 @@ import msgspec
 
 from planaria.errors import CompactedError, ConflictError, LeaseLostError
 
-ABSENT: Final = 0  # The revision of a key that is not there.
+ABSENT: Final = 0  # The revision of a key that does not exist.
 NO_LEASE: Final = 0
 VALUE_BYTES_MAX: Final = 1 << 20  # etcd refuses requests above 1.5 MiB.
-HISTORY_MAX: Final = 1000  # Changes of keys that a watch can still begin at,
-HISTORY_BYTES_MAX: Final = 1 << 20  # unless their values are larger.
+HISTORY_MAX: Final = 1000  # Maximum number of past changes at which a watch can begin,
+HISTORY_BYTES_MAX: Final = 1 << 20  # and maximum size of their values together.
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Holds while the key is at this revision, or ABSENT.
+    """A condition of a write: the key must be at this revision; ABSENT: must not exist.
 
-    On the key that is written it is compare-and-set; on another key, a fence: a leader guards
-    its writes with `leader`, a node with its own leased key, at the revision of their own put.
+    A guard on the written key makes the write a compare-and-set. A guard on another key is a fence:
+    a leader guards its writes with the key `leader`, a node with its own leased key, each at the
+    revision of its own put.
     """
 
     key: str
@@ -47,7 +49,7 @@ class Guard:
 
 
 class Entry(msgspec.Struct, frozen=True, tag="put"):
-    """A key has this value since this revision; goes with the lease unless that is NO_LEASE."""
+    """A key has this value since this revision, until its lease ends; NO_LEASE: no end."""
 
     key: str
     value: bytes
@@ -56,28 +58,28 @@ class Entry(msgspec.Struct, frozen=True, tag="put"):
 
 
 class Gone(msgspec.Struct, frozen=True, tag="gone"):
-    """A key went with its lease."""
+    """A key was deleted because its lease ended."""
 
     key: str
     revision: int
 
 
 class Superseded(msgspec.Struct, frozen=True, tag="superseded"):
-    """A key went with a write that supersedes it."""
+    """A key was deleted by a write that supersedes it."""
 
     key: str
     revision: int
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, tag="granted"):
-    """A lease exists."""
+    """A lease was granted."""
 
     lease: int
     ttl_s: float
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """A lease ran out or was revoked; its keys go in the same step."""
+    """A lease ran out, was revoked or was replaced; its keys are deleted in the same step."""
 
     lease: int
 
@@ -87,17 +89,17 @@ Change = Event | LeaseGranted | LeaseEnded
 
 
 class Range(NamedTuple):
-    """What lies under a prefix, oldest write first; watch from `revision` + 1 for what follows."""
+    """Entries under a prefix, oldest write first; watch from `revision` + 1 for later changes."""
 
     entries: tuple[Entry, ...]
     revision: int
 
 
 class Store(Protocol):
-    """Eight operations, all that coordination needs; each is done or has not happened.
+    """The operations that coordination needs; each happens completely or not at all.
 
-    An operation that is cancelled, or fails with any StoreError but ConflictError and
-    LeaseLostError, may or may not have happened: read before writing again. What a reader has
+    An operation that is cancelled, or fails with a StoreError other than ConflictError and
+    LeaseLostError, may or may not have happened: read before you write again. Whatever a reader has
     seen survives every crash.
     """
 
@@ -105,7 +107,7 @@ class Store(Protocol):
         """The entry of a key."""
 
     async def range(self, prefix: str) -> Range:
-        """All entries whose keys begin with the prefix, of one moment."""
+        """All entries whose keys begin with the prefix, in one consistent state."""
 
     async def put(
         self,
@@ -119,10 +121,10 @@ class Store(Protocol):
         """Writes a value if every guard holds; returns its revision.
 
         Args:
-            value: at most VALUE_BYTES_MAX.
-            lease: the key is bound to it from now on, and to no other.
-            supersedes: other keys, which go in the same step; the store may keep their values
-                where nobody has to read them.
+            value: the value, of at most VALUE_BYTES_MAX bytes.
+            lease: lease to which the key is bound from now on, and to no other; NO_LEASE: none.
+            supersedes: other keys, which are deleted in the same step; their old values may stay
+                in the history of the store for a while.
 
         Raises:
             ConflictError: a guard does not hold.
@@ -130,36 +132,36 @@ class Store(Protocol):
         """
 
     async def grant(self, ttl_s: float) -> int:
-        """A new lease, which ends when it is not kept alive for ttl_s or a little longer.
+        """A new lease, which ends if it is not kept alive for ttl_s or a little longer.
 
-        A holder counts ttl_s from before it asked, and stops itself when it runs out: then it
-        has stopped before anyone is told that it is gone.
+        A holder must count ttl_s from before its request, and stop when that time is over. Then it
+        has stopped before anyone learns that its lease has ended.
         """
 
     async def grant_each(
         self, keys: Sequence[str], ttl_s: float, *, guards: Sequence[Guard] = ()
     ) -> Sequence[int]:
-        """A new lease for each of the keys, which are written with empty values and bound to them.
+        """New leases, one for each of the keys, which are written empty and bound to them.
 
-        The leases that they were bound to before end. It takes one wait for the disk, however many
-        they are.
+        The leases to which the keys were bound before end. The call waits for the disk once,
+        whatever the number of keys.
 
         Raises:
             ConflictError: a guard does not hold.
         """
 
     async def keep_alive(self, lease: int) -> None:
-        """Gives a lease its whole TTL again.
+        """Renews a lease for its full TTL.
 
         Raises:
-            LeaseLostError: it has ended.
+            LeaseLostError: the lease has ended.
         """
 
     async def revoke(self, lease: int) -> None:
-        """Ends a lease, and its keys with it; nothing happens if it has ended."""
+        """Ends a lease and deletes its keys; does nothing if the lease has ended."""
 
     def watch(self, prefix: str, *, first_revision: int) -> AsyncIterator[Event]:
-        """Every change under a prefix from a revision on, in order, each once; never ends.
+        """Yields every change under a prefix from a revision on, in order, once; never ends.
 
         Raises:
             CompactedError: while iterating: the next change is no longer kept.
@@ -169,7 +171,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The names of a job's keys; `members`, `outcome` and `plan` are by epoch."""
+    """The names of a job's keys; there is one `members`, `outcome` and `plan` per epoch."""
 
     job: str
 
@@ -205,11 +207,11 @@ class Keys:
         return f"{self.prefix}event/{sequence}"
 
     def piece(self, kind: str, epoch: int, *, term: int, index: int) -> str:
-        """Of a record that is too large for one value, as a leader of this term writes it."""
+        """Key of a piece of a record too large for one value, written by the leader of a term."""
         return f"{self.prefix}piece/{kind}-{epoch}-{term}-{index}"
 
 
-# What is done to a state; each but the last is a method of Store, described there.
+# The operations on a state. Store describes all but the last, which has no method there.
 @dataclass(frozen=True, slots=True)
 class Put:
     key: str
@@ -243,7 +245,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Expire:
-    """End the leases that are due."""
+    """Ends the leases that are due."""
 
 
 Operation = Put | Grant | GrantEach | KeepAlive | Revoke | Expire
@@ -254,14 +256,15 @@ class StoreState:
     """Everything in a store.
 
     Attributes:
-        revision: of the newest change of a key; the first one has revision 1.
-        num_changes: how many there were, of leases too.
-        newest_lease: ids are never used again.
+        revision: revision of the newest change of a key; the first change has revision 1.
+        num_changes: number of all changes so far, those of leases included.
+        newest_lease: id of the newest lease; ids are never used again.
         leases: TTL by lease, in seconds.
-        deadlines: when each lease is due, by the caller's clock; alone in not being durable.
+        deadlines: time at which each lease is due, by the caller's clock; the only part that is
+            not durable.
         history: the newest changes of keys, without a gap: at most HISTORY_MAX, with at most
             HISTORY_BYTES_MAX of values, but always the newest one.
-        history_bytes: of the values in it.
+        history_bytes: size of the values in `history`.
     """
 
     revision: int = ABSENT
@@ -278,7 +281,7 @@ EMPTY: Final = StoreState()
 
 
 class Step(NamedTuple):
-    """What an operation does: `changes` must be durable, all or none, before anyone is told."""
+    """Effect of an operation; make all `changes` durable at once before you tell anyone."""
 
     state: StoreState
     result: int  # The newest lease after a Grant or a GrantEach, else the store's revision.
@@ -286,9 +289,9 @@ class Step(NamedTuple):
 
 
 def step(state: StoreState, operation: Operation, now_s: float) -> Step:
-    """The state after an operation, its result, and what has changed.
+    """The state after an operation, the result of the operation, and its changes.
 
-    O(keys + HISTORY_MAX), because states are never altered in place.
+    Takes O(keys + HISTORY_MAX) time, because states are never altered in place.
 
     Raises:
         ConflictError: a guard does not hold; nothing has changed.
@@ -304,7 +307,7 @@ def step(state: StoreState, operation: Operation, now_s: float) -> Step:
         case GrantEach():
             changes = _granted(state, operation)
         case KeepAlive(lease):
-            # Nothing of it needs to be durable: see `reopened`.
+            # Deadlines need not be durable: see `reopened`.
             _ttl_s(state, lease)
             return Step(kept_alive(state, (lease,), now_s=now_s), state.revision, ())
         case Revoke(lease):
@@ -319,7 +322,7 @@ def step(state: StoreState, operation: Operation, now_s: float) -> Step:
 
 
 def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> StoreState:
-    """The state after changes that follow on it; leases among them are due a TTL from now_s."""
+    """The state after more changes; leases granted by them are due a full TTL from now_s."""
     revision, newest_lease = state.revision, state.newest_lease
     entries, leases = dict(state.entries), dict(state.leases)
     deadlines, history = dict(state.deadlines), list(state.history)
@@ -360,17 +363,18 @@ def applied(state: StoreState, changes: Sequence[Change], *, now_s: float) -> St
 
 
 def kept_alive(state: StoreState, leases: Collection[int], *, now_s: float) -> StoreState:
-    """The state with these leases, as far as they live, due a whole TTL from now_s."""
+    """The state with those of these leases that exist due a full TTL from now_s."""
     ttls = {lease: state.leases[lease] for lease in leases if lease in state.leases}
     due = {lease: now_s + ttl_s for lease, ttl_s in ttls.items()}
     return replace(state, deadlines={**state.deadlines, **due})
 
 
 def reopened(state: StoreState, *, now_s: float) -> StoreState:
-    """The state with every lease due a whole TTL from now_s.
+    """The state with every lease due a full TTL from now_s.
 
-    Holders could not be heard while the store was down, and its clock may be another one now: to
-    count that time would declare live nodes dead. A node that did die in it is found a TTL late.
+    While the store was down it could not hear lease holders, and its clock may be another one now:
+    if that time counted, live nodes would be declared dead. A node that did die meanwhile is
+    noticed up to a TTL late.
     """
     return kept_alive(state, state.leases, now_s=now_s)
 
@@ -385,7 +389,7 @@ def events_since(state: StoreState, prefix: str, *, first_revision: int) -> tupl
     """The changes under a prefix from a revision on, oldest first.
 
     Raises:
-        CompactedError: the first of them may be no longer kept.
+        CompactedError: the first of them may not be kept any more.
     """
     assert first_revision > ABSENT
     first_kept = state.revision - len(state.history) + 1
@@ -396,7 +400,7 @@ def events_since(state: StoreState, prefix: str, *, first_revision: int) -> tupl
 
 
 def _written(state: StoreState, put: Put) -> tuple[Change, ...]:
-    """The value, and the end of the keys that it supersedes."""
+    """The changes of a Put: the new value, and the deletion of the keys that it supersedes."""
     assert put.key
     assert put.key not in put.supersedes
     assert len(put.value) <= VALUE_BYTES_MAX
@@ -412,7 +416,7 @@ def _written(state: StoreState, put: Put) -> tuple[Change, ...]:
 
 
 def _granted(state: StoreState, grant: GrantEach) -> tuple[Change, ...]:
-    """Leases, the keys that are bound to them, and the end of the leases before."""
+    """The changes of a GrantEach: new leases, their keys, and the end of the old leases."""
     assert grant.ttl_s > 0
     _check(state, grant.guards)
     keys = tuple(dict.fromkeys(grant.keys))
@@ -444,7 +448,7 @@ def _ttl_s(state: StoreState, lease: int) -> float:
 
 
 def _ended(state: StoreState, leases: Collection[int]) -> tuple[Change, ...]:
-    """The end of leases and of their keys, oldest first."""
+    """The changes that end leases and delete their keys, oldest key first."""
     keys = [entry.key for entry in entries_under(state, "").entries if entry.lease in leases]
     gone = [Gone(key, state.revision + 1 + index) for index, key in enumerate(keys)]
     return (*(LeaseEnded(lease) for lease in sorted(leases)), *gone)
