@@ -94,7 +94,7 @@ def test_a_job_that_is_never_the_same_is_told_with_what_repeats_the_run(
     Path("job.py").write_text(
         "import os, torch, planaria\n"
         "from torch import nn\n"
-        "from user_models import points, sequential\n"
+        "from helpers.user_models import points, sequential\n"
         "class Drifting(nn.Linear):\n"
         "    def forward(self, x):\n"
         "        return super().forward(x) + os.getpid() * 1e-3\n"

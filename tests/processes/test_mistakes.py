@@ -173,7 +173,10 @@ def test_an_output_that_cannot_be_written_is_refused_before_training(
     [
         (["cluster.nodes=5"], ("cluster.nodes = 5",)),
         (["resilience.failures_tolerated=3"], ("cluster.nodes = 9", "failures_tolerated = 2")),
-        (["training.global_batch_size=1"], ("training.global_batch_size = 1", "2 is the nearest")),
+        (
+            ["training.global_batch_size=1"],
+            ("training.global_batch_size = 1", "would do: training.global_batch_size = 2"),
+        ),
         (["cluster.device_memory_bytes=100"], ("device_memory_bytes = 100",)),
         (["cluster.nodes=1000"], ("cluster.nodes = 1000", "at most 432 nodes")),
         (["cluster.max_nodes=1000"], ("cluster.max_nodes = 1000", "at most 432 nodes")),
