@@ -332,16 +332,16 @@ def test_a_loss_that_is_no_number_ends_training_and_is_in_the_report() -> None:
     result = command("train", str(job), "--report", "r.json", "--set", "checkpoint.persist_every=1")
 
     report = json.loads(Path("r.json").read_text())
-    committed = len(report["iterations"])
-    assert result.exit_code == 2
+    committed, told = len(report["iterations"]), (result.stderr, report["events"])
+    assert result.exit_code == 2, told
     # The last reports may be on their way when the first rank ends the job.
     (iteration,) = re.findall(
         r"^planaria: training diverged in iteration (\d+), which", result.stderr
     )
-    assert 0 < committed <= int(iteration)
-    assert result.stderr.count("\n") == 1
+    assert 0 < committed <= int(iteration), told
+    assert result.stderr.count("\n") == 1, told
     (event,) = report["events"]
-    assert (event["kind"], event["iteration"]) == ("failed", committed)
+    assert (event["kind"], event["iteration"]) == ("failed", committed), told
     assert "diverged" in event["reason"]
 
 
