@@ -292,8 +292,8 @@ def _packed(layers: _Layers) -> _Keepers:
 def _opened(layers: _Layers, loads: Sequence[int], layer: int) -> Holders:
     """A new set of keepers for a layer.
 
-    Its nodes are preferably in domains that are not in the set yet, then have room, then hold a
-    layer next to this one, so that that layer may get the same set.
+    Nodes are preferred that are in domains which the set lacks; of those, nodes with room; of
+    those, nodes that hold a layer next to this one, so that the two layers may share the set.
     """
     keep, num_bytes = layers.holders[layer], layers.num_bytes[layer]
     near = frozenset[int]().union(*layers.holders[max(0, layer - 1) : layer + 2])
@@ -334,7 +334,8 @@ def _survival(layers: _Layers, keepers: _Keepers) -> tuple[float, ...] | None:
 
 
 def _is_no_worse(layers: _Layers, keepers: _Keepers, before: tuple[float, ...] | None) -> bool:
-    """Whether these keepers survive no less than `before` says; False if that is not countable."""
+    """Whether all layers survive at least as often with these keepers as `before` says; False if
+    that takes too long to count."""
     after = None if before is None else _survival(layers, keepers)
     if before is None or after is None:
         return False

@@ -32,7 +32,7 @@ class LayerSurvival:
 def layer_survival(
     plan: Plan, layer_copies: Sequence[LayerCopy], *, copies: int, rng: np.random.Generator
 ) -> tuple[LayerSurvival, ...]:
-    """The survival for 1, 2, .. 2 * copies lost nodes, at most LOST_MAX and all nodes.
+    """The survival for 1, 2, .. min(2 * copies, LOST_MAX, number of nodes) lost nodes.
 
     Args:
         layer_copies: further copies of all layers.

@@ -1,4 +1,6 @@
-"""Placements: which nodes keep copies of which node's state. N is the number of nodes, k of copies.
+"""Placements: which nodes keep copies of which node's state.
+
+N is the number of nodes, k the number of copies of each state, the node's own included.
 
     group     nodes 0 .. k-1 keep each other's states, so do nodes k .. 2k-1, ..; k must divide N
     ring      nodes i, i+1, .. i+k-1 keep the state of node i

@@ -14,7 +14,8 @@ that is answered ahead is whether there is a better plan for the present nodes, 
 have been chosen in a hurry, after a loss or when nodes joined or left.
 
 Source: Odyssey, section IV-C: the search for a plan can be performed in advance.
-Differs: Odyssey's algorithm 1 keeps one plan for all losses, whoever and however many are lost.
+Differs: Odyssey's algorithm 1 keeps one plan for all losses, regardless of which and how many nodes
+are lost.
 """
 
 from collections import Counter

@@ -194,7 +194,8 @@ def holder_sets(plan: Plan) -> frozenset[frozenset[int]]:
 
 
 def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
-    """An upper bound on the probability that a failure takes the last copy of some layer.
+    """An upper bound, up to _NEGLIGIBLE, on the probability that a failure takes the last copy of
+    some layer.
 
     A failure takes k of the N nodes, each set of k nodes with the same probability, where k is
     geometric with the given mean and at most N. The h holders of a layer are all among them with

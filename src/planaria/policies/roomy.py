@@ -48,8 +48,8 @@ class Roomy:
 
 
 def has_room(problem: Problem, plan: Plan) -> bool:
-    """Whether every stage of a plan fits into the smallest device memory of its nodes; True if that
-    is unknown."""
+    """Whether every stage of a plan fits into the smallest device memory of its nodes; True if any
+    of them has no limit."""
     limits = (
         node.device_memory_bytes or problem.profile.device_memory_bytes
         for pipeline in plan.pipelines

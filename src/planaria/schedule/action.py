@@ -124,9 +124,10 @@ def slots_of(routes: Sequence[Route]) -> list[int]:
 
 
 def crossings_of(routes: Sequence[Route]) -> list[tuple[bool, ...]]:
-    """Whether each hop, 0 .. len(route), is on another rank than the hop before it, by microbatch.
+    """Whether hops i - 1 and i of a route are on different ranks, for i = 0 .. len(route), by
+    microbatch.
 
-    The first entry and the last one, for which there is no such pair of hops, are False.
+    Entries 0 and len(route), for which one of the hops does not exist, are False.
     """
     by_route: dict[Route, tuple[bool, ...]] = {}
     for route in set(routes):
