@@ -1,15 +1,15 @@
 """Which ranks keep copies of which layers in memory, for a plan.
 
-Every rank keeps a copy of the layers that it holds in its own node's memory. Of each layer there
-are k - 1 further copies, which one of its holders sends, to nodes that do not compute it where
-there are any: a pipeline's nodes have replicas in other pipelines, and a copy there would be lost
-with them. Which nodes those are follows the placement of copies of nodes (placement/placement.py),
-as far as it allows that; so what a node sends goes to as few others as possible. Nodes that may
-fail together with holders come last.
+Every rank keeps a copy of the layers that it holds in the memory of its own node. Each layer has
+up to k - 1 further copies. One holder of the layer sends them to nodes that do not hold it: a copy
+on a node that computes the same layer in another pipeline would be lost together with that node.
+The copy holders are those that the placement of nodes (placement/placement.py) names for the
+sender, as far as they qualify, so that a node sends to as few other nodes as possible. Nodes that
+may fail together with holders are chosen last.
 
-Source: DESIGN 6 (checkpoints); Gemini (SOSP '23), section 4.
-Differs: Gemini has no replicas, so each of its machines sends all that it has; here one of several
-holders sends a layer, the one that has least to send by then.
+Source: Gemini (SOSP '23), section 4.
+Differs: in Gemini each state has one owner, so each machine sends all of its state; here a layer
+may have several holders, and the one that has the fewest bytes to send so far sends it.
 """
 
 from bisect import insort
@@ -30,16 +30,16 @@ def layer_copies(
     layer_bytes: Sequence[int],
     domains: Sequence[Collection[int]] = (),
 ) -> tuple[LayerCopy, ...]:
-    """The further copies of all layers, ascending. O(layers * nodes).
+    """The further copies of all layers, ascending by layer. O(layers * nodes).
 
-    There are fewer than copies - 1 where nodes that hold a layer are all that there are.
+    A layer has fewer than copies - 1 of them if fewer nodes do not hold it.
 
     Args:
-        copies: k, the sender's own included.
-        placement: of as many nodes as the plan has, by their places in plan.nodes.
-        layer_bytes: of each layer's state.
-        domains: nodes that may fail together; copies are outside of those of the layer's holders,
-            and of other copies, where that can be.
+        copies: k, the number of copies of each layer, the sender's own included.
+        placement: placement of as many nodes as the plan has, indexed by place in plan.nodes.
+        layer_bytes: bytes of each layer's state.
+        domains: sets of nodes that may fail together. Where possible, a copy is in another domain
+            than the layer's holders and its other copies.
     """
     per_node = plan.pipelines[0].template.devices_per_node
     preferred = {
@@ -55,7 +55,7 @@ def layer_copies(
     for layer in sorted(range(plan.num_layers), key=lambda n: (-layer_bytes[n], n)):
         source = min(sources[layer], key=lambda rank: (sent[rank], rank))
         first = preferred[source // per_node] - holders[layer]
-        # Of those that the placement does not tell the one that keeps least.
+        # The placement does not name these: the one that keeps the fewest bytes comes first.
         others = (n for _, n in by_kept if n not in first and n not in holders[layer])
         chosen = _apart(
             chain(sorted(first, key=lambda n: (kept[n], n)), others),
@@ -76,8 +76,11 @@ def layer_copies(
 def _apart(
     nodes: Iterable[int], *, number: int, struck: set[int], domain_of: Mapping[int, int]
 ) -> list[int]:
-    """The first so many of no domain that is struck or that another one is in, and of the others
-    where those are too few."""
+    """The first `number` nodes that share no domain with each other or with `struck`, filled up
+    with the first of the other nodes if those are too few.
+
+    Adds the domains of the chosen nodes to `struck`.
+    """
     chosen, others = list[int](), list[int]()
     for node in nodes:
         if len(chosen) == number:
@@ -93,12 +96,14 @@ def _apart(
 
 
 def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
-    """Of each rank's shard, which are as many as there are ranks: it is kept by ranks of the nodes
-    behind its own, place by place, on as many other nodes as there are if those are too few.
+    """The copies of shards, of which each rank has one: the copy holders of a shard are on the
+    nodes that follow the rank's own node, at the same place within the node as the rank.
+
+    A shard has fewer copies than `copies` if there are fewer nodes.
 
     Args:
-        nodes: of each rank its node.
-        copies: of each shard, its own node's included.
+        nodes: name of each rank's node.
+        copies: number of copies of each shard, the one on its own node included.
     """
     names = list(dict.fromkeys(nodes))
     places = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in names}
@@ -113,7 +118,7 @@ def shard_copies(nodes: Sequence[str], copies: int) -> tuple[LayerCopy, ...]:
 
 
 def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[int], ...]:
-    """Of each layer the nodes that have it or keep one of these copies, by their places in
+    """The nodes, for each layer, that hold it or keep one of these copies, as places in
     plan.nodes."""
     per_node = plan.pipelines[0].template.devices_per_node
     place = {node: index for index, node in enumerate(plan.nodes)}
@@ -125,7 +130,7 @@ def keeping_places(plan: Plan, copies: Iterable[LayerCopy]) -> tuple[frozenset[i
 
 
 def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
-    """By layer the nodes that have it, be it to compute it or not."""
+    """The nodes that hold each layer, whether they compute it or not."""
     per_node = plan.pipelines[0].template.devices_per_node
     nodes: dict[int, set[int]] = {layer: set() for layer in range(plan.num_layers)}
     for rank, layers in plan.held_by_rank.items():
@@ -135,7 +140,7 @@ def _holding_nodes(plan: Plan) -> Mapping[int, frozenset[int]]:
 
 
 def _computing_ranks(plan: Plan) -> Sequence[Sequence[int]]:
-    """By layer its plan.holders."""
+    """The ranks that compute each layer, ascending, as plan.holders has them."""
     ranks: list[list[int]] = [[] for _ in range(plan.num_layers)]
     for rank in plan.ranks:
         for layer in plan.layers_by_rank[rank]:

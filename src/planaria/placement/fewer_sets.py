@@ -1,18 +1,18 @@
-"""Copies of a plan's layers that lose one less often than where Gemini's placement has them.
+"""Places for copies of a plan's layers that lose a layer less often than Gemini's placement does.
 
-A layer is lost with all nodes that keep it: those that hold it, and its copy holders. What may be
-lost is the less, the fewer different sets of such nodes there are. Where pipelines share layers,
-`mixed` has more of them than there have to be: layers of the same holders have copy holders each of
-their own, and what holders of other layers keep could complete the same set.
+A layer is lost if all its keepers are lost: the nodes that hold it, and its copy holders. The fewer
+different sets of keepers there are, the less likely a loss is. Where several pipelines hold the
+same layers, `mixed` has more sets than necessary: layers with the same holders have different copy
+holders, and a layer with other holders could often have the same set of keepers, too.
 
-So, from where `mixed` has copies, sets are given up one after the other, each where all its layers
-can move to others: whatever fails, what is lost then was lost before, too. The same is done from
-copies that are packed into few sets at once, and, where nodes hold what no other one does, from the
-groups that placement/spread.py begins with. Of these the one of least risk is taken that is worse
-than `mixed` for no number of lost nodes. No node keeps more than some node does in `mixed`, and no
-layer is in fewer failure domains.
+So, starting from `mixed`, sets are given up one after the other, each if all its layers can move to
+other sets: failures that lose a layer afterwards would have lost one before, too. The same is done
+from copies that are packed into few sets from the beginning and, if there is only one pipeline,
+from the placements with which placement/spread.py starts. Of the results that are no worse than
+`mixed` for any number of lost nodes, the one of least risk is taken. No node keeps more than some
+node does in `mixed`, and a layer that moves to another set is in no fewer failure domains.
 
-Source: none; Gemini (SOSP '23), section 4, has nodes of which each holds what no other one does.
+Source: none; in Gemini (SOSP '23), section 4, each node holds a state that no other node holds.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,11 +36,12 @@ from planaria.placement.survival import (
     survivals,
 )
 
-LOST_MAX: Final = 32  # Up to so many lost nodes it is counted that no placement is worse.
-_STATES_MAX: Final = 64  # What takes more to count is not taken: all wait for the copies' places.
-_WAYS_MAX: Final = 1 << 13  # Of few nodes there may be more states: so many by the nodes.
+LOST_MAX: Final = 32  # Placements are compared with `mixed` for up to this many lost nodes.
+# A placement with more states to count is not taken: all nodes wait until the copies are placed.
+_STATES_MAX: Final = 64
+_WAYS_MAX: Final = 1 << 13  # With few nodes more states are allowed: this number / nodes.
 
-_Keepers = tuple[Holders, ...]  # Of each layer all nodes that keep it.
+_Keepers = tuple[Holders, ...]  # All nodes that keep each layer: its holders and copy holders.
 
 
 def optimised_copies(
@@ -50,7 +51,7 @@ def optimised_copies(
     layer_bytes: Sequence[int],
     domains: Sequence[Collection[int]] = (),
 ) -> tuple[LayerCopy, ...]:
-    """As `layer_copies`, with the least risk that was found.
+    """The further copies of all layers, as `layer_copies` returns them, with the least risk found.
 
     O(layers^2 + layers * nodes), and nodes * _STATES_MAX for what is counted: at 32 nodes and 34
     layers up to 5 ms, at 1,000 nodes and 98 layers up to 0.5 s, 1,000 layers up to 0.9 s.
@@ -60,7 +61,7 @@ def optimised_copies(
     of_mixed = placed(placement=paper_placement(num_nodes, copies, "mixed"))
     layers, mixed = _layers(plan, of_mixed, layer_bytes=layer_bytes, domains=domains)
     found = [_packed(layers)]
-    if len(plan.pipelines) == 1:  # Only there layers are placed as their nodes are.
+    if len(plan.pipelines) == 1:  # Only then a placement of nodes is one of their layers.
         found += [
             keeping_places(plan, placed(placement=as_placement(start)))
             for start in starts(num_nodes, copies, layers.failures)
@@ -77,15 +78,17 @@ def optimised_copies(
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """What is to be placed. Nodes are numbered by their places in the plan.
+    """The layers of which copies are to be placed. Nodes are numbered by place in plan.nodes.
 
     Attributes:
-        holders: of each layer, which keep it anyway.
-        num_copies: of each layer on other nodes.
-        room: of each node for copies.
-        domain_of: of each node; one that fails by itself only has a domain of its own.
-        failures: as nobody tells how likely they are.
-        chance: that all of some nodes are lost by them.
+        holders: nodes that hold each layer, and so keep it anyway.
+        num_copies: number of copies of each layer on other nodes.
+        num_bytes: bytes of each layer's state.
+        room: bytes of copies that each node may keep.
+        domain_of: index of each node's failure domain; a node that is in none has a negative index
+            of its own.
+        failures: failures of nodes and domains, with the default probabilities.
+        chance: function that returns the probability that all of some nodes are lost.
     """
 
     holders: tuple[Holders, ...]
@@ -97,11 +100,11 @@ class _Layers:
     chance: Callable[[Holders], float]
 
     def num_domains(self, nodes: Iterable[int]) -> int:
-        """Of these nodes."""
+        """The number of different failure domains of these nodes."""
         return len({self.domain_of[node] for node in nodes})
 
     def loads(self, keepers: _Keepers) -> list[int]:
-        """By node the bytes of the copies that it keeps."""
+        """The bytes of the copies that each node keeps."""
         loads = [0] * len(self.domain_of)
         for nodes, holders, num_bytes in zip(keepers, self.holders, self.num_bytes, strict=True):
             for node in nodes - holders:
@@ -109,11 +112,11 @@ class _Layers:
         return loads
 
     def have_room(self, keepers: _Keepers) -> bool:
-        """Whether no node keeps too much."""
+        """Whether no node keeps more bytes of copies than it has room for."""
         return all(load <= room for load, room in zip(self.loads(keepers), self.room, strict=True))
 
     def risk(self, keepers: _Keepers) -> float:
-        """The sum over all sets that may be lost of the probability that they are."""
+        """The sum of the probabilities that a set is lost, over the minimal sets of keepers."""
         return sum(map(self.chance, minimal(keepers)))
 
 
@@ -127,7 +130,7 @@ def _layers(
     layer_bytes: Sequence[int],
     domains: Sequence[Collection[int]],
 ) -> tuple[_Layers, _Keepers]:
-    """What is to be placed, and who keeps it in `mixed`."""
+    """The layers to be placed, and their keepers in `mixed`."""
     place = {node: index for index, node in enumerate(plan.nodes)}
     holders, mixed = keeping_places(plan, ()), keeping_places(plan, of_mixed)
     together = [frozenset(place[node] for node in nodes if node in place) for nodes in domains]
@@ -158,7 +161,10 @@ def _layers(
 def _copies(
     plan: Plan, like: Sequence[LayerCopy], holders: Sequence[Holders], keepers: _Keepers
 ) -> tuple[LayerCopy, ...]:
-    """From the same sources, of which each sends as much wherever that goes."""
+    """The copies with these keepers, sent by the same sources as in `like`.
+
+    How much a source sends does not depend on where it sends it.
+    """
     per_node = plan.pipelines[0].template.devices_per_node
     return tuple(
         replace(
@@ -176,7 +182,10 @@ def _copies(
 
 
 def _merged(layers: _Layers, keepers: _Keepers) -> _Keepers:
-    """With those sets given up, the likeliest to be lost first, whose layers all can move."""
+    """The keepers after each set whose layers can all move to other sets has been given up.
+
+    The sets that are most likely to be lost are tried first.
+    """
     found, loads = list(keepers), layers.loads(keepers)
     users: dict[Holders, list[int]] = {}
     for layer, nodes in enumerate(keepers):
@@ -202,7 +211,8 @@ def _moved(
     those: Sequence[int],
     others: Sequence[Holders],
 ) -> Mapping[int, tuple[Holders, Holders]] | None:
-    """By layer the set that it can move to, and who keeps it then; None if one cannot."""
+    """The set to which each of the layers `those` can move and the layer's keepers then, keyed by
+    layer; None if one of them cannot move."""
     after = list(loads)
     moved: dict[int, tuple[Holders, Holders]] = {}
     for layer in sorted(those, key=lambda layer: -layers.num_bytes[layer]):
@@ -219,7 +229,14 @@ def _moved(
 
 
 def _joined(layers: _Layers, layer: int, nodes: Holders, other: Holders) -> Holders | None:
-    """Who keeps a layer that joins another set: all of it, and as many as before."""
+    """The keepers of a layer that joins the set `other`: all of `other`, filled up with keepers
+    from `nodes` to as many as before; None if the layer cannot join it.
+
+    Args:
+        layer: layer that moves.
+        nodes: its keepers so far.
+        other: set of keepers that it joins.
+    """
     if not layers.holders[layer] <= other or len(other) > len(nodes):
         return None
     keep = other.union(sorted(nodes - other)[: len(nodes) - len(other)])
@@ -227,7 +244,7 @@ def _joined(layers: _Layers, layer: int, nodes: Holders, other: Holders) -> Hold
 
 
 def _has_room(layers: _Layers, loads: Sequence[int], layer: int, nodes: Iterable[int]) -> bool:
-    """Whether these can keep the layer, too."""
+    """Whether these nodes have room for a copy of the layer."""
     num_bytes = layers.num_bytes[layer]
     return all(loads[node] + num_bytes <= layers.room[node] for node in nodes)
 
@@ -240,7 +257,8 @@ def _carry(loads: list[int], before: Holders, after: Holders, num_bytes: int) ->
 
 
 def _packed(layers: _Layers) -> _Keepers:
-    """Layer after layer in a set that there is already, and else in a new one."""
+    """The keepers if each layer, one after the other, gets a set that exists already if one fits,
+    and else a new one."""
     num_bytes, loads = layers.num_bytes, [0] * len(layers.domain_of)
     of_holders: dict[Holders, list[int]] = {}
     for layer, nodes in enumerate(layers.holders):
@@ -272,8 +290,11 @@ def _packed(layers: _Layers) -> _Keepers:
 
 
 def _opened(layers: _Layers, loads: Sequence[int], layer: int) -> Holders:
-    """A new set for a layer: of other domains, with room, and, so that layers next to it may come
-    to have the same one, of their holders."""
+    """A new set of keepers for a layer.
+
+    Nodes are preferred that are in domains which the set lacks; of those, nodes with room; of
+    those, nodes that hold a layer next to this one, so that the two layers may share the set.
+    """
     keep, num_bytes = layers.holders[layer], layers.num_bytes[layer]
     near = frozenset[int]().union(*layers.holders[max(0, layer - 1) : layer + 2])
     for _ in range(layers.num_copies[layer]):
@@ -297,8 +318,8 @@ def _opened(layers: _Layers, loads: Sequence[int], layer: int) -> Holders:
 
 
 def _survival(layers: _Layers, keepers: _Keepers) -> tuple[float, ...] | None:
-    """How often all layers survive, by the number of lost nodes, and under the failures, as far as
-    domains make them differ; None where that takes too long to count."""
+    """The number of sets of 0, 1, .. lost nodes with which no layer is lost, followed, if there are
+    failure domains, by the probability that none is lost; None if counting takes too long."""
     num_nodes = len(layers.domain_of)
     states_max = max(_STATES_MAX, _WAYS_MAX // num_nodes)
     try:
@@ -313,7 +334,8 @@ def _survival(layers: _Layers, keepers: _Keepers) -> tuple[float, ...] | None:
 
 
 def _is_no_worse(layers: _Layers, keepers: _Keepers, before: tuple[float, ...] | None) -> bool:
-    """As far as can be counted; what cannot is taken for worse."""
+    """Whether all layers survive at least as often with these keepers as `before` says; False if
+    that takes too long to count."""
     after = None if before is None else _survival(layers, keepers)
     if before is None or after is None:
         return False

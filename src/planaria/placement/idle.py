@@ -1,5 +1,5 @@
-"""In which spans of an iteration copies may go, and what they take of them, as the plan's timeline
-predicts it."""
+"""The spans of an iteration in which copies may be sent, and how much of them the copies use, as
+the plan's timeline predicts."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,10 +18,13 @@ from planaria.schedule.lower import lowered
 def predicted_idle(
     problem: Problem, plan: Plan, copies: Collection[LayerCopy]
 ) -> tuple[IdleSpans, ...]:
-    """For each node that sends copies to another: when both ways are idle. O(actions).
+    """The idle spans of each pair of a sending rank and its copy holder. O(actions).
 
-    Source: Gemini (SOSP '23), section 5.4, which measures them.
-    Differs: known before the first iteration of a plan; and the receiver's way in counts.
+    A span is idle if both the sender's outgoing and the receiver's incoming link direction are.
+
+    Source: Gemini (SOSP '23), section 5.4, which measures the spans.
+    Differs: they are known before the first iteration of a plan, and the receiver's incoming
+    direction counts, too.
     """
     ways = _Ways(problem, plan)
     pairs = sorted({(copy.source, target) for copy in copies for target in copy.targets})
@@ -34,14 +37,17 @@ def predicted_idle(
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What the ranks of a node send of a version of the copies, over the way that they share.
+    """What the ranks of a node together send of one version of the copies.
+
+    The ranks of a node share its outgoing link direction.
 
     Attributes:
-        num_bytes: to all of their copy holders.
-        sends_s: for how long its chunks take its way.
-        idle_s: of an iteration, in which that way and those of the copy holders are free.
-        iterations: in which a version is sent that need not be there with a commit.
-        longer_s: by so much longer is an iteration whose commit waits for a version.
+        num_bytes: bytes sent to all of their copy holders.
+        sends_s: seconds for which the chunks occupy the outgoing direction.
+        idle_s: seconds of an iteration in which that direction and the incoming directions of all
+            copy holders are idle.
+        iterations: number of iterations over which a version is sent for which no commit waits.
+        longer_s: seconds by which an iteration is longer if its commit waits for a version.
     """
 
     num_bytes: int
@@ -60,12 +66,12 @@ def predicted_sending(
     chunk_bytes: int,
     gamma: float,
 ) -> dict[int, Sending]:
-    """By node that sends copies what it sends in each version. O(actions + chunks).
+    """What each node that sends copies sends of one version, keyed by node. O(actions + chunks).
 
     Args:
-        layer_bytes: of each layer's state.
-        chunk_bytes: of a buffer.
-        gamma: the share of an idle span that is used.
+        layer_bytes: bytes of each layer's state.
+        chunk_bytes: bytes of a buffer.
+        gamma: share of an idle span that is used.
 
     Source: Gemini (SOSP '23), section 5.3, algorithm 2.
     """
@@ -103,12 +109,12 @@ def predicted_sending(
 def _num_iterations(
     sent: Callable[[Sequence[float]], Sequence[Chunk]], spans_s: list[float]
 ) -> int:
-    """How many iterations of such spans all chunks fit into."""
+    """The number of iterations with these idle spans that it takes to send all chunks."""
     number = 1
     while True:
-        chunks = sent([*spans_s * number, 0.0])  # The last one takes what does not fit.
+        chunks = sent([*spans_s * number, 0.0])  # The last span takes what does not fit.
         left = [chunk for chunk in chunks if chunk.span == len(spans_s) * number]
-        if len(left) == len(chunks):  # One goes in each all the same.
+        if len(left) == len(chunks):  # Nothing fits; still one chunk is sent in each iteration.
             return max(1, len(chunks))
         if not left:
             return 1 + chunks[-1].span // len(spans_s)
@@ -116,7 +122,7 @@ def _num_iterations(
 
 
 def _last_s(chunks: Sequence[Chunk], span: int, link: Link) -> float:
-    """When the last chunk of a span has arrived, since that began."""
+    """Seconds from the start of a span until its last chunk has arrived; 0 if it has none."""
     return max((c.after_s + link.seconds(_size(c)) for c in chunks if c.span == span), default=0.0)
 
 
@@ -125,11 +131,13 @@ def _size(chunk: Chunk) -> int:
 
 
 class _Ways:
-    """When training takes the ways between nodes, in an iteration of a plan: each node has one out
-    and one in, whatever devices it has."""
+    """When training occupies the link directions of nodes, in an iteration of a plan.
+
+    Each node has one outgoing and one incoming direction, however many devices it has.
+    """
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
-        # Who is silent waits for nothing that copies could be late for.
+        # A silent rank waits for nothing that copies could delay.
         plan = replace(plan, silent={})
         self._devices_per_node = plan.pipelines[0].template.devices_per_node
         schedule = lowered(plan, tied=problem.profile.tied, order=problem.reduction_order)
@@ -146,16 +154,17 @@ class _Ways:
         self._take(schedule, timeline)
 
     def node_of(self, rank: int) -> int:
-        """Where it is."""
+        """The node of a rank."""
         return rank // self._devices_per_node
 
     def idle(self, source: int, targets: Iterable[int]) -> tuple[Interval, ...]:
-        """When a node's way out and the ways into all of these are free."""
+        """The intervals in which the outgoing direction of `source` and the incoming directions of
+        all `targets` are idle."""
         into = (taken for target in targets for taken in self._into[target])
         return idle_spans([*self._out[source], *into], end_s=self._end_s)
 
     def ends_s(self, rank: int) -> list[float]:
-        """When what a rank computes ends, ascending."""
+        """The times at which the computations of a rank end, ascending."""
         return sorted(self._ends_s[rank])
 
     def _take(self, schedule: Schedule, timeline: Timeline) -> None:

@@ -1,14 +1,14 @@
-"""When chunks of copies go over the network: in the spans of an iteration in which it is idle.
+"""When chunks of copies are sent: in the spans of an iteration in which the network is idle.
 
-What a node sends to its copy holders is cut into chunks that fill one idle span after the other. A
-chunk is as large as one of the buffers that the receiver keeps for it, or as what is left of its
-span has time for. Of each span only a share `gamma` is used, because spans differ from iteration to
-iteration. The last span has no end: what fits nowhere else goes there, and makes the iteration
+The bytes that a node sends to its copy holders are cut into chunks that fill one idle span after
+the other. A chunk is as large as one buffer of the receiver, or smaller if the rest of its span has
+no time for that. Only a share `gamma` of each span is used, because spans differ from iteration to
+iteration. The last span has no end: it takes what fits nowhere else, and so makes the iteration
 longer.
 
-Source: Gemini (SOSP '23), sections 5.2 to 5.4. Algorithm 2 itself is not in our copy of the paper,
-which tells in prose what it does; it is reconstructed from that.
-Differs: no chunk of a few bytes is cut to fill up a span; it would take a latency for nothing.
+Source: Gemini (SOSP '23), sections 5.2 to 5.4. Our copy of the paper lacks the listing of algorithm
+2; it is reconstructed from the paper's text, which describes it.
+Differs: no chunk of a few bytes is cut to fill up a span; it would cost a latency for nothing.
 """
 
 from bisect import bisect_right
@@ -21,10 +21,10 @@ from planaria.core.plan import Link
 
 Interval = tuple[float, float]
 
-PREDICTED_GAMMA: Final = 0.9  # Of spans that nobody has measured yet.
+PREDICTED_GAMMA: Final = 0.9  # The share that is used of spans that are not measured yet.
 
 _HALVINGS: Final = 6
-_LEAST_SHARE: Final = 1 / 16  # Of a buffer: no chunk is smaller, but the last one of a copy.
+_LEAST_SHARE: Final = 1 / 16  # No chunk but a copy's last is a smaller share of a buffer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,11 @@ class Chunk:
     """A part of a copy.
 
     Attributes:
-        span: the index of the idle span that it goes in.
-        copy: the index of the copy holder that it goes to.
-        first_byte: of the state, in the order in which it is sent; so is end_byte.
-        after_s: since the span began.
+        span: index of the idle span in which it is sent.
+        copy: index of the copy holder to which it is sent.
+        first_byte: its first byte in the state, counted in the order of sending.
+        end_byte: the byte after its last one, counted likewise.
+        after_s: seconds from the start of the span until it is sent.
     """
 
     span: int
@@ -57,11 +58,12 @@ def partitioned(
     """All chunks of a checkpoint, in the order in which they are sent. O(spans + chunks).
 
     Args:
-        spans_s: how long each idle span lasts; the last one is taken for endless.
-        num_bytes: that each copy holder gets.
-        num_copies: that others hold, k - 1.
-        chunk_bytes: of a buffer, S / b.
-        gamma: the share of a span that is used, above 0 and at most 1.
+        spans_s: duration of each idle span; the last one is taken to be endless.
+        num_bytes: bytes that each copy holder receives.
+        num_copies: number of copies on other nodes, k - 1.
+        chunk_bytes: bytes of a buffer, S / b in the paper.
+        link: link between two nodes.
+        gamma: share of a span that is used, above 0 and at most 1.
     """
     assert spans_s
     assert chunk_bytes > 0
@@ -86,8 +88,10 @@ def partitioned(
 
 
 def idle_spans(busy: Sequence[Interval], *, end_s: float) -> tuple[Interval, ...]:
-    """What is left of an iteration between intervals, which may overlap, in order of time; the last
-    one begins when nothing follows, at end_s at the latest."""
+    """The parts of an iteration outside the busy intervals, which may overlap, in order of time.
+
+    The last part, which may be empty, begins after the last busy interval, at end_s at the latest.
+    """
     spans: list[Interval] = []
     free_s = 0.0
     for start_s, until_s in sorted(busy):
@@ -98,10 +102,10 @@ def idle_spans(busy: Sequence[Interval], *, end_s: float) -> tuple[Interval, ...
 
 
 def anchored(idle: Sequence[Interval], ends_s: Sequence[float]) -> tuple[IdleSpan, ...]:
-    """Idle intervals by what their source has done when they begin.
+    """The idle intervals, with starts counted from the source's last completed computation.
 
     Args:
-        ends_s: of the source's own forwards and backwards, in order.
+        ends_s: times at which the source's own forwards and backwards end, ascending.
     """
     spans = []
     for start_s, end_s in idle:
@@ -112,10 +116,10 @@ def anchored(idle: Sequence[Interval], ends_s: Sequence[float]) -> tuple[IdleSpa
 
 
 def best_chunk_bytes(lasts_s: Sequence[float], *, most_bytes: int, link: Link, gamma: float) -> int:
-    """Of which chunks most go into spans that last so long; the largest of the best.
+    """The chunk size with which most bytes fit into spans of `lasts_s`; the largest of equals.
 
-    Chunks are of one size, for each is hashed where it is copied, before anybody knows in which
-    span it goes. Small ones fill spans up, large ones pay fewer latencies.
+    All chunks have one size, because a chunk is hashed where it is copied, before it is known in
+    which span it is sent. Small chunks fill spans better, large chunks pay fewer latencies.
     """
 
     def sent(size: int) -> int:

@@ -1,4 +1,4 @@
-"""How likely every layer of a plan survives lost nodes, by its live holders and by their copies."""
+"""How likely every layer of a plan survives lost nodes, with and without copies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from planaria.core.plan import Plan
 from planaria.placement.copies import keeping_places
 from planaria.placement.survival import Estimate, survival_by_lost
 
-LOST_MAX: Final = 16  # The states to count become many with the lost nodes.
+LOST_MAX: Final = 16  # The work of an exact count grows fast with the number of lost nodes.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSurvival:
-    """That no layer is lost when so many nodes of the plan are, any of them alike.
+    """How likely it is that no layer is lost if nodes of the plan are, all sets equally likely.
 
     Attributes:
-        live: that each has a live holder left.
-        kept: that each has one or a copy holder left; holders keep copies of their own.
+        num_lost: number of lost nodes.
+        live: probability that each layer still has a live holder.
+        kept: probability that each layer still has a live holder or a copy holder.
     """
 
     num_lost: int
@@ -31,11 +32,12 @@ class LayerSurvival:
 def layer_survival(
     plan: Plan, layer_copies: Sequence[LayerCopy], *, copies: int, rng: np.random.Generator
 ) -> tuple[LayerSurvival, ...]:
-    """For 1, 2, .. twice as many lost nodes as there are copies, LOST_MAX at most.
+    """The survival for 1, 2, .. min(2 * copies, LOST_MAX, number of nodes) lost nodes.
 
     Args:
-        copies: of each layer, its holder's own included.
-        rng: for what cannot be counted.
+        layer_copies: further copies of all layers.
+        copies: number of copies of each layer, its holder's own included.
+        rng: source of the samples that estimate what is too large to count.
     """
     num_nodes = len(plan.nodes)
     most_lost = min(num_nodes, 2 * copies, LOST_MAX)

@@ -1,17 +1,19 @@
-"""Which nodes keep copies of whose state.
+"""Placements: which nodes keep copies of which node's state.
 
-    group     nodes 0 .. k-1 keep each other's, nodes k .. 2k-1 theirs, ..; k has to divide N
-    ring      node i's state is kept by nodes i, i+1, .. i+k-1
-    mixed     groups; the last one has the N mod k nodes that remain, too, and is a ring
+N is the number of nodes, k the number of copies of each state, the node's own included.
+
+    group     nodes 0 .. k-1 keep each other's states, so do nodes k .. 2k-1, ..; k must divide N
+    ring      nodes i, i+1, .. i+k-1 keep the state of node i
+    mixed     groups of k nodes; the last group also has the N mod k remaining nodes and is a ring
     optimised what placement/spread.py finds for nodes that differ, or that fail together
 
-Each node keeps its own state, which costs no network, and k - 1 others keep a copy of it.
+Each node keeps its own state, which costs no network traffic, and k - 1 other nodes keep a copy.
 
 Source: Gemini (SOSP '23), section 4, algorithm 1.
-Differs: algorithm 1's loop is read as over all g groups, as its text says, and counts from 0; with
-N < k it is not defined, which is refused here. Theorem 1 has `mixed` for optimal where k divides N;
-that holds for k lost nodes. Of four nodes with two copies of which three are lost, all keeping one
-at node 0 is better.
+Differs: the loop of algorithm 1 is read as a loop over all g groups, as the paper's text says, and
+counts from 0. N < k, for which the algorithm is not defined, is refused here. Theorem 1 says that
+`mixed` is optimal where k divides N; that holds when k nodes are lost. With four nodes, two copies
+and three lost nodes it is better that all nodes keep a copy at node 0.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ Strategy = Literal["mixed", "group", "ring", "optimised"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The nodes that keep each node's state, itself first."""
+    """The nodes that keep each node's state; the node itself is the first."""
 
     holders: tuple[tuple[int, ...], ...]
 
@@ -39,7 +41,7 @@ class Placement:
 
     @property
     def num_kept(self) -> tuple[int, ...]:
-        """Of each node how many states it keeps, its own included."""
+        """How many states each node keeps, its own included."""
         counts = [0] * len(self.holders)
         for nodes in self.holders:
             for node in nodes:
@@ -48,10 +50,11 @@ class Placement:
 
 
 def paper_placement(num_nodes: int, copies: int, strategy: PaperStrategy) -> Placement:
-    """Groups, a ring, or both.
+    """The placement of a strategy: groups, a ring, or both.
 
     Raises:
-        ConfigError: there are fewer nodes than copies, or groups do not come out even.
+        ConfigError: there are fewer nodes than copies, or `copies` does not divide the number of
+            nodes though the strategy is "group".
     """
     check_copies(num_nodes, copies)
     if strategy == "group" and num_nodes % copies:
@@ -68,7 +71,7 @@ def paper_placement(num_nodes: int, copies: int, strategy: PaperStrategy) -> Pla
 
 
 def check_copies(num_nodes: int, copies: int) -> None:
-    """Raises ConfigError where a state cannot have so many copies."""
+    """Raises ConfigError if `num_nodes` nodes cannot keep `copies` copies of a state."""
     if not 1 <= copies <= num_nodes:
         remedy = f"has to be from 1 to the number of nodes, {num_nodes}: a node keeps one copy"
         raise ConfigError("copies", copies, remedy)
@@ -77,16 +80,16 @@ def check_copies(num_nodes: int, copies: int) -> None:
 def paper_probability(
     num_nodes: int, copies: int, strategy: PaperStrategy, *, num_lost: int
 ) -> float:
-    """That no state is lost when so many nodes are, any of them alike; exact.
+    """The exact probability that no state is lost if `num_lost` nodes are, all sets equally likely.
 
-    For k <= f < 2k and groups this is corollary 1.
+    For groups and copies <= num_lost < 2 * copies this is corollary 1 of Gemini.
     """
     found = {"mixed": mixed_survivals, "group": group_survivals, "ring": ring_survivals}
     return found[strategy](num_nodes, copies, num_lost) / comb(num_nodes, num_lost)
 
 
 def _placement(num_nodes: int, groups: Sequence[Sequence[int]], copies: int) -> Placement:
-    """Each group a ring; one of as many nodes as copies is one in which all keep all."""
+    """The placement in which each group is a ring; in a ring of `copies` nodes, all keep all."""
     holders: dict[int, tuple[int, ...]] = {}
     for group in groups:
         for index, node in enumerate(group):

@@ -1,12 +1,12 @@
-"""A placement of copies for nodes that differ, that fail together, or that have room for more.
+"""A placement of copies for nodes that differ, that fail together, or that have spare memory.
 
-What is looked for loses state with the least probability, within what each node can keep and can
-receive in an iteration. A state is lost with all nodes that keep it; the sum over all different
-sets of copy holders is what a walk through placements makes smaller: another node keeps a copy, two
-copies are exchanged, a node takes over the copy holders of another, two nodes change places. Steps
-for the worse are taken at first and hardly later (simulated annealing), from several placements to
-begin with. Of those that were met the one of the least exact probability is taken, so it is never
-worse than `mixed` where that is within the limits.
+The search minimises the probability that a state is lost, within what each node can keep and can
+receive for each checkpoint. A state is lost if all nodes that keep it are lost. Simulated annealing
+starts from several placements and reduces the sum of that probability over all different sets of
+nodes that keep a state. A step replaces a copy holder, exchanges two copy holders, lets a node take
+over the copy holders of another one, or swaps two nodes. Of the starts and the best placements that
+the walks met, the one with the least exact probability is taken, so it is never worse than `mixed`
+where `mixed` is within the limits.
 
 Source: none; Gemini (SOSP '23), section 4, has nodes that are all alike.
 """
@@ -22,7 +22,7 @@ from planaria.placement.placement import Placement, check_copies, paper_placemen
 from planaria.placement.survival import Failures, TooManyStatesError, loss_under, minimal
 
 _STEPS: Final = 20_000
-_WARM: Final = 0.3  # At first a step for the worse by this share of the risk is taken once in e.
+_WARM: Final = 0.3  # At first a step that adds this share of the risk is taken with chance 1/e.
 _COLD: Final = 1e-4
 
 Holders = frozenset[int]
@@ -30,12 +30,12 @@ Holders = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What each node can do, in bytes.
+    """The bytes that each node has, can keep and can receive.
 
     Attributes:
-        state: its own state.
-        memory: that it can keep, its own state included.
-        receive: that it can receive for each checkpoint.
+        state: bytes of each node's own state.
+        memory: bytes that each node can keep, its own state included.
+        receive: bytes that each node can receive for each checkpoint.
     """
 
     state: tuple[int, ...]
@@ -44,16 +44,16 @@ class Limits:
 
 
 def even_limits(num_nodes: int, copies: int) -> Limits:
-    """Nodes that are alike, of which each keeps as much as it has others keep."""
+    """The limits of nodes that are alike, each of which can keep `copies` states of size 1."""
     return Limits((1,) * num_nodes, (copies,) * num_nodes, (copies - 1,) * num_nodes)
 
 
 def optimised_placement(
     copies: int, *, failures: Failures, limits: Limits, seed: int = 0
 ) -> Placement:
-    """The placement of least risk that was met.
+    """The placement of least risk that the search finds.
 
-    O(starts * 20,000 steps), each of which looks at what the nodes that it concerns keep.
+    O(starts * 20,000 steps); a step looks only at what the nodes that it changes keep.
 
     Raises:
         ConfigError: there are fewer nodes than copies, or no placement is within the limits.
@@ -78,12 +78,13 @@ def optimised_placement(
 
 
 def as_placement(holders: Sequence[Holders]) -> Placement:
-    """Of the nodes that keep each node's state."""
+    """The placement with these holders of each node's state."""
     return Placement(tuple((node, *sorted(one - {node})) for node, one in enumerate(holders)))
 
 
 def risk(failures: Failures, holders: Sequence[Collection[int]]) -> float:
-    """The probability that some state is lost; where it cannot be counted the sum over all."""
+    """The probability that some state is lost; its upper bound, the sum over all sets of holders,
+    where an exact count needs too many states."""
     try:
         return loss_under(failures, holders)
     except TooManyStatesError:
@@ -105,7 +106,8 @@ def all_lost(failures: Failures, holders: Holders) -> float:
 
 
 def starts(num_nodes: int, copies: int, failures: Failures) -> Iterable[tuple[Holders, ...]]:
-    """Each shape, of nodes in their order and of nodes whose neighbours share no domain."""
+    """The placements from which walks start: each shape, with the nodes in ascending order and, if
+    there are domains, in an order that keeps nodes of one domain apart."""
     shapes = [
         tuple(frozenset(one) for one in paper_placement(num_nodes, copies, "mixed").holders),
         _blocked(num_nodes, copies),
@@ -121,8 +123,8 @@ def starts(num_nodes: int, copies: int, failures: Failures) -> Iterable[tuple[Ho
 
 
 def _blocked(num_nodes: int, copies: int) -> tuple[Holders, ...]:
-    """Groups, and the last nodes as a ring of blocks, so that those of a block share their
-    copy holders."""
+    """The copy holders in groups; the last nodes are a ring of blocks, and the nodes of a block
+    share their copy holders."""
     rest = copies + num_nodes % copies
     block = gcd(copies, num_nodes % copies)
     first = num_nodes - rest
@@ -139,8 +141,10 @@ def _blocked(num_nodes: int, copies: int) -> tuple[Holders, ...]:
 
 
 def _overlapping(num_nodes: int, copies: int) -> tuple[Holders, ...]:
-    """Groups, the last of which shares nodes with the one before: the fewest sets that there can
-    be, for nodes that can keep more than others."""
+    """The copy holders in groups, the last of which shares nodes with the one before it.
+
+    There are as few different sets as possible, but the shared nodes keep more than others.
+    """
     return tuple(
         frozenset(range(begin, begin + copies))
         for node in range(num_nodes)
@@ -149,7 +153,7 @@ def _overlapping(num_nodes: int, copies: int) -> tuple[Holders, ...]:
 
 
 def _striped(num_nodes: int, failures: Failures) -> tuple[int, ...]:
-    """The nodes by turns from each domain, the largest first."""
+    """The nodes in an order that spreads the nodes of each domain evenly over it."""
     inside = frozenset[int]().union(*failures.domains)
     domains = [sorted(domain) for domain in failures.domains]
     domains += [[node] for node in range(num_nodes) if node not in inside]
@@ -166,7 +170,14 @@ def _striped(num_nodes: int, failures: Failures) -> tuple[int, ...]:
 
 
 class _Walk:
-    """A placement that is changed step by step, with what it risks and by how much it is over."""
+    """A placement that is changed step by step.
+
+    Attributes:
+        holders: nodes that keep each node's state.
+        risk: sum, over the different sets of holders, of the probability that the set is lost.
+        overflow: bytes by which nodes exceed their limits, summed over all nodes.
+        kept_for: nodes whose states each node keeps, itself included.
+    """
 
     def __init__(self, holders: Sequence[Holders], failures: Failures, limits: Limits) -> None:
         self.holders = list(holders)
@@ -182,7 +193,7 @@ class _Walk:
             self._add(node, one)
 
     def change(self, to: Mapping[int, Holders]) -> dict[int, Holders]:
-        """Makes these the copy holders of these nodes; returns those before."""
+        """Changes the holders of the nodes in `to`; returns the holders that they had before."""
         before = {node: self.holders[node] for node in to}
         for node, holders in to.items():
             self._remove(node)
@@ -225,7 +236,7 @@ class _Walk:
 
 
 def _walked(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
-    """The best placement on a walk: what is least over, of those the one of least risk."""
+    """The best placement on a walk: the one of least overflow and, of equals, of least risk."""
     steps: tuple[Callable[[_Walk, Random], dict[int, Holders]], ...]
     steps = (_replaced, _exchanged, _adopted, _changed_places)
     best, best_cost = tuple(walk.holders), (walk.overflow, walk.risk)
@@ -246,7 +257,7 @@ def _walked(walk: _Walk, rng: Random) -> tuple[Holders, ...]:
 
 
 def _replaced(walk: _Walk, rng: Random) -> dict[int, Holders]:
-    """Another node keeps a copy."""
+    """The step in which another node becomes a copy holder in place of one."""
     node, other = _two(walk, rng)
     holders = walk.holders[node]
     given_up = sorted(holders - {node})
@@ -256,7 +267,7 @@ def _replaced(walk: _Walk, rng: Random) -> dict[int, Holders]:
 
 
 def _exchanged(walk: _Walk, rng: Random) -> dict[int, Holders]:
-    """Two nodes each keep what the other kept."""
+    """The step in which two nodes exchange one copy holder each."""
     one, two = _two(walk, rng)
     first, second = walk.holders[one], walk.holders[two]
     from_first, from_second = sorted(first - second - {one}), sorted(second - first - {two})
@@ -267,14 +278,14 @@ def _exchanged(walk: _Walk, rng: Random) -> dict[int, Holders]:
 
 
 def _adopted(walk: _Walk, rng: Random) -> dict[int, Holders]:
-    """A node has the copy holders of another one whose state it keeps."""
+    """The step in which a node takes over the holders of another node whose state it keeps."""
     node = rng.randrange(len(walk.holders))
     other = rng.choice(sorted(walk.kept_for[node]))
     return {node: walk.holders[other]}
 
 
 def _changed_places(walk: _Walk, rng: Random) -> dict[int, Holders]:
-    """Two nodes keep what the other kept, and are kept by who kept the other."""
+    """The step in which two nodes swap places, both as owners of a state and as holders."""
     one, two = _two(walk, rng)
     names = {one: two, two: one}
     return {

@@ -1,16 +1,17 @@
-"""How likely it is that no piece of state is lost, given which nodes keep each.
+"""How likely it is that no piece of state is lost, given which nodes keep each piece.
 
-A piece is lost when all nodes that keep it are. Nodes are looked at one after the other; of each
-way in which those so far are alive or lost only that is remembered which matters for the rest: the
-pieces that no node so far has saved, of which some nodes are still to come. For groups and rings
-these are few, so thousands of nodes are counted exactly. Where there are too many, losses are drawn
-and the estimate has an error.
+A piece is lost if all nodes that keep it are lost. The exact count is a dynamic program over the
+nodes, one after the other. Its states are what matters for the remaining nodes: the pieces of which
+some keeping nodes were looked at, all of them lost, and some are still to come. Groups and rings
+have few such states, so thousands of nodes are counted exactly. Where there are too many states,
+losses are sampled and the estimate has an error.
 
 Source: Gemini (SOSP '23), section 4 and corollary 1.
-Differs: corollary 1 is exact for k <= f < 2k only, a bound beyond, and below 0 for large f; here
-every f and every placement has its exact probability, for nodes that fail alike, on their own, or
-together with all others of their failure domain. `group_survivals`, `ring_survivals` and
-`mixed_survivals` are the same in closed form.
+Differs: corollary 1 is exact for k <= f < 2k only, a bound beyond, and below 0 for large f. Here
+the probability is exact for every number f of lost nodes and every placement, whether all nodes are
+equally likely to fail, each has its own probability, or nodes fail together with their failure
+domain. `group_survivals`, `ring_survivals` and `mixed_survivals` are the same counts in closed
+form.
 """
 
 from collections import defaultdict
@@ -23,29 +24,29 @@ from typing import Final
 
 import numpy as np
 
-STATES_MAX: Final = 1 << 14  # 1,000 nodes in a ring of 3 have 9.
-WAYS_MAX: Final = 1 << 21  # States of all nodes, of those that are counted in a second or two.
+STATES_MAX: Final = 1 << 14  # A ring of 1,000 nodes with 3 copies has 9 states.
+WAYS_MAX: Final = 1 << 21  # Nodes times states that can be counted in a second or two.
 NUM_DRAWS: Final = 100_000
-_CELLS_MAX: Final = 1 << 24  # Draws times nodes; of more than 167 nodes there are fewer draws.
-NODE_FAILURE: Final = 0.01  # Of a node by itself, where nobody tells.
-DOMAIN_FAILURE: Final = 0.001  # Of a failure domain with all its nodes.
+_CELLS_MAX: Final = 1 << 24  # Samples times nodes; beyond 167 nodes there are fewer samples.
+NODE_FAILURE: Final = 0.01  # Default probability that a node fails by itself.
+DOMAIN_FAILURE: Final = 0.001  # Default probability that a failure domain fails as a whole.
 _CELLS_AT_ONCE: Final = 1 << 22
 
 Holders = frozenset[int]
-# What a node's fate multiplies by, whether it is lost, and the domains that are down after it.
+# The factor of a node's fate, whether the node is lost, and the domains (bits) down after it.
 _Fate = tuple[float, bool, int]
 
 
 class TooManyStatesError(Exception):
-    """When pieces are kept in so many ways that losses cannot be counted."""
+    """Raised when an exact count needs more states than are allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A probability.
+    """A probability and how well it is known.
 
     Attributes:
-        error: its standard error, 0 if it is exact.
+        error: standard error of the probability, 0 if it is exact.
     """
 
     probability: float
@@ -54,12 +55,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What may be lost before what was lost is kept anew.
+    """The failures that may happen before lost copies are made again.
 
     Attributes:
-        node: the probability of each node to fail by itself.
-        domains: nodes that may fail together, such as those of a rack, and how likely they do; a
-            node is in one at most.
+        node: probability of each node that it fails by itself.
+        domains: probability that all nodes of a failure domain, such as a rack, fail together,
+            keyed by the domain's nodes; a node is in at most one domain.
     """
 
     node: tuple[float, ...]
@@ -67,7 +68,10 @@ class Failures:
 
 
 def minimal(kept_by: Iterable[Collection[int]]) -> tuple[Holders, ...]:
-    """Each set of nodes once, without those that are lost only if a smaller one is."""
+    """The distinct sets of nodes of which none contains another one.
+
+    A larger set is lost only if each set inside it is, so it adds nothing.
+    """
     found: list[Holders] = []
     by_first: defaultdict[int, list[Holders]] = defaultdict(list)
     distinct = {frozenset(nodes) for nodes in kept_by}
@@ -81,11 +85,12 @@ def minimal(kept_by: Iterable[Collection[int]]) -> tuple[Holders, ...]:
 def survival_by_lost(
     num_nodes: int, kept_by: Iterable[Collection[int]], *, most_lost: int, rng: np.random.Generator
 ) -> tuple[Estimate, ...]:
-    """That nothing is lost when 0, 1, .. most_lost nodes are, any of them alike.
+    """The probabilities that no piece is lost if 0, 1, .. most_lost nodes are, each set of lost
+    nodes equally likely.
 
     Args:
-        kept_by: the nodes that keep each piece.
-        rng: for what cannot be counted.
+        kept_by: nodes that keep each piece.
+        rng: source of the samples, for what is too large to count.
     """
     kept = minimal(kept_by)
     states_max = min(STATES_MAX, WAYS_MAX // num_nodes)
@@ -106,18 +111,22 @@ def survivals(
     most_lost: int | None = None,
     states_max: int = STATES_MAX,
 ) -> tuple[int, ...]:
-    """Of all sets of 0, 1, .. most_lost lost nodes, how many lose nothing.
+    """The number of sets of 0, 1, .. most_lost lost nodes with which no piece is lost.
 
-    O(nodes * most_lost * states) numbers of as many digits as there are nodes.
+    O(nodes * most_lost * states) numbers of as many binary digits as there are nodes.
 
     Args:
-        most_lost: all nodes if not given; the fewer, the fewer states there are.
+        kept_by: nodes that keep each piece.
+        most_lost: largest number of lost nodes, all nodes by default; the smaller it is, the fewer
+            states there are.
+        states_max: upper bound on the states of the count.
 
     Raises:
-        TooManyStatesError: there are more than states_max.
+        TooManyStatesError: there are more states than states_max.
     """
     most = num_nodes if most_lost is None else most_lost
-    digits = num_nodes + 1  # No number of sets is longer, so that one whole number has them all.
+    # No count has more bits than this, so one integer holds the counts of all numbers of losses.
+    digits = num_nodes + 1
     fates = ((1, False, 0), (1 << digits, True, 0))
     kept = minimal(nodes for nodes in kept_by if len(nodes) <= most)
     shown = (1 << digits * (most + 1)) - 1
@@ -135,10 +144,10 @@ def survivals(
 def survival_under(
     failures: Failures, kept_by: Iterable[Collection[int]], *, states_max: int = STATES_MAX
 ) -> float:
-    """The probability that nothing is lost.
+    """The probability that no piece is lost.
 
     Raises:
-        TooManyStatesError: there are more than states_max.
+        TooManyStatesError: there are more states than states_max.
     """
     return _under(failures, minimal(kept_by), states_max=states_max)[0]
 
@@ -146,17 +155,19 @@ def survival_under(
 def loss_under(
     failures: Failures, kept_by: Iterable[Collection[int]], *, states_max: int = STATES_MAX
 ) -> float:
-    """The probability that something is lost: a sum of positive terms, so that it has almost all
-    of its digits also where it is far less than what a survival is rounded to.
+    """The probability that some piece is lost.
+
+    It is a sum of positive terms, so it is accurate also where it is far smaller than the rounding
+    error of 1 - survival_under(..).
 
     Raises:
-        TooManyStatesError: there are more than states_max.
+        TooManyStatesError: there are more states than states_max.
     """
     return _under(failures, minimal(kept_by), states_max=states_max)[1]
 
 
 def _under(failures: Failures, kept: Sequence[Holders], *, states_max: int) -> tuple[float, float]:
-    """How likely nothing is lost, and how likely something is."""
+    """The probability that no piece is lost, and the probability that some piece is."""
     domains = tuple(failures.domains)
     order = _in_order(len(failures.node), (*kept, *domains))
     place = {node: index for index, node in enumerate(order)}
@@ -187,8 +198,18 @@ def _totals(
     times: Callable[[float, float], float],
     states_max: int,
 ) -> tuple[float, float]:
-    """The sum over all ways in which nothing is lost of the product of what they multiply by; and
-    over those in which something is, each as far as the node with which it is."""
+    """The total weights of all outcomes without and with a lost piece.
+
+    The weight of an outcome is the product of its nodes' factors. An outcome with a lost piece ends
+    at the node with which the first piece is lost; later nodes do not count.
+
+    Args:
+        order: order in which the nodes are looked at.
+        kept: nodes that keep each piece.
+        fates: function of a node and the domains that are down (bits), returns its possible fates.
+        times: product of a weight and a factor.
+        states_max: upper bound on the states.
+    """
     place = {node: index for index, node in enumerate(order)}
     begins, ends, keeps = (defaultdict[int, int](int) for _ in range(3))
     for index, holders in enumerate(kept):
@@ -196,7 +217,7 @@ def _totals(
         ends[max(holders, key=place.__getitem__)] |= 1 << index
         for node in holders:
             keeps[node] |= 1 << index
-    # By the pieces that are not saved so far, and the domains that are down.
+    # A state is the pieces that no live node keeps so far, and the domains that are down.
     totals: dict[tuple[int, int], float] = {(0, 0): 1}
     lost: float = 0
     for node in order:
@@ -216,15 +237,15 @@ def _totals(
 
 
 def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
-    """All nodes, those of groups that have begun before others, so that few are open at a time."""
+    """All nodes, ordered so that few groups at a time have some but not all nodes placed."""
     of_node: dict[int, list[int]] = {node: [] for node in range(num_nodes)}
     for index, group in enumerate(groups):
         for node in group:
             of_node[node].append(index)
     missing = [set(group) for group in groups]
-    # Of each node how many groups it would begin, less those that it would end.
+    # How many groups each node would begin, less how many it would end.
     opens = [sum(len(groups[index]) > 1 for index in of_node[node]) for node in range(num_nodes)]
-    near: list[tuple[int, int]] = []  # What is no longer so is passed over.
+    near: list[tuple[int, int]] = []  # A heap; outdated entries are skipped.
     left = dict.fromkeys(range(num_nodes))
     order: list[int] = []
     while left:
@@ -252,14 +273,15 @@ def _in_order(num_nodes: int, groups: Sequence[Holders]) -> list[int]:
 def _drawn(
     num_nodes: int, kept: Sequence[Holders], *, most_lost: int, rng: np.random.Generator
 ) -> tuple[Estimate, ...]:
-    """The shares of drawn losses that lose nothing; their errors are never 0, whatever was drawn,
-    but where no piece is kept by as few nodes as are lost.
+    """The shares of sampled losses with which no piece is lost, for 0, 1, .. most_lost lost nodes.
 
-    A draw is an order in which nodes are lost, so it serves for every number of them.
+    An error is 0 only where fewer nodes are lost than keep any piece, never by chance. A sample is
+    an order in which nodes are lost, so it serves for every number of lost nodes.
     """
     num_draws = max(1, min(NUM_DRAWS, _CELLS_MAX // num_nodes))
     at_once = max(1, _CELLS_AT_ONCE // num_nodes)
-    num_losing = np.zeros(num_nodes + 1, dtype=np.int64)  # By how many are lost when something is.
+    # Samples, by the number of lost nodes with which the first piece is lost.
+    num_losing = np.zeros(num_nodes + 1, dtype=np.int64)
     for begin in range(0, num_draws, at_once):
         number = min(at_once, num_draws - begin)
         ranks = rng.random((number, num_nodes)).argsort(axis=1).argsort(axis=1)
@@ -278,11 +300,11 @@ def _drawn(
 
 
 def group_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
-    """Of all sets of so many lost nodes, how many lose nothing, where the nodes are in groups of as
-    many as there are copies, each kept by all of its group.
+    """The number of sets of `num_lost` lost nodes with which no state is lost, for groups of
+    `copies` nodes in which each state is kept by all nodes of its group.
 
-    The coefficient of x^f in ((1 + x)^k - x^k)^(N / k), by inclusion and exclusion of groups that
-    are lost whole.
+    It is the coefficient of x^f in ((1 + x)^k - x^k)^(N / k), by inclusion and exclusion of groups
+    that are lost as a whole.
     """
     assert num_nodes % copies == 0
     num_groups = num_nodes // copies
@@ -295,10 +317,11 @@ def group_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
 
 
 def ring_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
-    """As above, where they are in a ring, each kept by itself and by those that follow.
+    """The same number for a ring in which each state is kept by its own node and by those that
+    follow.
 
-    Cyclic words of n letters with z = n - f zeros and no run of k ones: n / z times the words that
-    end in a zero, by inclusion and exclusion of runs.
+    It is the number of cyclic words of n letters with z = n - f zeros and no run of k ones: n / z
+    times the number of such words that end in a zero, by inclusion and exclusion of runs.
     """
     assert 1 <= copies <= num_nodes
     zeros = num_nodes - num_lost
@@ -312,7 +335,7 @@ def ring_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
 
 
 def mixed_survivals(num_nodes: int, copies: int, num_lost: int) -> int:
-    """As above, for groups of k nodes of which the last k and those that remain are a ring."""
+    """The same number for groups of k nodes; the last k and the remaining nodes are a ring."""
     rest = copies + num_nodes % copies
     if rest == copies:
         return group_survivals(num_nodes, copies, num_lost)

@@ -1,18 +1,18 @@
-"""Bamboo's answer to a loss: the neighbour computes the lost node's layers, which it kept in step.
+"""Bamboo's answer to a loss: a neighbour takes over the lost node's layers, which it held already.
 
-Every node keeps its successor's layers besides its own (planner/reroute/shadows.py): it takes part
-in their reductions, takes their optimizer steps, and computes their forwards ahead, in bubbles
-(schedule/redundant.py). When a node is lost, the neighbour that keeps its layers computes both: the
-pipeline goes on with a stage less, and nothing is sent.
+Every node holds the layers of its successor besides its own (planner/reroute/shadows.py): it takes
+part in their reductions, takes their optimizer steps, and computes their forwards ahead, in bubbles
+(schedule/redundant.py). When a node is lost, the neighbour that holds its layers computes both
+stages: the pipeline goes on with one stage less, and nothing is sent.
 
-What cannot be answered so is left to another policy: neighbours that are lost together, or one
-after the other; nodes that come, leave or are slow. Its plans get shadows anew, with what that has
-to send, where there is memory for them.
+Another policy answers what cannot be absorbed: neighbours that are lost together, or one after the
+other, and nodes that join, leave or are slow. The plans of that policy get new shadows if there is
+memory for them; the transfers that the shadows need are part of the transition.
 
 Source: Bamboo (NSDI '23), redundant computation.
 Differs: in Bamboo the neighbour goes on with the iteration in which a node is lost, from what it
-has computed eagerly; here the outcome of that iteration is on record first, so it is committed or
-done again as a whole. Microbatches are dealt anew, for the pipeline is slower now.
+has computed eagerly; here the outcome of that iteration is recorded first, so it is committed or
+redone as a whole. Microbatches are distributed anew, because the pipeline is slower now.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +35,12 @@ ABSORB: Final = "absorb"
 
 @dataclass(frozen=True, slots=True)
 class Absorb:
-    """The policy; where nodes have several devices it is `otherwise`.
+    """The policy that absorbs lost nodes; if nodes have several devices, it acts as `otherwise`.
 
     Attributes:
-        otherwise: answers what cannot be absorbed.
+        every: plans and templates of the job.
+        otherwise: policy that answers what cannot be absorbed.
+        restoring: strategy that assigns nodes and finds sources of layers.
     """
 
     every: EveryPlan
@@ -48,10 +50,10 @@ class Absorb:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """Absorbing alone, after a loss and where it can be; else what the other policy knows.
+        """The transition that absorbs a loss, if that is possible; else those of the other policy.
 
-        It cannot be where distrusted nodes alone would hold a layer then, if the other policy has
-        an answer without that.
+        If absorbing would leave a layer to distrusted nodes alone, the answers of both policies
+        that leave the fewest such layers are returned.
         """
         if self.every.problem.devices_per_node > 1:
             return self.otherwise.propose(plan, cluster, event, prices)
@@ -89,7 +91,7 @@ class Absorb:
     def _protected(
         self, transition: Transition, cluster: ClusterState, prices: Prices
     ) -> Transition:
-        """With shadows, if there is memory for them."""
+        """The transition with shadows in its plan; unchanged if there is no memory for them."""
         found = priced(self.every.problem, shadowed(transition.after))
         if found is None:
             return transition
@@ -103,9 +105,10 @@ class Absorb:
         )
 
     def _absorbed(self, plan: Plan, cluster: ClusterState) -> Priced | None:
-        """The plan with neighbours in the stead of lost nodes; None if some are not replaced.
+        """The plan in which neighbours replace the lost nodes; None if there is none.
 
-        A node that is there must have a place already, and nobody a layer that is not whole.
+        There is none if a lost node has no live neighbour that can take over its layers, if a live
+        node has no place in the plan, or if a rank would compute a layer that it does not hold.
         """
         held = {node.node: node.held[0] for node in cluster.nodes}
         if not held.keys() <= set(plan.nodes):
@@ -132,8 +135,8 @@ class Absorb:
 
 
 def _merged(pipeline: Pipeline, alive: frozenset[int]) -> Pipeline | None:
-    """The pipeline without lost nodes, whose layers their neighbours have; None if two of them are
-    next to each other."""
+    """The pipeline without its lost nodes, whose layers their neighbours take over; None if two
+    adjacent nodes or all nodes are lost."""
     lives = [node in alive for node in pipeline.nodes]
     if all(lives):
         return pipeline

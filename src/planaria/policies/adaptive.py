@@ -1,7 +1,8 @@
 """The answers of several policies to the same event, for one choice among all of them.
 
-What the best of them is depends on when the next failure comes, and on what it would take with it;
-`expected_samples_per_s` weighs that. Here are all that it can choose from, each plan once.
+Which answer is best depends on when the next failure comes and on what it would take with it;
+`expected_samples_per_s` weighs that. This policy returns all answers to choose from, each plan
+once.
 
 Source: Odyssey, section III: adaptive selection of the fault tolerance policy.
 Differs: any number of policies; all are priced by one estimator, with what each one moves.
@@ -19,10 +20,10 @@ from planaria.policies.unequal import STAY
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """The policy.
+    """The policy that combines others.
 
     Attributes:
-        policies: that it asks; of equals an answer of the first is taken.
+        policies: policies that it asks; of equal plans, the first policy's answer is taken.
     """
 
     policies: tuple[Policy, ...]
@@ -30,10 +31,13 @@ class Adaptive:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The answers of all policies but of those that leave more nodes without work than another.
-        After a loss besides, of those with empty places, each followed by the fastest without.
+        """The answers of the policies that give work to the most nodes.
 
-        Where a policy leaves out slow nodes, it proposes plans with them, too.
+        After a loss there are further ones: each answer with empty places, followed at later
+        commits by the fastest answer without empty places.
+
+        A policy counts by its answer with the most nodes at work. One that proposes to leave out
+        slow nodes also proposes plans with them, so it does not drop out.
         """
         answers = [policy.propose(plan, cluster, event, prices) for policy in self.policies]
         at_work = [
@@ -53,7 +57,8 @@ class Adaptive:
 
 
 def _followed(transitions: Sequence[Transition]) -> tuple[Transition, ...]:
-    """Quick answers now, and a better one at the commits after (coordinator/change.py)."""
+    """The answers with empty places, each followed by the fastest answer without, to which the job
+    changes at later commits (coordinator/change.py)."""
     whole = [transition for transition in transitions if not transition.after.gone]
     if not whole:
         return ()

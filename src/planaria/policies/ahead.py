@@ -1,19 +1,21 @@
 """Answers to losses that have not happened yet, so that a decision is a lookup.
 
-Nodes of equal pipelines at equal positions are alike: what answers the loss of one answers that of
-another, with the nodes renamed. So of all losses of one, two, .. nodes those are looked at that
-differ in this, the likeliest first; of 1,000 nodes in pipelines of eight there are 8, and 64 of
-two. An answer is kept as the policy gave it, with its transfers and its price, and a renamed one
-costs what the first one costs: links between nodes are all alike.
+Nodes at equal positions of equal pipelines are alike: the answer to the loss of one is, with nodes
+renamed, the answer to the loss of another. So the losses of one, two, .. nodes are grouped into
+sorts, and one loss of each sort is answered, the likeliest sort first. 1,000 nodes in pipelines of
+eight have 8 sorts of losses of one node, and 64 of two. An answer is kept as the policy gave it,
+with its transfers and its price; renamed, it costs the same, since all links between nodes are
+alike.
 
-What is kept serves where the survivors hold just what the plan gave them, are as fast as it takes
-them for and are trusted. All else is answered in a hurry while everybody waits, and by the policy
-itself while they train, unless the plan is too large for that. Whether there is a better plan for
-the nodes that there are is looked at first: a plan that answered a loss, or nodes that came or
-left, may have been chosen in a hurry.
+A kept answer is valid if the survivors hold exactly what the plan gave them, are as fast as the
+plan assumes, and are trusted. Everything else is answered by a quick policy while nodes wait, and
+by the policy itself while they train, unless the plan is too large for that. The first question
+that is answered ahead is whether there is a better plan for the present nodes, because the plan may
+have been chosen in a hurry, after a loss or when nodes joined or left.
 
 Source: Odyssey, section IV-C: the search for a plan can be performed in advance.
-Differs: Odyssey's algorithm 1 keeps one plan for all losses, whoever and however many are lost.
+Differs: Odyssey's algorithm 1 keeps one plan for all losses, regardless of which and how many nodes
+are lost.
 """
 
 from collections import Counter
@@ -30,22 +32,24 @@ from planaria.policies.policy import Policy, Prices, downtime_s
 from planaria.policies.repartition import is_usual, templates_of
 from planaria.policies.unequal import STAY
 
-SEARCH_STEPS_MAX: Final = 4000  # For one number of nodes; 32 nodes take 0.7 s.
-LOSSES_MAX: Final = 256  # That are looked at for one plan.
-# Of a plan that is answered by the policy itself while its nodes train, in up to 1 s.
+SEARCH_STEPS_MAX: Final = 4000  # Steps for one number of nodes; at 32 nodes they take 0.7 s.
+LOSSES_MAX: Final = 256  # Sorts of losses that are answered for one number of lost nodes.
+# Hops of the largest plan for which the policy itself answers while nodes train, in up to 1 s.
 _HOPS_MAX: Final = 1 << 10
 
-# Of a pipeline its template, the positions that were empty, and those of the nodes that are lost.
+# A pipeline's template, its empty positions, and the positions of its lost nodes.
 _Sort = tuple[PipelineTemplate, tuple[int, ...], tuple[int, ...]]
 _Key = tuple[frozenset[tuple[_Sort, int]], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """The answers to the loss of some nodes of a plan, which stand for those to all that are alike.
+    """The answers to the loss of some nodes of a plan; they stand for all losses of the same sort.
 
     Attributes:
-        transitions: as a policy proposed them.
+        plan: plan before the loss.
+        lost: lost nodes; empty for the question whether there is a better plan.
+        transitions: answers as a policy proposed them.
     """
 
     plan: Plan
@@ -57,16 +61,19 @@ Answers = Callable[[], tuple[Transition, ...]]
 
 
 class Known:
-    """What is known of losses, and of the nodes that there are."""
+    """The answers that are known, to losses and to whether there is a better plan without one."""
 
     def __init__(self) -> None:
         self._found: dict[_Key, tuple[Plan, tuple[int, ...], Answers]] = {}
 
     def add(self, plan: Plan, lost: tuple[int, ...], answers: Answers) -> None:
-        """Keeps the answers, instead of older ones to a loss that is alike.
+        """Keeps the answers to a loss, in place of older ones to a loss of the same sort.
 
         Args:
-            answers: gives them when they are asked for; most never are.
+            plan: plan before the loss.
+            lost: lost nodes.
+            answers: function that returns the answers; it is called on demand, since most answers
+                are never needed.
         """
         self._found[_key(plan, lost)] = plan, lost, answers
 
@@ -77,8 +84,8 @@ class Known:
     def answers(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...] | None:
-        """Those to a loss, or where nobody is lost what might be better than the plan; None if they
-        are not known. O(nodes + hops of different routes)."""
+        """The answers to a loss or, if no node is lost, the plans that might be better; None if
+        they are not known. O(nodes + hops of different routes)."""
         if isinstance(event, NodesChanged) and (event.joined or event.leaving or event.slow):
             return None
         alive = {node.node for node in cluster.nodes}
@@ -98,11 +105,12 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The policy: another one's answers, looked up where they are known.
+    """The policy that looks up another policy's answers where they are known.
 
     Attributes:
-        hurried: answers what is not known while everybody waits, and leaves to the search what
-            might be better.
+        policy: policy whose answers are looked up.
+        known: answers that are known.
+        hurried: quick policy that answers what is not known, after losses and for large plans.
     """
 
     policy: Policy
@@ -112,7 +120,7 @@ class Ahead:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """As the other policy, or in a hurry."""
+        """The known answers, else those of the quick policy or of the other policy."""
         with no_collection():
             known = self.known.answers(plan, cluster, event, prices)
         if known is not None:
@@ -131,15 +139,18 @@ def look_ahead(
     prices: Prices,
     failures_ahead: int,
 ) -> Iterator[Foreseen | None]:
-    """The policy's answers to the losses that a plan may meet, the likeliest first.
+    """Yields the policy's answers to the losses that a plan may meet, the likeliest first.
 
-    Before these what might be better than the plan where nobody is lost. For each number of nodes
-    first the layouts that it may want, in steps of a few ms that yield None; then an answer a step,
+    The plans that might be better if no node is lost come first. For each number of lost nodes it
+    first searches layouts, in steps of a few ms that yield None; then it yields an answer per step,
     which takes as long as the policy takes.
 
     Args:
-        searched: where the policy looks for layouts.
-        failures_ahead: so many nodes are lost at once at most.
+        policy: policy that answers.
+        searched: search from which the policy takes layouts.
+        plan: plan before the losses.
+        prices: costs of recovery.
+        failures_ahead: upper bound on nodes that are lost at once.
     """
     if plan.silent:
         return
@@ -157,7 +168,8 @@ def look_ahead(
 
 
 def _sharing(transitions: tuple[Transition, ...], plan: Plan) -> tuple[Transition, ...]:
-    """The same, in which what is equal is one object: a pickle has it once."""
+    """The same transitions, in which equal pipelines and routes are one object, which a pickle
+    contains once."""
     pipelines = {pipeline: pipeline for pipeline in plan.pipelines}
     routes = {route: route for route in plan.routes}
     plans: dict[int, Plan] = {}
@@ -179,9 +191,9 @@ def _sharing(transitions: tuple[Transition, ...], plan: Plan) -> tuple[Transitio
 
 
 def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
-    """Losses of so many nodes that have a place, one of each sort, the likeliest sort first.
+    """Yields losses of `number` nodes that have a place, one of each sort, the likeliest first.
 
-    Each set of nodes is as likely as any other; a sort is as likely as it has sets.
+    All sets of nodes are equally likely, so the likeliest sort is the one with the most sets.
     """
     found: dict[_Key, tuple[int, tuple[int, ...]]] = {_key(plan, ()): (1, ())}
     for _ in range(number):
@@ -198,7 +210,7 @@ def losses(plan: Plan, number: int) -> Iterator[tuple[int, ...]]:
 
 
 def _one_of_each(plan: Plan, lost: Collection[int]) -> Iterator[tuple[int, int]]:
-    """A node of each sort that is left, and how many there are of it."""
+    """Yields one node of each sort that is not lost, and how many nodes of the sort there are."""
     sorts = [_sort(pipeline, plan.gone, lost) for pipeline in plan.pipelines]
     numbers = Counter(sorts)
     for sort, number in numbers.items():
@@ -215,14 +227,15 @@ def _sort(pipeline: Pipeline, gone: Collection[int], lost: Collection[int]) -> _
 
 
 def _key(plan: Plan, lost: Collection[int]) -> _Key:
-    """The same for losses that are alike, of plans that are."""
+    """The key of a loss; it is equal for losses of the same sort, also of different plans."""
     gone = frozenset(plan.gone)
     sorts = Counter(_sort(pipeline, gone, lost) for pipeline in plan.pipelines)
     return frozenset(sorts.items()), len(plan.routes)
 
 
 def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
-    """Whether the survivors are just what the plan made of them."""
+    """Whether the survivors hold what the plan gave them and are of the kinds that it assumes, and
+    none is silent, leaving or distrusted."""
     if plan.silent or cluster.leaving or cluster.distrusted:
         return False
     held, kinds = plan.layers_by_rank, dict[int, object]()
@@ -240,7 +253,7 @@ def _is_foreseeable(plan: Plan, cluster: ClusterState) -> bool:
 
 
 class _Renaming:
-    """From the plan of foreseen answers to another one that is alike."""
+    """A renaming of nodes, from the plan of foreseen answers to another plan that is alike."""
 
     def __init__(
         self,
@@ -261,13 +274,13 @@ class _Renaming:
         for pipeline in foreseen.pipelines:
             target = targets[_sort(pipeline, foreseen.gone, foreseen_lost)].pop()
             self._node_of.update(zip(pipeline.nodes, target.nodes, strict=True))
-        # By what they are made of, which is looked up by identity: that takes no time.
+        # The renamed objects, keyed by the id of the original, because hashing these would be slow.
         self._pipelines: dict[int, Pipeline] = {}
         self._routes: dict[int, Route] = {}
         self._plans: dict[int, Plan] = {}
 
     def transition(self, one: Transition, *, redone_samples: int, prices: Prices) -> Transition:
-        """At the prices of now: what a recovery takes is learned from each."""
+        """The renamed transition, priced anew, since the job learns prices from its recoveries."""
         then = one.then
         if then is not None:
             then = self.transition(then, redone_samples=redone_samples, prices=prices)
@@ -294,7 +307,7 @@ class _Renaming:
         return self._node_of[node] * self._devices + device
 
     def _plan(self, plan: Plan) -> Plan:
-        """Its pipelines in the order of those before."""
+        """The renamed plan, with its pipelines in the order of those before."""
         if id(plan) not in self._plans:
             place = self._places()
             pipelines = [self._pipeline(pipeline) for pipeline in plan.pipelines]
@@ -311,7 +324,7 @@ class _Renaming:
         return self._plans[id(plan)]
 
     def _places(self) -> Mapping[int, tuple[int, int]]:
-        """Of each node its pipeline before, and its position there."""
+        """The pipeline of each node in the plan before, and the node's position in it."""
         return {
             node: (index, position)
             for index, pipeline in enumerate(self._before.pipelines)
@@ -319,14 +332,14 @@ class _Renaming:
         }
 
     def _pipeline(self, pipeline: Pipeline) -> Pipeline:
-        """Most answers keep most of those that there are."""
+        """The renamed pipeline; cached, since most answers have most pipelines in common."""
         if id(pipeline) not in self._pipelines:
             nodes = tuple(self._node_of[node] for node in pipeline.nodes)
             self._pipelines[id(pipeline)] = replace(pipeline, nodes=nodes)
         return self._pipelines[id(pipeline)]
 
     def _route(self, route: Route) -> Route:
-        """A plan has the same few routes thousands of times."""
+        """The renamed route; cached, since a plan has the same few routes thousands of times."""
         if id(route) not in self._routes:
             self._routes[id(route)] = tuple(
                 Hop(self._rank(hop.rank), hop.first_layer, hop.end_layer) for hop in route

@@ -1,18 +1,20 @@
 """Varuna's answer to a loss: the best symmetric grid of survivors, from the newest save on disk.
 
-A grid is so many pipelines of one template, its width, each of so many nodes, its depth. Of all
-depths that there are templates for, with as many pipelines as there are nodes for, the fastest is
-taken; nodes beyond width x depth idle. All ranks drop what they hold and load their layers from the
-newest complete save, without one from the seed or the given weights, as at the start; what was
-trained since is trained again. So no layer needs a live holder.
+A grid has `width` pipelines of one template with `depth` nodes. Every depth that has a template is
+tried, with as many pipelines as there are nodes for, and the fastest grid is taken; nodes beyond
+width x depth idle. All ranks drop what they hold and load their layers from the newest complete
+save. If there is none, they make them from the seed or the given weights, as at the start. What was
+trained since the save is trained again. So no layer needs a live holder.
 
-While training goes on nothing need be done again: nodes that come or leave get the best grid for
-those that there are, with the layers of live holders. A grid without slow nodes is looked at, too.
+While training goes on, nothing has to be trained again: if nodes join or leave, the job changes to
+the best grid for the present nodes, with layers from live holders. Grids with and without the slow
+nodes are compared.
 
 Source: Varuna (EuroSys '22), job morphing.
-Differs: processes live on, where Varuna starts them anew. Its stages have equally many cut-points;
-here a template is cut so that stages take equally long. The size of a microbatch stays, for it is
-part of the result. Varuna goes back for nodes that come, and saves when it is told that one leaves.
+Differs: processes live on; Varuna starts them anew. Varuna's stages have equal numbers of
+cut-points; here a template is cut so that stages take equally long. The microbatch size stays, as
+it is part of the result. Varuna goes back to a save when nodes join, and saves when it is told that
+a node leaves.
 """
 
 from collections import Counter
@@ -36,7 +38,7 @@ POLICY: Final = "morph"
 
 @dataclass(frozen=True, slots=True)
 class Morph:
-    """The policy."""
+    """The policy that forms the fastest grid."""
 
     every: EveryPlan
     restoring: Restoring = LEAST_BYTES
@@ -44,10 +46,11 @@ class Morph:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The grid; while training goes on, and nobody comes or leaves, also what there is.
+        """The best grid; if no node is lost, joins or leaves, also the present plan.
 
-        There is none with fewer nodes than the smallest template has, after a loss none if nobody
-        may go back, else none if `ClusterState.lost_layers` names a layer.
+        There is no answer with fewer nodes than the smallest template has, nor after a loss if the
+        job must not go back. Unless the job goes back to a save on disk, there is none either if
+        `ClusterState.lost_layers` names a layer.
         """
         fast = tuple(node for node in cluster.nodes if node.kind.speed >= 1.0)
         pools = dict.fromkeys((cluster.nodes, fast))
@@ -74,11 +77,11 @@ class Morph:
     def _grid(
         self, pool: Sequence[Node], plan: Plan, cluster: ClusterState, prices: Prices
     ) -> Priced | None:
-        """The best grid of these nodes."""
+        """The best grid of the nodes in `pool`; None if they are too few for any."""
         templates = grid_templates(self.every, len(pool))
         if not templates:
             return None
-        # Who idles: distrusted nodes first, then slow ones, then those without work.
+        # The last ones idle: distrusted nodes first, then slow ones, then those without work.
         at_work = set(plan.nodes)
         ordered = sorted(
             pool,
@@ -100,14 +103,15 @@ class Morph:
         return Priced(plain_plan(cluster.epoch, pipelines, microbatches), iteration_s)
 
     def _from_save(self, grid: Priced, plan: Plan, event: NodesLost, prices: Prices) -> Transition:
-        """All ranks load their layers, each node as fast as its link to other nodes is."""
+        """The transition in which all ranks load their layers from the save, each node at the speed
+        of its link to other nodes."""
         assert event.saved is not None
         per_node = self.every.problem.devices_per_node
         bytes_at: Counter[int] = Counter()
         for rank, layers in grid.plan.layers_by_rank.items():
             bytes_at[rank // per_node] += sum(prices.layer_bytes[layer] for layer in layers)
         load_s = 0.0
-        if event.saved.source:  # Else all make their layers anew.
+        if event.saved.source:  # Otherwise all ranks make their layers anew.
             load_s = prices.links["inter_node"].seconds(max(bytes_at.values()))
         return Transition(
             before=plan,
@@ -129,7 +133,8 @@ class Morph:
         prices: Prices,
         event: ClusterEvent,
     ) -> Transition:
-        """Layers come from whoever holds them, or copies of them if all have gone back to those."""
+        """The transition in which layers come from live holders, or from copies in memory if all
+        nodes have gone back to these."""
         return moving(
             plan,
             grid.plan,
@@ -144,9 +149,9 @@ class Morph:
 
 
 def grid_templates(every: EveryPlan, num_nodes: int) -> tuple[PipelineTemplate, ...]:
-    """The templates of the fastest grid, empty if there are too few nodes for any.
+    """The templates of the fastest grid; empty if there are too few nodes for any.
 
-    It runs no depth that its slowest pipeline's computing alone makes slower than another one.
+    A depth whose slowest pipeline alone takes no less than the best iteration so far is skipped.
     """
     num_microbatches = every.problem.num_microbatches
     bounds = []
@@ -170,5 +175,5 @@ def grid_templates(every: EveryPlan, num_nodes: int) -> tuple[PipelineTemplate, 
 
 
 def _name(plan: Plan) -> str:
-    """Such as 3x2: width and depth."""
+    """The name of a grid from its width and depth, such as "grid 3x2"."""
     return f"grid {len(plan.pipelines)}x{len(plan.pipelines[0].nodes)}"

@@ -24,17 +24,19 @@ _RESTORING: Final = {"least_bytes": LEAST_BYTES, "naive": NAIVE}  # resilience.a
 
 
 def searched_by(job: JobConfig, problem: Problem) -> Searched:
-    """What a job's policies will know of layouts."""
+    """A new, empty search for layouts within the ranges of a job."""
     ranges = Ranges(dp=job.resilience.dp_range, pp=job.resilience.pp_range)
     return Searched(problem, ranges)
 
 
 def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None) -> Policy:
-    """The policy that a job names, and that its nodes' speeds are answered with.
+    """The policy that a job names; it also answers changes in the speeds of nodes.
 
     Args:
-        searched: what is known of layouts; None if nothing is yet, and somebody waits: then less is
-            looked for.
+        job: configuration of the job.
+        every: plans and templates of the job.
+        searched: layouts that are known; None if none are and nodes wait for the answer, so that
+            the policy searches less.
     """
     hops_max = TRIES_HOPS_MAX if searched is None else HOPS_MAX
     restoring = _RESTORING[job.resilience.assignment]
@@ -61,8 +63,10 @@ def policy_of(job: JobConfig, every: EveryPlan, searched: Searched | None = None
 
 
 def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
-    """What takes some 30 ms at tens of nodes and a second at thousands, where the job lets its
-    coordinator choose."""
+    """The policy for quick answers of a job that lets its coordinator choose among policies.
+
+    An answer takes some 30 ms at tens of nodes and a second at thousands.
+    """
     restoring = _RESTORING[job.resilience.assignment]
     around = Reroute(every.problem, Adaptive(()), restoring, is_hurried=True)
     in_place = Rollback(every, Adaptive(()), restoring)
@@ -70,7 +74,7 @@ def hurried_policy_of(job: JobConfig, every: EveryPlan) -> Policy:
 
 
 def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
-    """As `policy_of`, with what is known of losses if the job looks ahead."""
+    """The policy that a job names; if the job looks ahead, it looks up the answers in `known`."""
     named = policy_of(job, every)
     if not looks_ahead(job):
         return named
@@ -79,7 +83,7 @@ def aware_policy_of(job: JobConfig, every: EveryPlan, known: Known) -> Policy:
 
 
 def looks_ahead(job: JobConfig) -> bool:
-    """Whether its policy has answers that are worth a search before they are needed."""
+    """Whether the job is to search for answers to losses before they happen."""
     resilience = job.resilience
     is_search = resilience.policy in ("adaptive", "repartition", "reroute")
     return resilience.failures_ahead > 0 and is_search

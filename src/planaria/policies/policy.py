@@ -1,10 +1,8 @@
-"""What a policy is, what its answers cost, and which of them is the best.
+"""The interface of a policy, the price of its answers, and the choice of the best one.
 
-A policy answers an event with transitions, as many as it has ideas, none if it cannot go on. All
+A policy answers an event with any number of transitions, with none if it knows no way to go on. All
 are priced alike: the downtime by the bytes that move, the iteration by the policy's estimate. The
-best makes the most samples that count before the next failure.
-
-Source: DESIGN 6 (Policies).
+best one trains the most samples that count until the next failure.
 """
 
 from collections import Counter
@@ -20,19 +18,19 @@ from planaria.restorer.sources import transfer_rounds
 from planaria.restorer.strategies import Restoring
 from planaria.schedule.lower import num_met
 
-_NEGLIGIBLE: Final = 1e-6  # Of all failures.
-_FIXED_HOPS: Final = 64  # As long as these take takes a schedule of none; measured.
+_NEGLIGIBLE: Final = 1e-6  # The share of all failures that may be neglected.
+_FIXED_HOPS: Final = 64  # The fixed cost of a schedule, as a number of hops; measured.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What recovery costs.
+    """The costs from which the downtime of a recovery is predicted.
 
     Attributes:
-        links: by kind: "intra_node" and "inter_node".
-        layer_bytes: of each layer's state: parameters and optimizer state.
-        regroup_s: of what every recovery needs, whatever moves: links and groups made anew.
-        hop_s: of a plan's schedules, for each hop that the largest is computed from.
+        links: links by kind, "intra_node" and "inter_node".
+        layer_bytes: bytes of each layer's state, parameters and optimizer state.
+        regroup_s: seconds that every recovery takes, whatever moves, to make links and groups anew.
+        hop_s: seconds to compute a plan's schedules, per hop of the largest schedule.
     """
 
     links: Mapping[str, Link]
@@ -43,15 +41,17 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What is to be expected of the next failure.
+    """The expectations about the next failure and the end of the job.
 
     Attributes:
-        failures_per_s: of the whole job; 0 if none is expected.
-        unsaved_samples: now, those that would be trained again if it took the last copy of a layer.
+        failures_per_s: failure rate of the whole job; 0 if no failure is expected.
+        unsaved_samples: samples that would be trained again if a failure now took the last copy of
+            a layer.
         between_saves: samples from one save to the next; inf if nothing is saved.
-        lost_max: samples that are trained again at most: of copies in memory, or inf.
-        remaining_samples: that the job has still to train; inf if it has no end.
-        nodes_per_failure: that one failure takes at once, on average.
+        lost_max: upper bound on the samples that are trained again, set by copies in memory; inf
+            if there is none.
+        remaining_samples: samples that the job has still to train; inf if it has no end.
+        nodes_per_failure: mean number of nodes that one failure takes at once.
     """
 
     failures_per_s: float
@@ -70,7 +70,7 @@ class Outlook:
 
 
 class Policy(Protocol):
-    """A way to answer what happens to the cluster."""
+    """A way to answer events of the cluster."""
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
@@ -78,14 +78,16 @@ class Policy(Protocol):
         """The transitions from the plan that would answer the event; none if this policy has none.
 
         Args:
-            plan: that the job leaves.
-            cluster: after the event; its epoch is that of the plans proposed.
+            plan: plan that the job leaves.
+            cluster: state after the event; the proposed plans get its epoch.
+            event: event to answer.
+            prices: costs of recovery.
         """
         ...
 
 
 def profile_prices(profile: ModelProfile, *, regroup_s: float) -> Prices:
-    """The prices that a profile tells, with a constant for what it does not."""
+    """The prices that follow from a profile, and `regroup_s`, which a profile does not tell."""
     return Prices(
         links=profile.links,
         layer_bytes=tuple(
@@ -96,17 +98,17 @@ def profile_prices(profile: ModelProfile, *, regroup_s: float) -> Prices:
 
 
 def scheduling_s(plan: Plan, hop_s: float) -> float:
-    """What schedules take where an epoch begins with this plan, before any rank trains."""
+    """Seconds to compute the schedules of a plan, before any rank trains in its epoch."""
     return hop_s * (_FIXED_HOPS + num_met(plan)) if hop_s else 0.0
 
 
 def downtime_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
-    """Regrouping but for the schedules, then the transfers."""
+    """Seconds to regroup, without computing schedules, and then to run the transfers."""
     return prices.regroup_s + transfer_s(transfers, prices, devices_per_node=devices_per_node)
 
 
 def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_node: int) -> float:
-    """For how long transfers at the same time keep the busiest link."""
+    """Seconds for which simultaneous transfers keep the busiest link direction busy."""
     bytes_on = bytes_by_link(transfers, devices_per_node=devices_per_node)
     return max((prices.links[link[0]].seconds(n) for link, n in bytes_on.items()), default=0.0)
 
@@ -114,10 +116,11 @@ def transfer_s(transfers: Iterable[Transfer], prices: Prices, *, devices_per_nod
 def bytes_by_link(
     transfers: Iterable[Transfer], *, devices_per_node: int
 ) -> Counter[tuple[str, str, int]]:
-    """What each link carries, by its kind, direction and end.
+    """The bytes on each link direction, keyed by link kind, direction and end.
 
-    Between nodes that is what one node sends to others, or what it receives; within a node what one
-    device sends or receives there.
+    The end of an "inter_node" link is a node: it counts what that node sends to other nodes, or
+    receives. The end of an "intra_node" link is a rank: it counts what that rank sends within its
+    node, or receives.
     """
     bytes_on: Counter[tuple[str, str, int]] = Counter()
     for transfer in transfers:
@@ -143,7 +146,7 @@ def moving(
     policy: str,
     answer: str,
 ) -> Transition:
-    """The way from a plan to another one: layers come from whoever holds them."""
+    """The transition from `plan` to `after` in which ranks get layers from their holders."""
     moved = restoring.sources(after, cluster, layer_bytes=prices.layer_bytes)
     per_node = after.pipelines[0].template.devices_per_node
     return Transition(
@@ -159,11 +162,11 @@ def moving(
 
 
 def num_exposed(plan: Plan, cluster: ClusterState) -> int:
-    """How many layers distrusted nodes alone would hold."""
+    """The number of layers that only distrusted nodes would hold."""
     distrusted = cluster.distrusted
     if not distrusted:
         return 0
-    # Nodes that are gone are no part of the cluster, but have places in pipelines still.
+    # Nodes that are gone are not in the cluster, but still have places in pipelines.
     untrusted = distrusted.union(plan.gone)
     return plan.num_layers - len(trusted_layers(plan.pipelines, untrusted))
 
@@ -171,16 +174,16 @@ def num_exposed(plan: Plan, cluster: ClusterState) -> int:
 def least_exposed(
     transitions: Sequence[Transition], cluster: ClusterState
 ) -> tuple[Transition, ...]:
-    """Those that leave the fewest layers to distrusted nodes alone."""
+    """The transitions that leave the fewest layers to distrusted nodes alone."""
     exposed = [num_exposed(transition.after, cluster) for transition in transitions]
     fewest = min(exposed, default=0)
     return tuple(one for one, number in zip(transitions, exposed, strict=True) if number == fewest)
 
 
 def holder_sets(plan: Plan) -> frozenset[frozenset[int]]:
-    """The nodes that hold a layer, for each layer; if all of one set are lost, a last copy is.
+    """The different sets of nodes that hold a layer. O(layers * nodes).
 
-    O(layers * nodes).
+    If all nodes of a set are lost, the last copy of some layer is lost.
     """
     per_node = plan.pipelines[0].template.devices_per_node
     holders: dict[int, set[int]] = {}
@@ -191,19 +194,22 @@ def holder_sets(plan: Plan) -> frozenset[frozenset[int]]:
 
 
 def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
-    """The probability that a failure takes the last copy of some layer, or little more.
+    """An upper bound, up to _NEGLIGIBLE, on the probability that a failure takes the last copy of
+    some layer.
 
-    A failure takes k of the N nodes, any k as likely, where k is geometric with the given mean,
-    N at most. The h holders of a layer are all among them with probability
+    A failure takes k of the N nodes, each set of k nodes with the same probability, where k is
+    geometric with the given mean and at most N. The h holders of a layer are all among them with
+    probability
 
         k / N * (k - 1) / (N - 1) * .. * (k - h + 1) / (N - h + 1)
 
-    which is added up for different sets of holders, so what two of them have in common counts
-    twice: for pipelines of 1 and 7 nodes, and two nodes a failure, that is half as much again.
+    These probabilities are added up over the different sets of holders, so a failure that takes two
+    sets counts twice: with pipelines of 1 and 7 nodes and two nodes per failure, the bound is 1.5
+    times the probability.
     """
     num_whole = sum(not set(pipeline.nodes).intersection(plan.gone) for pipeline in plan.pipelines)
     one_more = 1.0 - 1.0 / nodes_per_failure
-    if one_more ** max(0, num_whole - 1) < _NEGLIGIBLE:  # So many copies there are of each layer.
+    if one_more ** max(0, num_whole - 1) < _NEGLIGIBLE:  # Each whole pipeline holds all layers.
         return 0.0
     sizes = Counter(map(len, holder_sets(plan)))
     num_nodes = len(plan.nodes)
@@ -223,38 +229,38 @@ def share_at_risk(plan: Plan, *, nodes_per_failure: float) -> float:
 
 
 def _log_ways(number: int, taken: int) -> float:
-    """The logarithm of number * (number - 1) * .. * (number - taken + 1), of which thousands are as
-    quick as two."""
+    """The logarithm of number * (number - 1) * .. * (number - taken + 1), in constant time."""
     return lgamma(number + 1) - lgamma(number - taken + 1)
 
 
 def expected_samples_per_s(
     transition: Transition, *, global_batch_size: int, outlook: Outlook
 ) -> float:
-    """The samples that count until the next failure or the end of the job, as expected, over the
-    time until then.
+    """The expected samples that count until the next failure or the end of the job, divided by the
+    expected time until then.
 
-    The failure comes after T, exponential with rate L. Nothing counts for t: the downtime, and the
-    time in which R samples are done again; then a batch of B counts every iteration. With
-    v = B / iteration_s, without an end and over 1 / L
+    The failure comes after the time T, exponential with rate L. No sample counts during t, which is
+    the downtime and the time in which R samples are trained again; after that each iteration adds a
+    batch of B samples. With v = B / iteration_s, for a job without end,
 
         t = downtime_s + R / v
         samples until the next failure = v * integral over T of L * exp(-L * T) * max(0, T - t)
                                        = v * exp(-L * t) / L
 
-    Where the job ends at e, what would come after that is subtracted, and the time is
+    and the expected time is 1 / L. If the job ends at e, the samples after e are subtracted, and
+    the expected time is
 
         (1 - exp(-L * e)) / L
 
-    If another plan follows, m after the first has begun, what is beyond t + m is made at its pace.
-    What the failure takes back on average is subtracted: `samples_at_risk`.
+    If another plan follows, at m after the first one has begun, the samples after t + m are made at
+    its rate. The samples that the failure takes back on average (`samples_at_risk`) are subtracted.
 
-    With L = 0 that is v, or all samples that remain over the time that they take. Where L is high
-    the least t is best.
+    With L = 0 the result is v, or the remaining samples divided by the time that they take. If L is
+    high, the transition with the least t is best.
 
-    Source: DESIGN 6 (Policies); Odyssey, equation 8, for the first term.
-    Differs: samples that are redone are time in which nothing counts; last copies have a price; a
-    job that ends soon has little to gain by a plan that takes long to begin.
+    Source: Odyssey, equation 8, for the first term.
+    Differs: redone samples are time in which nothing counts; the loss of a last copy has a price; a
+    job that ends soon has little to gain from a plan that takes long to begin.
     """
     phases = _phases(transition, global_batch_size, outlook.remaining_samples)
     rate, end_s = outlook.failures_per_s, phases[-1].ends_s
@@ -270,10 +276,14 @@ def expected_samples_per_s(
 
 
 class _Phase(NamedTuple):
-    """A time in which samples are made by a plan.
+    """A span of time in which the job trains by one plan.
 
     Attributes:
-        made: samples before.
+        plan: plan of the phase.
+        samples_per_s: samples that it trains per second.
+        begins_s: seconds from the decision to its first sample that counts.
+        ends_s: seconds from the decision to its end; inf if it has none.
+        made: samples that count before it begins.
     """
 
     plan: Plan
@@ -284,7 +294,7 @@ class _Phase(NamedTuple):
 
 
 def _phases(transition: Transition, global_batch_size: int, remaining: float) -> list[_Phase]:
-    """One for each plan by which the job trains until its end, at least one."""
+    """The phases, one for each plan by which the job trains until its end; at least one."""
     samples_per_s = global_batch_size / transition.iteration_s
     begins_s = transition.downtime_s + transition.redone_samples / samples_per_s
     then = transition.then
@@ -299,20 +309,23 @@ def _phases(transition: Transition, global_batch_size: int, remaining: float) ->
 
 
 def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: Outlook) -> float:
-    """What the next failure makes the job train again, on average; nothing if the job has ended.
+    """The expected samples that the next failure makes the job train again; a failure after the end
+    of the job costs none.
 
-    A failure at T takes the last copy of some layer with probability p (`share_at_risk`) of the
-    plan by which the job trains then. It goes back to its newest save, so all that is not saved by
-    T is trained again: x, what is unsaved now, until the plan begins at t, and what that one made
-    besides after that, less what is saved meanwhile. With E(y, v) the mean of that if training
-    begins with y unsaved (`expected_unsaved`), for exponential T forgets how long it was
+    A failure at the time T takes the last copy of some layer with the probability p
+    (`share_at_risk`) of the plan by which the job trains then. The job then goes back to its newest
+    save and trains again what is not saved at T. Until the plan begins at t, that is x, the samples
+    that are unsaved now. Later it is x and what the plan has trained by T, less what was saved by
+    then. Let E(y, v) be the mean of that if training begins with y unsaved samples
+    (`expected_unsaved`). Since an exponential T has no memory, the result is
 
         p * (x * (1 - exp(-L * t)) + exp(-L * t) * E(x, v))
 
-    From t' on, where another plan follows or the job ends, with y unsaved, that plan's is
-    exp(-L * t') * E(y, v') in the stead of exp(-L * t') * E(y, v), each times its p.
+    If another plan follows at t', when y samples are unsaved, p * exp(-L * t') * E(y, v) is
+    subtracted and p' * exp(-L * t') * E(y, v') is added. If the job ends at t', the former is
+    subtracted only.
 
-    Where two saves have not come, as on a full disk, no other is expected to.
+    If two saves in a row are missing, as on a full disk, no later save is expected.
     """
     rate = outlook.failures_per_s
     if not rate * outlook.lost_max:
@@ -341,17 +354,17 @@ def samples_at_risk(transition: Transition, *, global_batch_size: int, outlook: 
 
 
 def expected_unsaved(unsaved: float, to_failure: float, between_saves: float) -> float:
-    """What is not saved when the next failure comes, on average, in any unit of time or work.
+    """The expected work that is unsaved when the next failure comes, in any unit of time or work.
 
-    The failure comes after T, which is exponential, and saves at each multiple of P: with x unsaved
-    now that is the mean of (x + T) mod P, with m the mean of T
+    The failure comes after T, which is exponential with mean m. A save happens at each multiple of
+    P. With x unsaved now, the result is the mean of (x + T) mod P, which is
 
         x + m - P * exp(-(P - x) / m) / (1 - exp(-P / m))
 
     Args:
-        unsaved: x, now.
-        to_failure: m.
-        between_saves: P; inf if nothing is saved.
+        unsaved: x, the work that is unsaved now.
+        to_failure: m, the mean work until the failure.
+        between_saves: P, the work from one save to the next; inf if nothing is saved.
     """
     if between_saves == inf:
         return max(0.0, unsaved + to_failure)
@@ -365,10 +378,14 @@ def expected_unsaved(unsaved: float, to_failure: float, between_saves: float) ->
 def best_transition(
     transitions: Sequence[Transition], *, global_batch_size: int, outlook: Outlook
 ) -> Transition:
-    """The one with the most expected samples; of equals that with the least downtime, the first.
+    """The transition with the most expected samples per second.
+
+    Of equals it is the one with the least downtime, and of those the first.
 
     Args:
-        transitions: at least one.
+        transitions: transitions to choose from, at least one.
+        global_batch_size: samples of one iteration.
+        outlook: expectations about the next failure.
     """
     assert transitions
 

@@ -1,28 +1,29 @@
 """Oobleck's answer to a loss: pipelines made anew from templates, so that every survivor works.
 
-The local answer takes three steps for each pipeline that lost nodes, and touches few others:
-1. Simple: a template of the nodes that it has left.
-2. Borrow: nodes from other pipelines, one at a time from the largest, until it has enough for the
-   smallest template that will do. The lenders shrink to smaller templates.
-3. Merge: if nobody can lend that many, it joins the smallest other pipeline. If there is no
-   template that large, the nodes of both are split over the templates that there are.
+The local answer tries three steps for each pipeline that lost nodes, and changes few others:
+1. Simple: the pipeline takes the template for its remaining nodes.
+2. Borrow: it takes nodes from other pipelines, one at a time from the largest, until it has enough
+   for the smallest template that fits. The lenders shrink to smaller templates.
+3. Merge: if the others cannot lend enough, it joins the smallest other pipeline. If there is no
+   template that large, the nodes of both are split over several templates.
 
-The global answer is the plan made at the start for the number of nodes that are left, whatever
-pipelines there were. Both are bound to nodes such that the fewest bytes move, unless another way to
-restore the job is passed in, and microbatches are distributed anew; the global batch stays.
+The global answer is the plan that was made at the start for the number of remaining nodes,
+regardless of the present pipelines. Both answers are bound to nodes such that the fewest bytes move
+(unless another strategy to restore the job is given), and microbatches are distributed anew; the
+global batch stays the same.
 
 Source: Oobleck (SOSP '23), sections 4.2 and 5, figure 8.
-Differs: all short pipelines are looked at together, the one that lacks least first, because its
-turn leaves most for the others; after a merge the next one may borrow again. A pipeline that was
-lost whole is made anew only if fewer than f + 1 would be left, else given up. Nodes that had no
-work lend first. The global answer is not in the paper; where it has f + 1 pipelines, or more than
-the local one if neither has, a local answer that falls short is refused. With fewer than
-(f + 1) * n0 nodes Oobleck stops; here both answers go on with what fits. A local answer that leaves
-nodes without work, new ones say, is refused where the global one does not.
+Differs: all short pipelines are considered together, the one that lacks the fewest nodes first,
+because its turn leaves most for the others; after a merge the next one may borrow again. A pipeline
+that lost all nodes is made anew only if fewer than f + 1 would be left, else it is given up. Nodes
+without work lend first. The global answer is not in the paper. A local answer is dropped if it has
+fewer pipelines than the global one and fewer than f + 1, or if it gives work to fewer nodes, as
+when new nodes join. With fewer than (f + 1) * n0 nodes Oobleck stops; here both answers go on with
+the pipelines that fit.
 
-Of these answers those are refused that leave more layers to distrusted nodes alone than another
-one. Where all do, though trusted nodes could hold the whole model, there is a third: a pipeline of
-trusted nodes, and for the others the plan for their number.
+Answers that leave more layers to distrusted nodes alone than another answer are dropped. If all
+leave some, though trusted nodes could hold the whole model, there is a third answer: one pipeline
+of trusted nodes, and the plan for the number of the other nodes.
 """
 
 from collections import Counter
@@ -57,7 +58,12 @@ class Step(IntEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """A pipeline by its number of nodes; `index` is its place in the plan before, -1 if new."""
+    """A pipeline as a number of nodes.
+
+    Attributes:
+        index: index of the pipeline in the plan before; -1: new.
+        num_nodes: number of its nodes.
+    """
 
     index: int
     num_nodes: int
@@ -65,7 +71,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Reformed:
-    """The pipelines of a local answer in the order of those that they replace, new ones last."""
+    """The pipelines of a local answer.
+
+    Attributes:
+        parts: pipelines in the order of those that they replace, new ones last.
+        step: highest step that was taken.
+    """
 
     parts: tuple[Part, ...]
     step: Step
@@ -73,7 +84,7 @@ class Reformed:
 
 @dataclass(frozen=True, slots=True)
 class Reinstantiate:
-    """The policy; without plans in `every` it has the local answer only."""
+    """The policy that makes pipelines anew; without plans in `every` it has only local answers."""
 
     every: EveryPlan
     restoring: Restoring = LEAST_BYTES
@@ -81,9 +92,9 @@ class Reinstantiate:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The local answer, then the global one, where there are; if need be the third.
+        """The local answer, the global one and, if needed, the third, as far as they exist.
 
-        There is none with fewer than n0 nodes, and none if `ClusterState.lost_layers` names a
+        There is no answer with fewer than n0 nodes, nor if `ClusterState.lost_layers` names a
         layer: then only a checkpoint helps.
         """
         if cluster.lost_layers(plan.num_layers):
@@ -113,7 +124,7 @@ class Reinstantiate:
         event: ClusterEvent,
         prices: Prices,
     ) -> Transition:
-        """The way from a plan to these pipelines, microbatches distributed anew."""
+        """The transition from a plan to these pipelines, with microbatches distributed anew."""
         iteration_s, microbatches = self.every.distribution([p.template for p in pipelines])
         after = plain_plan(cluster.epoch, pipelines, microbatches)
         return moving(
@@ -131,7 +142,8 @@ class Reinstantiate:
     def _local(
         self, plan: Plan, cluster: ClusterState, *, prices: Prices
     ) -> tuple[tuple[Pipeline, ...], str] | None:
-        """The pipelines of the three steps, and the name of the highest step taken."""
+        """The pipelines of the local answer, and the name of the highest step taken; None if there
+        is no such answer."""
         alive = {node.node for node in cluster.nodes}
         remaining = [len(alive.intersection(pipeline.nodes)) for pipeline in plan.pipelines]
         reformed = reformed_parts(
@@ -172,7 +184,7 @@ class Reinstantiate:
     def _global(
         self, plan: Plan, cluster: ClusterState, *, prices: Prices
     ) -> tuple[tuple[Pipeline, ...], str] | None:
-        """The pipelines of the plan for that many nodes."""
+        """The pipelines of the global answer, and its name; None if there is no such plan."""
         planned = self.every.plans.get(len(cluster.nodes))
         if planned is None:
             return None
@@ -187,7 +199,7 @@ class Reinstantiate:
         *,
         prices: Prices,
     ) -> tuple[Pipeline, ...]:
-        """These templates on all nodes, whatever pipelines there were."""
+        """The pipelines of these templates, bound to all nodes anew."""
         openings = openings_of(templates, plan, frozenset(node.node for node in cluster.nodes))
         return self.restoring.assignment(
             openings, cluster.nodes, before=plan, layer_bytes=prices.layer_bytes
@@ -196,8 +208,11 @@ class Reinstantiate:
     def _with_trusted_pipeline(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The fastest answer with a pipeline that trusted nodes can fill and the plan for the rest;
-        none that has fewer pipelines than are wanted, or fewer nodes at work, than the global one.
+        """The fastest answer that consists of a pipeline which trusted nodes can fill and the plan
+        for the number of the other nodes.
+
+        It has f + 1 pipelines, or as many as the global answer if that has fewer, and at least as
+        many nodes at work as the global answer.
         """
         every, num_nodes = self.every, len(cluster.nodes)
         num_trusted = sum(node.is_trusted for node in cluster.nodes)
@@ -233,21 +248,21 @@ def reformed_parts(
     num_idle: int,
     min_pipelines: int,
 ) -> Reformed | None:
-    """The three steps in numbers of nodes; None if the survivors make no pipeline.
+    """The result of the three steps in numbers of nodes; None if the survivors make no pipeline.
 
     Args:
-        before: nodes of each pipeline.
-        remaining: of these the survivors.
-        sizes: of the templates.
-        num_idle: survivors without work.
-        min_pipelines: as far as they can be had; f + 1.
+        before: number of nodes of each pipeline before the loss.
+        remaining: number of survivors in each pipeline.
+        sizes: numbers of nodes for which there are templates.
+        num_idle: number of survivors without work.
+        min_pipelines: number of pipelines to reach if possible, f + 1.
     """
     parts = [Part(index, left) for index, left in enumerate(remaining) if left]
     given_up = [Part(index, 0) for index, left in enumerate(remaining) if not left]
     parts += given_up[: max(0, min_pipelines - len(parts))]
     intact = {Part(i, nodes) for i, nodes in enumerate(before) if remaining[i] == nodes}
     step = Step.SIMPLE
-    # Each turn leaves fewer short pipelines, or fewer pipelines.
+    # The loop ends, since each turn leaves fewer short pipelines, or fewer pipelines.
     while short := [part for part in parts if part not in intact and part.num_nodes not in sizes]:
         part = min(short, key=lambda part: (_smallest_fit(part, sizes) - part.num_nodes, part))
         others = _without(part, parts)
@@ -266,7 +281,7 @@ def reformed_parts(
 
 
 def _smallest_fit(part: Part, sizes: Collection[int]) -> int:
-    """The smallest template for at least the part's nodes; out of reach if there is none."""
+    """The smallest template size that has room for the part's nodes; _OUT_OF_REACH if none has."""
     return min((size for size in sizes if size >= part.num_nodes), default=_OUT_OF_REACH)
 
 
@@ -278,9 +293,10 @@ def _borrowed(
     intact: Collection[Part],
     num_idle: int,
 ) -> tuple[list[Part], int] | None:
-    """The parts once this one has enough nodes, and how many are idle then; None if too few lend.
+    """The parts after `part` has got enough nodes, and the number of nodes that are still idle;
+    None if the others cannot lend enough.
 
-    Of the largest pipelines one that changes anyway lends first.
+    Of the largest pipelines, one that changes anyway lends first.
     """
     num_nodes = _smallest_fit(part, sizes)
     if num_nodes == _OUT_OF_REACH:
@@ -297,7 +313,8 @@ def _borrowed(
 
 
 def _merged(part: Part, others: Sequence[Part], sizes: Collection[int]) -> list[Part] | None:
-    """The parts once this one is split or has joined the smallest other; None if it is alone."""
+    """The parts after `part` was split or has joined the smallest other one; None if it can do
+    neither."""
     split = _split(part, sizes)
     if split:
         return [*others, *split]
@@ -307,12 +324,13 @@ def _merged(part: Part, others: Sequence[Part], sizes: Collection[int]) -> list[
     partner = min(partners, key=lambda other: (other.num_nodes, other.index))
     rest = _without(partner, others)
     merged = replace(partner, num_nodes=partner.num_nodes + part.num_nodes)
-    # What still has no template is short, and gets a turn of its own.
+    # A merged part that still has no template is short, and gets a turn of its own.
     return [*rest, *(_split(merged, sizes) or [merged])]
 
 
 def _split(part: Part, sizes: Collection[int]) -> list[Part]:
-    """The part's nodes over as few templates as will do, the largest first; empty if none will."""
+    """The parts into which the part's nodes are split, as few as possible, the largest first; empty
+    if the templates allow no split."""
     if part.num_nodes in sizes:
         return [part]
     found = instantiations(part.num_nodes, tuple(sizes), min_pipelines=1)
@@ -321,7 +339,7 @@ def _split(part: Part, sizes: Collection[int]) -> list[Part]:
 
 
 def _without(part: Part, parts: Sequence[Part]) -> list[Part]:
-    """The other parts; a new pipeline may equal another one."""
+    """The parts without one occurrence of `part`, which new pipelines may equal."""
     at = parts.index(part)
     return [*parts[:at], *parts[at + 1 :]]
 
@@ -329,9 +347,11 @@ def _without(part: Part, parts: Sequence[Part]) -> list[Part]:
 def openings_of(
     wanted: Sequence[PipelineTemplate], plan: Plan, alive: frozenset[int]
 ) -> list[Opening]:
-    """Pipelines of these templates, each in the stead of one of the plan before.
+    """The openings for pipelines of these templates, each in place of a pipeline of the plan before
+    as far as there are any.
 
-    A pipeline whose template stays comes first, then one that is whole, so that both may stay.
+    An opening replaces a pipeline of the same template if possible, preferably one that lost no
+    node, so that it may stay as it is.
     """
     templates = Counter(wanted)
     whole_first = sorted(

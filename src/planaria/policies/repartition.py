@@ -1,18 +1,18 @@
-"""Odyssey's answer to a loss: whatever pipelines suit the nodes that are left, made of no templates
-that were there before.
+"""Odyssey's answer to a loss: the pipelines that suit the remaining nodes best, without regard to
+the templates that were planned at the start.
 
 The layouts that a search finds (planner/layout/search.py) are bound to nodes such that the fewest
-bytes move. Several are proposed: the fastest, and slower ones that keep more of the pipelines that
-there are, for which less has to move. Searched are as many steps as are worth a pause; what was
-found before, while training went on, is there at once, and the search goes on from there.
+bytes move. Several are proposed: the fastest, and slower ones that keep more of the present
+pipelines, so that less has to move. The search takes as many steps as are worth a pause; it goes on
+from the layouts that were found earlier, while nodes trained.
 
-Nodes that differ in speed or memory are left to another policy, and so is what has no layout within
-the ranges. So is the question whether there is a better plan for the nodes that there are, as far
-as the plan as it is has to be priced.
+Another policy answers if nodes differ in speed or memory, or if no layout is within the ranges. If
+the question is only whether there is a better plan for the present nodes, that policy also prices
+the present plan.
 
 Source: Odyssey, section IV-A.
-Differs: Odyssey proposes the one layout with the lowest estimated iteration; what its transition
-costs has no part in the search.
+Differs: Odyssey proposes the one layout with the shortest estimated iteration, and its search does
+not consider the cost of the transition.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,13 @@ STEPS_MAX: Final = 64  # 0.4 s at 32 nodes and at 1,000; there is a good layout 
 
 @dataclass(frozen=True, slots=True)
 class Repartition:
-    """The policy.
+    """The policy that searches for new layouts.
 
     Attributes:
-        otherwise: answers what this one cannot.
-        searched: what is known of layouts; it is searched on in `propose`.
+        problem: model, profile and limits to plan for.
+        otherwise: policy that answers what this one cannot.
+        searched: search for layouts with what it has found; `propose` continues it.
+        restoring: strategy that assigns nodes and finds sources of layers.
     """
 
     problem: Problem
@@ -52,10 +54,11 @@ class Repartition:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The best layouts known, the fastest first; the other policy's answers if there are none,
-        or if all leave layers to distrusted nodes alone.
+        """The best layouts known, the fastest first; with the other policy's answers if there are
+        none, or if all leave layers to distrusted nodes alone.
 
-        There is none if `ClusterState.lost_layers` names a layer: then only a checkpoint helps.
+        There is no answer if `ClusterState.lost_layers` names a layer: then only a checkpoint
+        helps.
         """
         if cluster.lost_layers(plan.num_layers):
             return ()
@@ -87,7 +90,7 @@ class Repartition:
         event: ClusterEvent,
         prices: Prices,
     ) -> Transition:
-        """The way to a layout on the nodes that have most of it."""
+        """The transition to a layout, on the nodes that the assignment of `restoring` chooses."""
         alive = frozenset(node.node for node in cluster.nodes)
         pipelines = self.restoring.assignment(
             openings_of(layout.templates, plan, alive),
@@ -112,7 +115,7 @@ class Repartition:
 
 
 def is_usual(plan: Plan, cluster: ClusterState) -> bool:
-    """Whether all nodes are, and were taken for, such as the profile was measured on."""
+    """Whether all nodes are of the kind on which the profile was measured, also in the plan."""
     nodes = (*cluster.nodes, *cluster.leaving)
     return all(node.kind == NodeKind() for node in nodes) and not any(
         pipeline.template.kinds for pipeline in plan.pipelines
@@ -120,12 +123,12 @@ def is_usual(plan: Plan, cluster: ClusterState) -> bool:
 
 
 def templates_of(plan: Plan) -> tuple[PipelineTemplate, ...]:
-    """Of its pipelines, those with empty places included."""
+    """The templates of a plan's pipelines, those with empty places included."""
     return tuple(pipeline.template for pipeline in plan.pipelines)
 
 
 def answers(front: Sequence[Layout]) -> list[str]:
-    """What each is called, by what it has that faster ones lack."""
+    """The name of each layout, which tells what it has that faster ones lack."""
     names = []
     for index, layout in enumerate(front):
         is_like_fastest = layout.is_doubled is front[0].is_doubled
@@ -137,7 +140,7 @@ def answers(front: Sequence[Layout]) -> list[str]:
 
 
 def _dealt(layout: Layout, pipelines: Sequence[Pipeline]) -> tuple[int, ...]:
-    """The layout's microbatches, by pipeline; equal templates may have different numbers."""
+    """The number of microbatches of each pipeline; equal templates may have different numbers."""
     counts: dict[PipelineTemplate, list[int]] = {}
     for template, count in zip(layout.templates, layout.microbatches, strict=True):
         counts.setdefault(template, []).append(count)

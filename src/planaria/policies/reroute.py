@@ -1,19 +1,19 @@
 """ReCycle's answer to a loss: pipelines stay, and microbatches go around the places of lost nodes.
 
-Two transitions are priced:
-1. reroute: peers compute what the lost nodes would have. No parameter moves, so the job goes on at
-   once.
-2. reroute-normalised: a node without work takes an empty place, and gets its layers. When there is
-   none left, survivors change places with the lost as long as iterations get shorter: it is best to
-   lack one node of each stage, and worst to lack all from one.
+Two transitions are proposed:
+1. reroute: peers compute what the lost nodes would have computed. No parameter moves, so the job
+   goes on at once.
+2. reroute-normalised: a node without work takes an empty place, and gets its layers. If no such
+   node is left, survivors change places with lost nodes as long as iterations get shorter: it is
+   best if each stage lacks one node, and worst if one stage lacks them all.
 
-A layer lives in one place less with each loss of a holder, where pipelines made anew would hold it
-f + 1 times again. What cannot be answered so is left to another policy: nodes for which there is no
-place, nodes that are slow.
+Each loss of a holder leaves one place less that has its layers, whereas pipelines made anew would
+hold each layer f + 1 times again. Another policy answers what rerouting cannot: nodes for which
+there is no place, and nodes that are slow.
 
 Source: ReCycle (SOSP '24), adaptive pipelining and failure normalization.
-Differs: ReCycle needs pipelines that are cut alike, and solves an integer program for each number
-of failures beforehand; here a greedy search finds routes after the loss
+Differs: ReCycle needs pipelines with equal stages, and solves an integer program for each number of
+failures beforehand; here a greedy search finds routes after the loss
 (planner/reroute/reroutes.py), and each move is the one that helps most.
 """
 
@@ -40,20 +40,23 @@ POLICY: Final = "reroute"
 REROUTE: Final = "reroute"
 NORMALISED: Final = "reroute-normalised"
 
-_MOVES_RUN: Final = 3  # Of all possible ones, those that are run in virtual time.
-_HOPS_MAX: Final = 1 << 11  # Of all that are run; one is always.
-_HURRIED_HOPS_MAX: Final = 1 << 8  # Of a plan; an answer in a hurry takes some 20 ms then.
+_MOVES_RUN: Final = 3  # Upper bound on the moves that are simulated, of all possible ones.
+_HOPS_MAX: Final = 1 << 11  # Approximate bound on their hops; one move is simulated in any case.
+# Hops of the largest plan that is answered in a hurry, which takes some 20 ms.
+_HURRIED_HOPS_MAX: Final = 1 << 8
 
 
 @dataclass(frozen=True, slots=True)
 class Reroute:
-    """The policy.
+    """The policy that reroutes microbatches.
 
     Attributes:
-        otherwise: answers what rerouting cannot.
-        is_hurried: runs one try for each answer, if everybody has work then, and nothing of large
-            plans.
-        hops_max: of all that is run for an answer otherwise, see `rerouted`.
+        problem: model, profile and limits to plan for.
+        otherwise: policy that answers what rerouting cannot.
+        restoring: strategy that assigns nodes and finds sources of layers.
+        is_hurried: whether it simulates only one set of routes for each answer, if that gives work
+            to all nodes, and does not answer for large plans.
+        hops_max: bound on the hops that are simulated for an answer otherwise, as in `rerouted`.
     """
 
     problem: Problem
@@ -65,11 +68,16 @@ class Reroute:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The two above, where there are, and of these none that leaves more nodes without work
-        than the other; the other policy's too if some have none, and only those if fewer have none
-        then; and if distrusted nodes alone would hold a layer though all places are taken.
+        """The rerouted and the normalised transition, as far as they exist, and what the other
+        policy adds.
 
-        There is none if `ClusterState.lost_layers` names a layer: then only a checkpoint helps.
+        Of the two, those that give work to all nodes in the plan count, and of these the ones with
+        the most nodes. The other policy is asked, too, if they leave out a member, or if they leave
+        a layer to distrusted nodes alone though no place is empty; its answers replace them if they
+        have more nodes. If all this gives none, those that leave nodes without work are returned.
+
+        There is no answer if `ClusterState.lost_layers` names a layer: then only a checkpoint
+        helps.
         """
         if cluster.lost_layers(plan.num_layers):
             return ()
@@ -79,11 +87,11 @@ class Reroute:
                 self._transition(one, answer, plan, cluster, event, prices)
                 for answer, one in self._answers(plan, cluster)
             )
-        # A node that stays a member without work would wait for it until the next loss.
+        # A member without work would have to wait until the next loss to get some.
         working = tuple(one for one in found if not num_without_work(one.after))
         most = max((len(one.after.nodes) for one in working), default=0)
         working = tuple(one for one in working if len(one.after.nodes) == most)
-        # Where no place is empty any more, pipelines made anew may be as good.
+        # If no place is empty any more, pipelines made anew may be as good.
         is_exposed = any(not one.after.gone and num_exposed(one.after, cluster) for one in working)
         if most < len(cluster.nodes) or is_exposed:
             others = self.otherwise.propose(plan, cluster, event, prices)
@@ -98,7 +106,7 @@ class Reroute:
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         alive = frozenset(node.node for node in cluster.nodes)
         around = _emptied(of_kinds(plan, kinds), alive, epoch=cluster.epoch)
-        if around.gone == plan.gone:  # A worker is new, its node is not.
+        if around.gone == plan.gone:  # No node is lost: a worker is new, its node is not.
             as_is: Priced | None = Priced(around, simulated_s(self.problem, around))
         else:
             as_is = self._rerouted(around)
@@ -162,16 +170,17 @@ class Reroute:
 
 
 def _emptied(plan: Plan, alive: Collection[int], *, epoch: int) -> Plan:
-    """The plan with the places of all other nodes empty; its routes may go through them."""
+    """The plan in which the places of all nodes but `alive` are empty; its routes may still go
+    through these places."""
     nodes = sorted(node for pipeline in plan.pipelines for node in pipeline.nodes)
     gone = tuple(node for node in nodes if node not in alive)
     return replace(plan, epoch=epoch, silent={}, gone=gone)
 
 
 def _moves(plan: Plan, movers: Collection[int]) -> Iterator[Plan]:
-    """The plans in which one of the movers has an empty place, one of each sort.
+    """Yields the plans in which one of the movers has taken an empty place, one of each sort.
 
-    Whoever has a place leaves it empty: the two nodes change places.
+    A mover that had a place leaves that one empty.
     """
     sort_of = {
         node: (pipeline.template, position, _gone_positions(plan, pipeline.nodes))
@@ -202,7 +211,7 @@ def _gone_positions(plan: Plan, nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _layers_by_node(plan: Plan) -> dict[int, list[tuple[int, int]]]:
-    """Of every place by its node, the layers of each of its devices."""
+    """The layers of each device of every place, as (first, end), keyed by the node of the place."""
     found: dict[int, list[tuple[int, int]]] = {}
     for pipeline in plan.pipelines:
         stages, per_node = pipeline.template.stages, pipeline.template.devices_per_node

@@ -1,17 +1,17 @@
 """Gemini's answer to a loss: standby nodes take the places of lost ones, and the plan stays.
 
-They get the layers of these places in the newest state in which every layer exists: from nodes that
-hold them live, else, all having gone back to those, from copies in memory (coordinator/outcomes.py)
-or from what is saved. Nobody else computes other layers than before, so only these move. Empty
-places that microbatches went around are taken, too.
+They get the layers of these places in the newest state in which every layer exists. The layers come
+from live holders or, if all nodes have gone back to an older state, from copies in memory
+(coordinator/outcomes.py) or from a save. All other nodes compute the same layers as before, so only
+these layers move. Empty places that microbatches went around are taken, too.
 
-Where there are fewer nodes without a place than empty places another policy answers, for nobody
-waits for a machine; one that is granted later joins at a commit, like any node that comes. Where
-there are more it does, too, for all are to have work.
+If there are fewer standby nodes than empty places, another policy answers, because the job does not
+wait for a node; one that is granted later joins at a commit, like any other node. If there are more
+standby nodes, another policy answers, too, because all nodes are to have work.
 
 Source: Gemini (SOSP '23), section 6.2.
-Differs: Gemini has no replicas, so all its machines go back to their copies whenever one is lost,
-and they wait for a machine where none stands by.
+Differs: in Gemini each state has one owner, so all machines go back to their copies whenever one is
+lost, and they wait for a machine if there is no standby.
 """
 
 from dataclasses import dataclass, replace
@@ -31,10 +31,12 @@ STANDBY: Final = "standby"
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """The policy.
+    """The policy that fills empty places with standby nodes.
 
     Attributes:
-        otherwise: answers what standby nodes cannot.
+        every: plans and templates of the job.
+        otherwise: policy that answers what standby nodes cannot.
+        restoring: strategy that assigns nodes and finds sources of layers.
     """
 
     every: EveryPlan
@@ -44,11 +46,11 @@ class Rollback:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The plan with its empty places filled, after a loss and where it can be; else what the
-        other policy knows.
+        """The transition that fills all empty places after a loss, if that is possible; else those
+        of the other policy.
 
-        It cannot be where distrusted nodes alone would hold a layer then, if the other policy has
-        an answer without that.
+        If it would leave a layer to distrusted nodes alone, the answers of both policies that leave
+        the fewest such layers are returned.
         """
         filled: tuple[Transition, ...] = ()
         if isinstance(event, NodesLost) and not cluster.lost_layers(plan.num_layers):
@@ -61,8 +63,8 @@ class Rollback:
     def _filled(
         self, plan: Plan, cluster: ClusterState, event: NodesLost, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The plan's pipelines with the nodes that have no place in all that are empty; none if
-        they are not as many, or no place is empty."""
+        """The transition to the same pipelines with a standby node in each empty place; none if the
+        numbers of standby nodes and empty places differ, or no place is empty."""
         alive = frozenset(node.node for node in cluster.nodes)
         places = [node for pipeline in plan.pipelines for node in pipeline.nodes]
         num_empty = len(set(places).difference(alive))

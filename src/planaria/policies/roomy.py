@@ -1,9 +1,8 @@
-"""A policy without the answers that a device has no memory for, as the job has found out.
+"""A policy that drops another policy's answers for which devices have too little memory.
 
-A stage that ran out of memory needs more than was estimated. Once its estimate is raised
-(coordinator/learning/memory.py) the templates are cut anew, but policies keep pipelines that are
-whole. What does not fit any more is refused here, and where nothing else is left all is formed
-anew.
+A stage that ran out of memory needs more than was estimated. When its estimate is raised
+(coordinator/learning/memory.py), the templates are made anew, but policies keep pipelines that lost
+no node. Answers that no longer fit are dropped here; if none is left, all pipelines are made anew.
 """
 
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from planaria.policies.reinstantiate import Reinstantiate
 
 @dataclass(frozen=True, slots=True)
 class Roomy:
-    """The policy.
+    """The policy that checks memory.
 
     Attributes:
-        every: what the job can be re-formed to, with estimates that were raised.
+        policy: policy whose answers are checked.
+        every: plans and templates of the job, made with the raised estimates.
     """
 
     policy: Policy
@@ -31,8 +31,11 @@ class Roomy:
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """What fits of the other policy's answers, else of those that form all anew; if nothing
-        fits, what the other policy proposed: the node may have more memory than is known."""
+        """The other policy's answers that fit, else those of `Reinstantiate` that fit.
+
+        If nothing fits, all answers of the other policy are returned: the node may have more memory
+        than is known.
+        """
         proposed = self.policy.propose(plan, cluster, event, prices)
         if fitting := self._fitting(proposed):
             return fitting
@@ -45,7 +48,8 @@ class Roomy:
 
 
 def has_room(problem: Problem, plan: Plan) -> bool:
-    """Whether every stage of a plan fits, as far as is known."""
+    """Whether every stage of a plan fits into the smallest device memory of its nodes; True if any
+    of them has no limit."""
     limits = (
         node.device_memory_bytes or problem.profile.device_memory_bytes
         for pipeline in plan.pipelines
@@ -56,7 +60,7 @@ def has_room(problem: Problem, plan: Plan) -> bool:
 
 
 def stage_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Of each pipeline, what a device of each stage is estimated to hold at most."""
+    """The estimated peak bytes on a device of each stage, for each pipeline."""
     counts = zip(plan.pipelines, pipeline_microbatches(plan), strict=True)
     return tuple(
         peak_bytes(

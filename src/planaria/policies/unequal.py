@@ -1,19 +1,21 @@
-"""Answers for nodes that differ in speed, beside those for equal nodes.
+"""Answers for nodes that differ in speed, besides those for equal nodes.
 
-Where some node is slow, or was, every answer for equal nodes is taken as it is, with microbatches
-dealt and the iteration priced by the true speeds. While training goes on, and time is left to look
-for more, there are besides, also where all are equal and just a better plan is looked for:
+If some node is slow, or was, the answers for equal nodes are kept, but microbatches are distributed
+and the iteration is priced by the true speeds. While training goes on there is time for more
+answers. These are given also if all nodes are equal and the question is only whether there is a
+better plan:
 
-- stay: nothing changes; what the others are compared to.
-- recut: in the best of these answers, stages of pipelines with a slow node cut for its speed.
-- unequal: the planner's plan for nodes of these kinds, if they are few enough to plan for.
+- stay: nothing changes; the other answers are compared to it.
+- recut: the best of these answers, with new stages for the speeds in pipelines with a slow node.
+- unequal: the planner's plan for nodes of these kinds, if planning is not too much work.
 - without: the slowest nodes have no work, if the others tolerate f failures without them and are
   faster by 3% then. They stay members, with the speed that they had: a loss gives them work again,
-  for then every node counts.
+  because then every node counts.
 
-A loss is answered by the first only, at once; the others are looked at when training goes on.
+A loss is answered at once, by the answers for equal nodes only; the others are considered when
+training goes on.
 
-Source: DESIGN 6 (Planner); none of the papers has slow nodes.
+Source: none; none of the papers has slow nodes.
 """
 
 from collections import Counter
@@ -45,17 +47,22 @@ Kinds = Mapping[int, NodeKind]
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """The policy; where no node differs it is `alike`."""
+    """The policy for nodes that differ in speed.
+
+    Attributes:
+        alike: policy for equal nodes, whose answers it extends.
+    """
 
     alike: Reinstantiate
 
     def propose(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The answers for equal nodes, dealt for these, then the others that there are."""
+        """The answers for equal nodes, with microbatches for these nodes, and the further answers
+        listed in the module's docstring, `stay` first."""
         kinds = {node.node: node.kind for node in (*cluster.nodes, *cluster.leaving)}
         before = of_kinds(plan, {})
-        # Without nodes that come or leave the question is whether there is a better plan.
+        # If no node joins or leaves, the question is whether there is a better plan.
         is_news = isinstance(event, NodesChanged) and (
             bool(event.slow) or not (event.joined or event.leaving)
         )
@@ -83,7 +90,7 @@ class Unequal:
         without = self._without(plan, cluster, event, prices)
         best_s = min(transition.iteration_s for transition in (*stay, *found))
         pays = [one for one in without if one.iteration_s < (1.0 - _IDLE_GAIN_MIN) * best_s]
-        # What there is stays comparable: to keep it begins nothing.
+        # `stay` is always kept for comparison: it moves no layer to other nodes.
         return (*stay, *least_exposed((*found, *pays), cluster))
 
     def _dealt(
@@ -95,7 +102,7 @@ class Unequal:
         *,
         kinds: Kinds,
     ) -> tuple[Transition, ...]:
-        """The answers for equal nodes, with microbatches and prices for these."""
+        """The answers for equal nodes, with microbatches and prices for nodes of these kinds."""
         return tuple(
             self.alike.transition(
                 of_kinds(transition.after, kinds).pipelines,
@@ -111,7 +118,8 @@ class Unequal:
     def _recut(
         self, best: Plan, cluster: ClusterState, prices: Prices
     ) -> tuple[Pipeline, ...] | None:
-        """The pipelines of an answer, those with slow nodes cut for them; None if none is."""
+        """The pipelines of the answer `best`, with new stages in those that have slow nodes; None
+        if no pipeline changes."""
         nodes = {node.node: node for node in cluster.nodes}
         pipelines: list[Pipeline] = []
         for pipeline, count in zip(best.pipelines, pipeline_microbatches(best), strict=True):
@@ -131,7 +139,7 @@ class Unequal:
         return tuple(pipelines) if tuple(pipelines) != best.pipelines else None
 
     def _template(self, pipeline: Pipeline, num_microbatches: int) -> PipelineTemplate:
-        """The fastest for nodes of these kinds, in whatever order."""
+        """The fastest template for nodes of the pipeline's kinds, in any order."""
         counts = Counter(pipeline.template.node_kinds)
         costs = stage_costs(self.alike.every.problem, sorted(counts))
         of_each = tuple(counts[kind] for kind in costs.kinds)
@@ -141,7 +149,8 @@ class Unequal:
     def _unequal(
         self, before: Plan, cluster: ClusterState, prices: Prices
     ) -> tuple[Pipeline, ...] | None:
-        """The pipelines of the planner's plan for these kinds; None if it is too much to plan."""
+        """The pipelines of the planner's plan for nodes of these kinds; None if there is none, if
+        all nodes are equal, or if planning is too much work."""
         problem = self.alike.every.problem
         kinds = {node.node: node.kind for node in cluster.nodes}
         is_alike = all(kind == NodeKind() for kind in kinds.values())
@@ -158,7 +167,8 @@ class Unequal:
     def _without(
         self, plan: Plan, cluster: ClusterState, event: ClusterEvent, prices: Prices
     ) -> tuple[Transition, ...]:
-        """The best in which the slowest nodes only give what they hold; none if they are needed."""
+        """The fastest answer in which the slowest nodes have no work and only send what they hold;
+        none if they are needed or no node is slow."""
         every = self.alike.every
         lowest = min(node.kind.speed for node in cluster.nodes)
         slowest = tuple(node for node in cluster.nodes if node.kind.speed == lowest)
@@ -174,7 +184,7 @@ class Unequal:
 
 
 def staying(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -> Transition:
-    """The plan as it is, at its true price on nodes of these kinds."""
+    """The transition that keeps the plan, priced for nodes of these kinds."""
     after = replace(of_kinds(plan, kinds), epoch=cluster.epoch)
     is_plain = not (after.splits_backward or after.gone or after.ticks) and (
         sum(pipeline_microbatches(after)) == len(after.routes)
@@ -195,7 +205,7 @@ def staying(every: EveryPlan, plan: Plan, cluster: ClusterState, kinds: Kinds) -
 
 
 def of_kinds(plan: Plan, kinds: Kinds) -> Plan:
-    """The plan on nodes of these kinds, as the profile says where none is given."""
+    """The plan on nodes of these kinds; a node without one is of the kind that was profiled."""
 
     def told(pipeline: Pipeline) -> Pipeline:
         of_nodes = tuple(kinds.get(node, NodeKind()) for node in pipeline.nodes)

@@ -1,18 +1,18 @@
-"""A schedule is data: for every rank the actions that it runs, in order.
+"""Schedules: the actions that every rank runs in an iteration, in order, as data.
 
-It has four readers: the executor runs it, the estimator times it, the validator checks it and the
-plots draw it. An action says what is done, never who does it: the rank is where the action
-stands, the peer follows from the route of the microbatch.
+A schedule has four readers: the executor runs it, the estimator times it, the validator checks it
+and the plots draw it. An action says what is done, not who does it: its rank is the one whose list
+it is in, and the peer follows from the route of the microbatch.
 
 Text: an action is `{hop}{kind}{microbatch}`, so `0F3` is the forward of microbatch 3 at hop 0 of
 its route and `1SB2` sends the gradient of microbatch 2 from hop 1 back to hop 0. A backward is
-whole, `1B2`, or its input's gradient `1BI2` and, some time later, its weights' `1BW2`. A reduction
-is `R{bucket}`. An eager forward of hop 1 on the rank of the hop before it (redundant.py) is `1E3`.
-A schedule is one line a rank: `0: 0F0 0F1 0B0 0B1 R0`.
+whole, `1B2`, or split into the gradient of its input, `1BI2`, and, some time later, that of its
+weights, `1BW2`. A reduction is `R{bucket}`. An eager forward of hop 1 on the rank of the hop before
+it (redundant.py) is `1E3`. A schedule has one line per rank: `0: 0F0 0F1 0B0 0B1 R0`.
 
 Source: the text form follows torch.distributed.pipelining's `_Action`.
-Differs: the number in front is the hop of the microbatch's own route, not a stage of the job:
-microbatches of heterogeneous and of rerouted pipelines visit stages of different boundaries.
+Differs: the number in front is the hop of the microbatch's own route, not a stage of the job,
+because microbatches of heterogeneous or rerouted pipelines visit stages with different boundaries.
 """
 
 import re
@@ -27,7 +27,7 @@ from planaria.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its text."""
+    """The kinds of actions; the value of a member is its text."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -41,8 +41,8 @@ class Kind(StrEnum):
     REDUCE = "R"
 
 
-# Reading a member off its class costs 0.25 us in Python 3.11, a name 0.02 us, and the walkers
-# compare kinds some millions of times for 1,000 ranks.
+# In Python 3.11 Kind.FORWARD takes 0.25 us, a global name 0.02 us, and with 1,000 ranks kinds are
+# compared some millions of times.
 FORWARD = Kind.FORWARD
 BACKWARD = Kind.BACKWARD
 BACKWARD_INPUT = Kind.BACKWARD_INPUT
@@ -56,12 +56,13 @@ REDUCE = Kind.REDUCE
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One step of a rank.
 
-    A named tuple, not a dataclass: 1,000 ranks with 128 microbatches have 770,000 of them, and
-    a frozen dataclass takes over twice as long to make.
+    It is a named tuple, not a dataclass, because 1,000 ranks with 128 microbatches have 770,000 of
+    them, and a frozen dataclass takes over twice as long to make.
 
     Attributes:
+        kind: what the action does.
         microbatch: index into the schedule's routes; -1 for a reduction.
         hop: index into the route of the microbatch; -1 for a reduction.
         bucket: index into the schedule's buckets; -1 for all but a reduction.
@@ -83,10 +84,11 @@ class Bucket:
     """Gradients that the same ranks sum in one reduction.
 
     Attributes:
-        layers: ascending; the layers whose gradients must be finished before.
-        ranks: ascending, at least two.
+        layers: layers whose gradients must be complete before, ascending.
+        ranks: ranks that sum them, ascending, at least two.
         tied: index of the tied parameter that this bucket sums; -1: the layers' own parameters.
-        round_index: buckets of one round share no rank, so they run side by side.
+        round_index: index of its round; buckets of one round share no rank, so they run in
+            parallel.
     """
 
     layers: tuple[int, ...]
@@ -97,12 +99,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Who does what in one iteration.
+    """The actions of all ranks in one iteration.
 
     Attributes:
-        routes: of every microbatch of the job, as in the plan.
-        actions: by rank, in the order in which the rank runs them.
-        buckets: what reductions sum, in the global order in which they run.
+        routes: route of every microbatch of the job, as in the plan.
+        actions: actions of each rank, keyed by rank, in the order in which the rank runs them.
+        buckets: buckets that are reduced, in the global order of the reductions.
     """
 
     routes: tuple[Route, ...]
@@ -111,9 +113,9 @@ class Schedule:
 
 
 def slots_of(routes: Sequence[Route]) -> list[int]:
-    """Where each microbatch's hops begin when all hops of all routes stand in one list.
+    """The index of each microbatch's first hop in the list of all hops of all routes.
 
-    One entry more than there are microbatches: the last is the length of that list.
+    There is one more entry, the length of that list.
     """
     slots = [0]
     for route in routes:
@@ -122,9 +124,10 @@ def slots_of(routes: Sequence[Route]) -> list[int]:
 
 
 def crossings_of(routes: Sequence[Route]) -> list[tuple[bool, ...]]:
-    """By microbatch, for hops 0 .. len(route): whether the way into the hop is between ranks.
+    """Whether hops i - 1 and i of a route are on different ranks, for i = 0 .. len(route), by
+    microbatch.
 
-    The way into hop 0 and the one out of the last hop lead nowhere: False.
+    Entries 0 and len(route), for which one of the hops does not exist, are False.
     """
     by_route: dict[Route, tuple[bool, ...]] = {}
     for route in set(routes):
@@ -136,7 +139,7 @@ def crossings_of(routes: Sequence[Route]) -> list[tuple[bool, ...]]:
 _ACTION = re.compile(r"(\d+)(F|B|BI|BW|SF|RF|SB|RB|E)(\d+)")
 _REDUCE = re.compile(r"R(\d+)")
 
-# A table of at most this many steps and ranks is printed whole.
+# A table of at most this many steps, and of at most this many ranks, is printed whole.
 _STEPS_WHOLE = 40
 _RANKS_WHOLE = 16
 _STEPS_AROUND = 6
@@ -157,7 +160,7 @@ def parse_action(text: str) -> Action:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The schedule as text, one line a rank, ranks ascending."""
+    """The schedule as text, one line per rank, ranks ascending."""
     return "\n".join(
         f"{rank}: {' '.join(map(str, schedule.actions[rank]))}".rstrip()
         for rank in sorted(schedule.actions)
@@ -184,11 +187,12 @@ def parse_schedule(
 def format_table(schedule: Schedule, marked: Mapping[int, int]) -> str:
     """The schedule as a table, steps down and ranks across.
 
-    The marked step of a rank is set off as in `>>0RF3<<`. A table that is too long or too wide
-    for a page is cut to what lies around the marks; a line of dots says where.
+    The marked step of a rank is printed as `>>0RF3<<`. A table that is too long or too wide for a
+    page is cut to the steps around the marks; a line of dots stands for the steps left out.
 
     Args:
-        marked: by rank the step to set off; a step past the rank's last one marks nothing.
+        schedule: schedule to print.
+        marked: step to mark, keyed by rank; a step past the rank's last one marks nothing.
     """
     ranks = _shown_ranks(schedule, marked)
     num_steps = max((len(schedule.actions[rank]) for rank in ranks), default=0)
@@ -236,7 +240,7 @@ def _cell(schedule: Schedule, rank: int, step: int, marked: Mapping[int, int]) -
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines whose columns line up; a row of one cell may be wider than its column."""
+    """The rows as lines with aligned columns; a row of one cell may be wider than its column."""
     full = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     return "\n".join(

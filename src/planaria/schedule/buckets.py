@@ -2,22 +2,22 @@
 
 Consecutive layers with the same holders are one bucket; a tied parameter is a bucket of its own.
 Reductions run in one global order, in rounds: buckets that share a rank are never in the same
-round, so that the buckets of one round run side by side. Rounds are coloured greedily in layer
-order. Tied parameters come last, in rounds of their own.
+round, so that the buckets of one round run in parallel. Rounds are the colours of a greedy
+colouring in layer order. Tied parameters come last, in rounds of their own.
 
-No colouring has fewer rounds where ranks hold consecutive layers, as all do but silent ones. Let b
-be a bucket, and a the first one before it with which it shares a rank. That rank holds the layers
-of a and of b, so all between them, and is in all buckets from a to b. So b and the k buckets before
-it that it shares ranks with share this one: they need k + 1 rounds in any colouring, and greedily b
-gets one of the first k + 1.
+No colouring has fewer rounds if each rank holds consecutive layers, which only silent ranks may not
+do. Proof: let b be a bucket, and a the first one before it with which it shares a rank. That rank
+holds the layers of a and of b, so all layers between them, and is in all buckets from a to b. So b
+and the k buckets before it with which it shares ranks all have this rank in common. They need k + 1
+rounds in any colouring, and the greedy one gives b one of the first k + 1.
 
-In layer order, without colours, a bucket waits for the one before it wherever the two share a rank,
-so that where no two pipelines are cut alike hardly any run side by side.
+In layer order, without colours, a bucket waits for the one before it if the two share a rank.
+Hardly any buckets run in parallel then if all pipelines have different stages.
 
 Source: Odyssey, section IV-B and figures 4 and 11.
 Differs: Oobleck and Odyssey reduce each layer by itself; here consecutive layers with the same
-holders are one bucket, so that few, large messages travel. Odyssey colours greedily, and says that
-it is the least number of rounds.
+holders are one bucket, so that messages are few and large. Odyssey colours greedily, too, and says
+that this gives the least number of rounds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ from planaria.schedule.action import Bucket
 
 
 class ReductionOrder(StrEnum):
-    """How reductions follow each other: in the fewest rounds, or each in a round of its own."""
+    """The order of reductions: in the fewest rounds, or each in a round of its own."""
 
     COLOURED = "coloured"
     UNCOLOURED = "uncoloured"
@@ -42,7 +42,7 @@ def buckets_of(
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> tuple[Bucket, ...]:
-    """What the plan's ranks sum, in the order in which it is summed."""
+    """The buckets of a plan, in the global order of their reductions."""
     own, shared = _buckets(plan, tied)
     if order is ReductionOrder.COLOURED:
         return _coloured(own, shared)

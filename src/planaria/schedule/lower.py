@@ -1,11 +1,11 @@
 """Passes that turn forwards and backwards into a schedule that can run; and the check that it can.
 
-`place_transfers` puts a send and a receive wherever two hops of a route lie on different ranks;
-`place_reductions` puts the reduction of each bucket of gradients (buckets.py) behind the last
-backward that adds to it; `validate` refuses what breaks a rule, with the table of the
-schedule and the step marked. `execution_order` is the one walker that both the validator and the
-estimator use: sends never block, receives wait, and a rank hands reductions in bucket order to a
-communication thread, so that they never hold up its compute.
+`place_transfers` adds a send and a receive wherever two hops of a route are on different ranks.
+`place_reductions` adds the reduction of each bucket of gradients (buckets.py) after the last
+backward that adds to it. `validate` refuses a schedule that breaks a rule, with a table of the
+schedule in which the step is marked. Both the validator and the estimator walk a schedule by
+`execution_order`: sends never block, receives wait, and a rank hands reductions in bucket order to
+a communication thread, so that they never block its computation.
 
 Source: Oobleck (SOSP '23), section 6.1 for reductions by layer; torch.distributed.pipelining for
 passes over action lists and the dry run.
@@ -46,7 +46,7 @@ def lowered(
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """The schedule of a plan, whole and valid: what every rank runs in an iteration."""
+    """The complete, validated schedule of a plan: what every rank runs in an iteration."""
     schedule = unchecked(plan, tied=tied, order=order)
     validate(schedule, plan.num_layers)
     return schedule
@@ -58,7 +58,8 @@ def unchecked(
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """As `lowered`, not validated: for searches, which would spend half their time on that."""
+    """The schedule that `lowered` returns, not validated: a search would spend half its time on
+    that."""
     schedule = place_shadows(place_transfers(routed_1f1b(plan)), plan)
     return place_reductions(schedule, plan, tied=tied, order=order)
 
@@ -70,12 +71,13 @@ def lowered_for(
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """As `lowered`, with the actions of one rank only, at the cost of those that it meets.
+    """The schedule that `lowered` returns, with the actions of one rank only.
 
-    A pipeline that no route joins with the rank's own decides nothing for it but its buckets. The
-    actions cannot block where all ranks get theirs so: forwards and backwards are tried for all
-    that meet, and reductions cannot block each other, for every rank runs them in one order. The
-    rules are not checked again: that would be half of what a recovery waits for here.
+    It computes the schedule of the pipelines that routes connect, directly or through others, with
+    the rank's own; all other pipelines matter only for the buckets. If all ranks get their actions
+    from here, these cannot block: forwards and backwards are tried out for all connected pipelines,
+    and reductions cannot block each other, because every rank runs them in one order. The rules are
+    not checked again, as that would take half of the time that a recovery waits for schedules.
 
     Raises:
         DeadlockError: the forwards and backwards cannot finish.
@@ -94,10 +96,8 @@ def lowered_for(
 
 
 def num_met(plan: Plan) -> int:
-    """Hops that a rank's schedule is computed from (`lowered_for`), of the rank with the most.
-
-    O(nodes + microbatches + hops of different routes).
-    """
+    """The number of hops from which `lowered_for` computes a rank's schedule, for the rank with the
+    most. O(nodes + microbatches + hops of different routes)."""
     pipeline_of = _pipeline_of(plan)
     joined = _joined(plan, pipeline_of)
     hops: Counter[int] = Counter()
@@ -122,9 +122,9 @@ def _pipeline_of(plan: Plan) -> dict[int, int]:
 
 
 def _joined(plan: Plan, pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
-    """With which pipelines each that has work has a route in common, itself among them."""
+    """The pipelines with which each pipeline that has work shares a route, itself included."""
     joined: dict[int, set[int]] = {}
-    for route in {id(route): route for route in plan.routes}.values():  # To hash it takes longer.
+    for route in {id(route): route for route in plan.routes}.values():  # Hashing routes is slower.
         visited = {pipeline_of[hop.rank] for hop in route}
         for index in visited:
             joined.setdefault(index, set()).update(visited)
@@ -132,7 +132,7 @@ def _joined(plan: Plan, pipeline_of: Mapping[int, int]) -> dict[int, set[int]]:
 
 
 def _reached(first: int, joined: Mapping[int, set[int]]) -> set[int]:
-    """All pipelines that are joined with one, by others too."""
+    """All pipelines that are joined with pipeline `first`, directly or through others."""
     met: set[int] = set()
     waiting = {first}
     while waiting:
@@ -143,7 +143,8 @@ def _reached(first: int, joined: Mapping[int, set[int]]) -> set[int]:
 
 
 def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
-    """The plan with the pipelines that routes join with the rank's own, and its microbatches."""
+    """The part of the plan with the pipelines that routes join with the rank's own, and the
+    microbatches of that part."""
     pipeline_of = _pipeline_of(plan)
     joined = _joined(plan, pipeline_of)
     met = _reached(pipeline_of[rank], joined) if rank in pipeline_of else set[int]()
@@ -158,7 +159,8 @@ def _met(plan: Plan, rank: int) -> tuple[Plan, list[int]]:
 
 
 def place_transfers(schedule: Schedule) -> Schedule:
-    """The schedule with a receive before and a send after each action whose peer is elsewhere."""
+    """The schedule with a receive before, and a send after, each action whose neighbouring hop is
+    on another rank."""
     crossings = crossings_of(schedule.routes)
     return replace(
         schedule,
@@ -200,12 +202,12 @@ def place_reductions(
     tied: Sequence[TiedParameters] = (),
     order: ReductionOrder = ReductionOrder.COLOURED,
 ) -> Schedule:
-    """The schedule with its buckets, each reduced where its last gradient is complete.
+    """The schedule with its buckets, each reduced as soon as its last gradient is complete.
 
-    A layer with one holder needs no reduction, nor does a tied parameter all of whose layers
-    one rank holds: that rank has every gradient and adds them up by itself. A rank that holds
-    layers of a bucket but computes none of them, silent ones included, reduces first of all: it
-    adds nothing.
+    A layer with one holder needs no reduction. Neither does a tied parameter if one rank alone
+    holds all its layers: that rank adds up the gradients by itself. A rank that holds layers of a
+    bucket but computes none of them, such as a silent one, has nothing to wait for and reduces the
+    bucket before its other actions.
     """
     buckets = buckets_of(plan, tied=tied, order=order)
     by_rank: dict[int, list[int]] = {rank: [] for rank in plan.all_ranks}
@@ -225,13 +227,13 @@ def _with_reductions(
     indices: Sequence[int],
     buckets: Sequence[Bucket],
 ) -> tuple[Action, ...]:
-    """One rank's actions and its reductions, ascending, each behind its last backward.
+    """The actions of a rank with its reductions, in bucket order, each after its last backward.
 
-    What upstream waits for goes first: a backward's send stays right behind it.
+    The send of a backward still follows it directly, because the hop before waits for it.
     """
     if not indices:
         return actions
-    # Backward from the end, to the step behind which each layer's gradient is complete.
+    # From the end, look for the last step that adds to each layer's gradient.
     open_layers = {layer for index in indices for layer in buckets[index].layers}
     last_step: dict[int, int] = {}
     for step in range(len(actions) - 1, -1, -1):
@@ -255,18 +257,19 @@ def _with_reductions(
 
 
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """All actions, each with its rank, in an order in which they can run. O(actions).
+    """Yields all actions, each with its rank, in an order in which they can run. O(actions).
 
-    A reduction appears where its rank hands it over; it runs when all ranks of its bucket have
-    done so and their earlier reductions are over, so in ascending order of buckets. That within
-    a rank each action follows those of the same rank that it needs is `validate`'s to check.
+    A reduction appears where its rank hands it over. It runs when all ranks of its bucket have
+    handed it over and their earlier reductions have ended, so in ascending order of buckets.
+    `validate` checks that within a rank each action follows those that it needs.
 
     Raises:
-        DeadlockError: after the last action that can run, if some cannot: a receive whose send
-            never comes, a reduction that some rank never joins or takes out of turn.
+        DeadlockError: some actions cannot run, because the send for a receive never comes, or a
+            rank never joins a reduction or joins it out of order. It is raised after the last
+            action that can run.
     """
     slots = slots_of(schedule.routes)
-    # A message is named by its receive: 2 * slot of the receiving hop, + 1 for a gradient.
+    # The index of a message is 2 * the slot of its receiving hop, + 1 if it is a gradient.
     sent = bytearray(2 * slots[-1] + 2)
     waiting: dict[int, int] = {}
     reductions = _reductions_by_rank(schedule)
@@ -303,7 +306,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def _reductions_by_rank(schedule: Schedule) -> dict[int, list[int]]:
-    """The buckets of every rank in reverse: the last one is its next."""
+    """The buckets of every rank in reverse order: the last entry is the one to reduce next."""
     by_rank: dict[int, list[int]] = {rank: [] for rank in schedule.actions}
     for index in reversed(range(len(schedule.buckets))):
         for rank in schedule.buckets[index].ranks:
@@ -314,11 +317,13 @@ def _reductions_by_rank(schedule: Schedule) -> dict[int, list[int]]:
 def _refuse_stuck(
     schedule: Schedule, steps: Mapping[int, int], reductions: Mapping[int, Sequence[int]]
 ) -> None:
-    """Raises if a rank did not come to its end or waits in a reduction that others never join.
+    """Raises DeadlockError if a rank did not run all its actions or waits in a reduction that
+    others never join.
 
     Args:
-        steps: of every rank the step that it did not get past.
-        reductions: of every rank the buckets that it did not hand over.
+        schedule: schedule that was walked.
+        steps: step of every rank that did not run, or the number of its actions.
+        reductions: buckets that every rank did not hand over.
     """
     marked = {rank: step for rank, step in steps.items() if step < len(schedule.actions[rank])}
     missing = {index for indices in reductions.values() for index in indices}
@@ -338,7 +343,7 @@ def validate(schedule: Schedule, num_layers: int) -> None:
     """Checks all rules of a schedule and that it can finish. O(actions).
 
     Raises:
-        ScheduleError: a rule is broken; the message holds the table with the step marked.
+        ScheduleError: a rule is broken; the message has the table with the step marked.
         DeadlockError: all rules hold, yet the schedule cannot finish.
     """
     check_rules(schedule, num_layers)

@@ -1,14 +1,14 @@
-"""Eager forwards of shadowed layers: what a rank would have to compute were the next one lost.
+"""Eager forwards of shadowed layers: what a rank would have to compute if the next one were lost.
 
-A rank whose shadows are all layers of the next hop of a microbatch computes that hop's forward,
-too, from its own output, which it has anyway. It does so where it may have to wait for a message,
-one at a time, the oldest first, and at the latest before the backward that drops its output. What
-comes of it is not kept.
+A rank whose shadows include all layers of the next hop of a microbatch also computes the forward of
+that hop, from its own output, which it has anyway. It does so before it waits for a message, one
+forward at a time, the oldest first, and at the latest before the backward that drops its output.
+The result is not kept.
 
 Source: Bamboo (NSDI '23), eager forward redundant computation.
 Differs: Bamboo keeps the outputs in CPU memory, to go on with the iteration in which a node is
-lost. Here that is committed or redone as a whole, so nobody would ask for them. A first hop has no
-hop before, so its forward is not computed ahead.
+lost. Here that iteration is committed or redone as a whole, so the outputs are of no use. A first
+hop has no hop before it, so its forward is not computed ahead.
 """
 
 from collections import deque
@@ -29,7 +29,12 @@ from planaria.schedule.action import (
 
 
 def place_shadows(schedule: Schedule, plan: Plan) -> Schedule:
-    """The schedule, transfers placed, with an eager forward of each hop that is shadowed."""
+    """The schedule with an eager forward of each hop that is shadowed.
+
+    Args:
+        schedule: schedule with its transfers.
+        plan: plan that names the shadows.
+    """
     if not plan.shadows:
         return schedule
     actions = {
@@ -58,7 +63,7 @@ def _with_shadows(
 
 
 def _is_shadowed(action: Action, routes: Sequence[Route], shadows: frozenset[int]) -> bool:
-    """Whether the rank of a forward can compute the next hop, too."""
+    """Whether the rank of a forward can also compute the next hop of its microbatch."""
     route = routes[action.microbatch]
     if action.hop + 1 == len(route):
         return False

@@ -1,38 +1,39 @@
 """One-forward-one-backward over routes: plain, heterogeneous or rerouted, by one rule.
 
-Every rank runs in virtual time. Whenever it is free it takes, oldest microbatch first,
+Every rank runs in virtual time. Whenever it is free, it takes the first of these, for the oldest
+microbatch:
 
-1. what is under way: a backward whose gradient is there, or the forward of a microbatch that
-   this rank already holds activations of;
-2. else the forward of a new microbatch, if fewer than its limit are in flight on it;
-3. else, if backwards are split, what nobody waits for: the gradient of a microbatch's weights, or
-   the backward at the first hop of its route;
-4. else nothing, and it waits.
+1. work on a microbatch that is in flight on it: a backward whose gradient has arrived, or a
+   forward if the rank already holds activations of the microbatch;
+2. the forward of a new microbatch, if fewer microbatches than its limit are in flight on it;
+3. if backwards are split, work for which no other rank waits: the gradient of a microbatch's
+   weights, or the backward at the first hop of its route;
+4. nothing: it waits.
 
-A split backward sends the gradient of its input on at once, and keeps activations and the gradients
-between layers until that of its weights is done, which is in flight until then.
+A split backward sends the gradient of its input at once. It keeps the activations and the gradients
+between layers until the gradient of its weights is done; its microbatch is in flight until then.
 
-The limit is the number of hops from the rank to the end of the route, S - i for stage i of S: with
-it a plain pipeline comes out as textbook 1F1B, in three parts: *warmup*, min(S - i, N_b)
-forwards; *steady*, one backward and one forward by turns; *cooldown*, the backwards that are left.
-It is twice that on routes that meet others: what comes from several sides comes unevenly, and who
-waits for one microbatch should have another to work on. (16 nodes in pipelines of four equal
-stages, a loss in each of two of them: 40 units with it, 51 without.) A plan may set other limits: a
-device has so much memory.
+The limit is the number of hops from the rank to the end of the route, S - i for stage i of S. So a
+plain pipeline runs textbook 1F1B, in three parts: *warmup*, min(S - i, N_b) forwards; *steady*, one
+backward and one forward in turn; *cooldown*, the remaining backwards. The limit is twice as high on
+routes that share ranks with other routes: microbatches from several sides arrive unevenly, and a
+rank that waits for one should have another to work on. (16 nodes in pipelines of four equal stages,
+a loss in each of two of them: 40 units of time with the doubled limit, 51 without.) A plan may set
+other limits, where devices have too little memory.
 
-Virtual time counts a whole stage as one unit of its pipeline, 1 / S of the model, whatever its
-layers: the planner balances stages in seconds, which layer counts do not show. A backward costs two
-forwards. Where losses have made ranks unequal a plan tells the ticks of each stage; what is ready
-when then comes out as it will. A hop over part of a stage costs its share of the layers.
+In virtual time a whole stage takes one unit of its pipeline, 1 / S of the model, whatever its
+number of layers: the planner balances stages in seconds, which layer counts do not show. A backward
+takes as long as two forwards. If losses have made ranks unequal, the plan has the ticks of each
+stage, and virtual time counts these. A hop over part of a stage takes its share of the layers.
 
-A rank that microbatches of several pipelines visit serves them evenly: a microbatch's turn is its
-place among those with which it shares the rank of its route that fewest visit, as a fraction of
-their number. So those that go around a lost rank by several routes count together, for they have
-the rest of their way in common.
+A rank that microbatches of several pipelines visit serves them evenly. For each microbatch, take
+the rank of its route that the fewest microbatches visit; the turn of the microbatch is its place
+among those that share this rank, as a fraction of their number. So microbatches that go around a
+lost rank by several routes count together, because they have the rest of their routes in common.
 
-Limits cannot block each other where the ranks can be sorted so that every route visits them in
-that order: the last full rank can always finish what it holds. Routes that visit two ranks in
-both orders can block; then the oldest waiting microbatch is let in over the limit.
+Limits cannot block each other if the ranks can be sorted so that every route visits them in that
+order: the last rank that is at its limit can always finish what it holds. Routes that visit two
+ranks in both orders can block; then the oldest waiting microbatch is admitted over the limit.
 
 Source: Narayanan et al. (SC '21), section 2.2.1 for 1F1B; ReCycle (SOSP '24), adaptive pipelining,
 for rerouted microbatches.
@@ -56,16 +57,16 @@ from planaria.schedule.action import (
     Schedule,
 )
 
-# A piece of work is 4 * visit + one of these, so that what is older comes first.
+# A piece of work is 4 * the index of its visit + one of these, so older work has a lower number.
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = range(4)
 _KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-_Times = tuple[int, int, int, int]  # In virtual time, of each of the four.
+_Times = tuple[int, int, int, int]  # The virtual time of each of the four.
 
 
 def routed_1f1b(plan: Plan) -> Schedule:
     """The forwards and backwards of all routes of a plan, in the order of each rank.
 
-    Every rank of the plan has an entry, also one that no microbatch visits.
+    Every rank of the plan has an entry, even if no microbatch visits it.
     """
     visits = _visits(plan)
     ranks = {rank: _Rank(limit) for rank, limit in _limits(plan).items()}
@@ -81,14 +82,15 @@ class _Visit:
     """One hop of one microbatch.
 
     Attributes:
-        action: its forward.
+        action: forward of the hop.
+        rank: rank of the hop.
         costs: virtual time of its forward, its whole backward and both parts of it.
-        arrives: virtual time of what comes from the hop before, if that is on another rank; the
-            gradient that goes back takes as long.
+        arrives: virtual time that the activations take from the hop before, and the gradient back
+            to it; 0 if that hop is on the same rank.
         enters: whether the microbatch comes to this rank for the first time.
         is_last: whether it is the last hop of the route.
-        backward: _BACKWARD, or _INPUT where it has two parts.
-        is_put_off: whether nobody waits for its backward.
+        backward: _BACKWARD, or _INPUT if the backward has two parts.
+        is_put_off: whether no other rank waits for its backward.
     """
 
     action: Action
@@ -106,9 +108,13 @@ class _Rank:
     """A rank in virtual time; the heaps hold work that could start now, oldest first.
 
     Attributes:
-        under_way: of microbatches that are here.
-        entering: visits of microbatches that are new to the rank.
-        put_off: work that nobody waits for.
+        limit: upper bound on the microbatches in flight.
+        order: actions that were started so far.
+        under_way: heap of work on microbatches that are in flight on the rank.
+        entering: heap of visits by microbatches that are new to the rank.
+        put_off: heap of work for which no other rank waits.
+        in_flight: number of microbatches in flight.
+        is_busy: whether an action is running.
     """
 
     limit: int
@@ -136,7 +142,7 @@ class _Rank:
 
 
 def _visits(plan: Plan) -> list[_Visit]:
-    """All hops of all microbatches, sorted by the microbatch's turn: a smaller index is older."""
+    """All hops of all microbatches, sorted by turn of the microbatch: a smaller index is older."""
     costs = _Costs(plan)
     by_route: dict[Route, list[tuple[int, _Times, int, bool, bool, int, bool]]] = {}
     visits: list[_Visit] = []
@@ -163,9 +169,10 @@ def _visits(plan: Plan) -> list[_Visit]:
 
 
 def _turns(routes: Sequence[Route]) -> list[int]:
-    """Microbatches by turn: those that share their least visited rank in order, all interleaved."""
+    """The microbatches sorted by turn: those with the same least visited rank keep their order, and
+    such groups are interleaved evenly."""
     visits = Counter(hop.rank for route in routes for hop in route)
-    # By first visits, so that an order stays as it is when nodes are renamed (policies/ahead.py).
+    # Ranks are numbered by first visit: renaming nodes (policies/ahead.py) changes no order.
     number_of = {rank: number for number, rank in enumerate(visits)}
     least_of = {
         route: min((visits[hop.rank], number_of[hop.rank]) for hop in route)[1]
@@ -182,7 +189,7 @@ def _turns(routes: Sequence[Route]) -> list[int]:
 
 
 def _entries(route: Route) -> list[bool]:
-    """For every hop whether it is the first one on its rank."""
+    """Whether each hop of a route is the first one on its rank."""
     seen: set[int] = set()
     entries = []
     for hop in route:
@@ -192,14 +199,17 @@ def _entries(route: Route) -> list[bool]:
 
 
 class _Costs:
-    """Virtual time in integers, so that what is simultaneous is so exactly, and what a rank does
-    depends on no pipeline that it never meets."""
+    """The virtual times of hops.
+
+    They are integers, so that simultaneous events have exactly equal times, and what a rank does
+    does not depend on pipelines with which it shares no route.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._layers = plan.layers_by_rank
         self._ticks = plan.ticks or dict.fromkeys(plan.ranks, Ticks(1, 1, 1, 0))
-        # By rank, into how many equal parts its stage falls, a layer each; without ticks those of
-        # the model that its pipeline's time falls into.
+        # A layer of a rank is one of this many equal parts of its stage or, without ticks, of the
+        # time of its pipeline.
         parts = {
             rank: (1 if plan.ticks else len(pipeline.template.stages))
             * (stage.end_layer - stage.first_layer)
@@ -225,7 +235,8 @@ class _Costs:
 
 
 def _limits(plan: Plan) -> dict[int, int]:
-    """For every rank how many microbatches it keeps in flight: hops to the end, or twice that."""
+    """The limit of microbatches in flight of every rank: the number of hops to the end of a route,
+    or twice that, if the plan does not set it."""
     limits = dict.fromkeys(plan.ranks, 1)
     num_routes: Counter[int] = Counter()
     uneven: set[int] = set()
@@ -275,8 +286,8 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
             rank = min(blocked, key=lambda rank: rank.entering[0])
             rank.in_flight += 1
             start(now, rank, 4 * heappop(rank.entering) + _FORWARD)
-        # All that ends at one instant ends before anyone chooses: a backward that frees a place
-        # and the forward that takes it meet exactly in steady 1F1B.
+        # All work that ends at this instant ends before any rank chooses its next work: in steady
+        # 1F1B a forward starts exactly when a backward ends and makes room for it.
         now = heappop(times)
         touched = set()
         for work in due.pop(now):
@@ -292,9 +303,11 @@ def _run(visits: list[_Visit], ranks: dict[int, _Rank]) -> None:
 
 
 def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> list[tuple[int, int]]:
-    """Ends a piece of work; returns what it enables elsewhere, and how long that is on its way.
+    """Ends a piece of work; returns the work that it enables and the virtual time until that can
+    start.
 
-    What is on its way is a piece of work too: the forward, or the backward, of the visit it is for.
+    The enabled work is the forward, or the backward, of a neighbouring visit, or the backward of
+    the last visit of a route.
     """
     index, kind = work >> 2, work & 3
     visit = visits[index]
@@ -314,7 +327,7 @@ def _finish(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> list[tu
 
 
 def _arrive(work: int, visits: list[_Visit], ranks: dict[int, _Rank]) -> int:
-    """Makes a piece of work ready, and returns its rank."""
+    """Makes a piece of work ready to start; returns its rank."""
     index, kind = work >> 2, work & 3
     visit = visits[index]
     rank = ranks[visit.rank]

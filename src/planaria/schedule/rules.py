@@ -1,14 +1,14 @@
-"""The rules of a schedule that can be read off it without running it.
+"""The rules of a schedule that can be checked without running it.
 
-Every route covers the model once, in order. Every hop has its forward and its backward once, on
-its own rank; the backward is whole or in two parts, but for the first hop's, whose input has no
-gradient. Where the way to the neighbouring hop leads to another rank there is a receive, a
-send, and one of each for the gradient. Within a rank an action stands behind those of the same
-rank that it needs. A bucket has two ranks or more, is reduced once on each of them, and behind
-every backward there that adds to it; buckets of one round share no rank. An eager forward is on the
-rank of the hop before, while the output of that is there.
+Every route covers the model once, in order. Every hop has one forward and one backward, on its own
+rank. The backward is whole or in two parts; that of a first hop is whole, because the input of the
+model has no gradient. Between neighbouring hops on different ranks there are a send and a receive,
+and one of each for the gradient. Within a rank an action comes after those of the same rank that it
+needs. A bucket has two ranks or more, and is reduced once on each of them, after every backward
+there that adds to it; buckets of one round share no rank. An eager forward is on the rank of the
+hop before, while that rank still has the output of that hop.
 
-Whether receives meet their sends in an order that can finish is for `lower.validate` to find out.
+`lower.validate` also checks that sends and receives meet in an order that can finish.
 """
 
 from collections.abc import Collection, Mapping
@@ -44,7 +44,7 @@ def check_rules(schedule: Schedule, num_layers: int) -> None:
     """Checks every rule above. O(actions).
 
     Raises:
-        ScheduleError: with what is wrong, and the table of the schedule with the step marked.
+        ScheduleError: a rule is broken; the message has the table with the step marked.
     """
     for microbatch, route in enumerate(schedule.routes):
         if not _covers_model(route, num_layers):
@@ -85,7 +85,10 @@ def _bucket_fault(
     """What is wrong with a bucket; empty if nothing is.
 
     Args:
-        round_index: the highest so far; taken: the ranks of its earlier buckets.
+        bucket: bucket to check.
+        num_layers: number of layers of the model.
+        round_index: highest round so far, this bucket's included.
+        taken: ranks of the earlier buckets of that round.
     """
     if len(bucket.ranks) < 2 or list(bucket.ranks) != sorted(set(bucket.ranks)):
         return f"needs two ranks or more, ascending, not {bucket.ranks}"
@@ -99,7 +102,7 @@ def _bucket_fault(
 
 
 class _Checker:
-    """Reads a schedule action by action and remembers what it has seen."""
+    """A check of a schedule, action by action, that remembers the actions seen so far."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -153,7 +156,8 @@ class _Checker:
         return "has no output to begin with" if self._has(BACKWARD, slot - 1) else ""
 
     def _has(self, kind: Kind, slot: int) -> bool:
-        """Whether the action was there; of a backward, the gradient of its input."""
+        """Whether an action of this kind was seen; for BACKWARD also if only the gradient of its
+        input was."""
         is_split = kind is BACKWARD and self._seen[BACKWARD_INPUT][slot]
         return bool(self._seen[kind][slot] or is_split)
 
@@ -168,7 +172,7 @@ class _Checker:
         return ""
 
     def missing(self) -> str:
-        """The first action that a whole schedule would have and this one has not, or empty."""
+        """The message about the first action that the schedule lacks; empty if it is complete."""
         for microbatch, route in enumerate(self._schedule.routes):
             crossings = self._crossings[microbatch]
             for index, hop in enumerate(route):
@@ -192,7 +196,9 @@ def _has_peer(kind: Kind, before: bool, after: bool) -> bool:
     """Whether an action has the peer that it needs; forwards and backwards need none.
 
     Args:
-        before: whether the hop before lies on another rank; after: whether the next one does.
+        kind: kind of the action.
+        before: whether the hop before is on another rank.
+        after: whether the next hop is on another rank.
     """
     if kind is RECEIVE_FORWARD or kind is SEND_BACKWARD:
         return before
@@ -202,7 +208,8 @@ def _has_peer(kind: Kind, before: bool, after: bool) -> bool:
 
 
 def _needed(action: Action, before: bool, after: bool, *, is_last: bool) -> tuple[Kind, int] | None:
-    """The kind and the relative hop of what must stand before an action on its own rank."""
+    """The kind and the relative hop of the action that must come before this one on its rank; None
+    if there is none."""
     if action.kind is FORWARD:
         if before:
             return RECEIVE_FORWARD, 0

@@ -1,8 +1,8 @@
-"""Computes a schedule when it is imported, so that it is not the first one in forks of the process.
+"""Computes schedules when it is imported, so that forks of the process start with warm code.
 
-Python rewrites code for what it meets in its first calls, and fills its caches. A rank that is
-forked before that does it when its job begins, all ranks of an emulated cluster at once, and copies
-the pages that it writes.
+In the first calls of a function Python specialises its bytecode and fills caches. A rank that is
+forked before that does so when its job begins, together with all ranks of an emulated cluster, and
+copies the memory pages that it writes.
 """
 
 from planaria.core.plan import Pipeline, PipelineTemplate, Stage, plain_plan
