@@ -48,15 +48,14 @@ class Roomy:
 
 
 def has_room(problem: Problem, plan: Plan) -> bool:
-    """Whether every stage of a plan fits into the smallest device memory of its nodes; True if any
-    of them has no limit."""
-    limits = (
-        node.device_memory_bytes or problem.profile.device_memory_bytes
-        for pipeline in plan.pipelines
-        for node in pipeline.template.node_kinds
+    """Whether every stage of a plan fits into the memory of its own node's devices, as far as that
+    is known."""
+    return all(
+        not (limit := kind.device_memory_bytes or problem.profile.device_memory_bytes)
+        or peak <= limit
+        for pipeline, peaks in zip(plan.pipelines, stage_peaks(problem, plan), strict=True)
+        for kind, peak in zip(pipeline.template.stage_kinds(), peaks, strict=True)
     )
-    limit_bytes = min(limits)
-    return not limit_bytes or all(max(peaks) <= limit_bytes for peaks in stage_peaks(problem, plan))
 
 
 def stage_peaks(problem: Problem, plan: Plan) -> tuple[tuple[int, ...], ...]:
