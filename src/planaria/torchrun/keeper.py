@@ -164,7 +164,7 @@ def _attached(place: _Place, given: Sequence[int]) -> tuple[socket.socket, "_Fil
 
 
 def _found(directory: Path, idle_s: float) -> tuple[socket.socket, "_File"]:
-    """A connection to a directory's keeper, which is started if there is none, and its socket."""
+    """A connection to a directory's keeper, with its socket's file; starts one if there is none."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in (directory, directory.parent):

@@ -21,7 +21,7 @@ the versions of the run before.
 A model that every rank holds whole (DDP) is copied once on each node, and sent to no other.
 
 Source: Gemini (SOSP '23).
-Differs: from NVRx and lm-resiliency, which do the same, in that these need the same ranks again.
+Differs from NVRx and lm-resiliency, which need the same ranks again to restore.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """One socket of a rank's links: the queue of unsent bytes, and the message that is being read.
 
 A connection begins with the handshake of `frames.py`. After it, a message is a header (epoch,
-tag, length) and raw bytes. Any thread may call `append`; only the thread that serves the links
-calls the other methods.
+tag, length) and raw bytes. Any thread may call `append` and `displace`; only the thread that serves
+the links calls the other methods.
 """
 
 import errno
@@ -232,7 +232,10 @@ class Connection:
             yield from found
 
     def displace(self) -> None:
-        """Sends the rest of an arriving message elsewhere if it is arriving in placed memory."""
+        """Stops writing to the memory that was placed for the message that is arriving.
+
+        The rest of the message goes elsewhere, so the message is incomplete.
+        """
         with self._reading:
             if self._is_placed:
                 self._is_placed = False

@@ -36,7 +36,7 @@ def shared_clocks(num_clocks: int) -> int:
 
 
 class Clock:
-    """The moment at which a link direction becomes free, shared by all who have the descriptor.
+    """The moment at which a link direction becomes free, shared by processes with the descriptor.
 
     Only one thread of a process may use it at a time: the record lock only excludes processes.
     """

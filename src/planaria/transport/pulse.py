@@ -16,7 +16,7 @@ import struct
 import time
 from typing import Final
 
-LEASE_TIMEOUT_S: Final = 60.0  # Time in which a lost coordinator is replaced.
+LEASE_TIMEOUT_S: Final = 60.0  # Long enough for a lost coordinator to be replaced.
 FIRST_BEAT_S: Final = 60.0  # A fork takes milliseconds, but seconds on a machine that many share.
 _WORD: Final = struct.Struct("=d")
 _LOOK_S: Final = 0.01
@@ -104,7 +104,7 @@ class Pulse:
         return os.pread(self.stack_fd, num_bytes, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Unmaps the memory in this process; the other process keeps its own view."""
+        """Closes the memory and the stack file in this process; the other one keeps its own."""
         self._memory.close()
         os.close(self.stack_fd)
 

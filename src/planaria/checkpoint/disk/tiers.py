@@ -82,7 +82,7 @@ class Version:
     """A version that the tier has at least one file of.
 
     Attributes:
-        manifest: None: the version is not complete.
+        manifest: its manifest; None: the version is not complete.
         reason: why the version is not complete; empty: it is.
         is_unreadable: whether its manifest exists and could not be read now: the version may prove
             complete another time.
@@ -108,7 +108,7 @@ def newest_complete(versions: Iterable[Version]) -> Manifest | None:
     """The manifest of the first complete version; None if there is none.
 
     Args:
-        versions: versions in any number, the newest first.
+        versions: versions of a tier, the newest first.
 
     Raises:
         UnreadableError: a newer version cannot be read now, and may be complete.
